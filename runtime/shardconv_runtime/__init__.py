@@ -1,0 +1,1 @@
+"""Loads what shardconv converted, on the ranks of a torchrun job."""

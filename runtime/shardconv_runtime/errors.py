@@ -1,0 +1,34 @@
+"""The errors that a user can cause; both packages raise only these.
+
+A message says what is wrong, where (FQN, file, rank), why, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ShardconvError(Exception):
+    """Base of all errors of the project. The command line prints it in one line and exits with 2."""
+
+
+class SourceError(ShardconvError):
+    """The model to convert cannot be used: missing, unknown, incomplete or corrupt."""
+
+
+class PlanError(ShardconvError):
+    """A plan file is malformed, of another version, or does not fit the model."""
+
+
+class CheckpointError(ShardconvError):
+    """A converted directory is missing files, or they do not agree with its manifest."""
+
+
+class CodeMismatchError(ShardconvError):
+    """The installed model code differs from the code that the plan was solved for."""
+
+
+class LaunchError(ShardconvError):
+    """The process group does not fit the plan (world size, device, backend)."""
+
+
+class SolveError(ShardconvError):
+    """No plan could be found or proven for this model."""

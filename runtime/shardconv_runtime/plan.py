@@ -1,0 +1,159 @@
+"""The plan: what the converter found out and the runtime builds from.
+
+Frozen values with a JSON codec (``dumps``/``loads``); ``docs/plan-format.md`` is the specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .slices import Dim, Mesh
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInfo:
+    """The code that the plan was solved for."""
+
+    torch: str
+    transformers: str
+    sources: tuple[str, ...]
+    """Importable names of the Python modules whose source the fingerprint covers, sorted."""
+    fingerprint: str
+    """sha256 (hex) over those sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What to build."""
+
+    class_name: str
+    """``module:Class`` of the model."""
+    dtype: str
+    """Default dtype of the model, as ``"bfloat16"``."""
+    num_parameters: int
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """How the parameters (and persistent buffers) of these names are laid out over the ranks."""
+
+    names: tuple[str, ...]
+    """FQN patterns, ``model.layers.{0..31}.mlp.up_proj.weight``."""
+    dims: tuple[Dim, ...]
+    """One tree for each dim, outermost first; global sizes."""
+    dtype: str
+    partial: tuple[int, ...] = ()
+    """Mesh axes over which the parameter is a Partial: whole where their coordinate is 0, zero elsewhere."""
+    reason: str = ""
+    """Why it is replicated; empty where some dim is sharded or partial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward.
+
+    ``op`` is one of
+
+    - ``all_reduce``: Partial over ``axes`` to Replicate,
+    - ``all_gather``: dim ``dim``, laid out as ``layout``, becomes whole,
+    - ``slice``: dim ``dim``, whole, becomes this rank's part of ``layout``,
+    - ``local_rows``: global row ids (of a table whose dim 0 is laid out as ``layout``) become local
+      row ids; foreign ids become 0 and are remembered,
+    - ``zero_foreign``: zero the positions whose ids were foreign (the output has the shape of the ids
+      plus trailing dims).
+    """
+
+    slot: str
+    """``input.hidden_states``, ``input.position_embeddings.0``, ``output``, ``output.0``, ``output.logits``."""
+    op: str
+    axes: tuple[int, ...] = ()
+    dim: int | None = None
+    layout: Dim | None = None
+    per_token: int = 0
+    """Elements of the (global) tensor for each token of the input; for reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An int attribute that must shrink with the parameters."""
+
+    attribute: str
+    """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config); ``split_sizes.0``."""
+    value: int
+    """Global value: what the attribute is before the edit."""
+    local: tuple[int, ...]
+    """Local value: one for all ranks, or one for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormInfo:
+    """How a norm over a sharded dim computes (its statistic is reduced over the ranks)."""
+
+    kind: str
+    """``rms`` or ``layer``."""
+    eps: float
+    size: int
+    """Global size of the normalised dim."""
+    axes: tuple[int, ...]
+    weight: str = ""
+    """Name of the weight parameter in the module; empty if there is none."""
+    bias: str = ""
+    weight_offset: float = 0.0
+    """Added to the weight (1.0 for norms that store ``weight - 1``)."""
+    compute_dtype: str = "float32"
+    """Dtype of the statistic, or ``input``."""
+    weight_before_cast: bool = False
+    """Multiply by the weight in the compute dtype, then cast; else cast first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """What the runtime does to the modules of these names."""
+
+    names: tuple[str, ...]
+    category: str
+    """``column``, ``row``, ``vocab``, ``experts``, ``norm`` or ``boundary``."""
+    inputs: tuple[Boundary, ...] = ()
+    outputs: tuple[Boundary, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    gather_output: bool = False
+    """Column, vocab: the output is gathered here."""
+    input_is_parallel: bool = False
+    """Row: the input arrives sharded."""
+    reduce_output: bool = False
+    """Row, vocab, experts: the Partial output is reduced here."""
+    sequence_parallel: bool = False
+    norm: NormInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsInfo:
+    """The gather that ``load(..., gather_logits=False)`` leaves out."""
+
+    module: str
+    """FQN whose output gather may be dropped."""
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A solved model."""
+
+    tp: int
+    mesh: Mesh
+    """Sizes of the mesh axes; their product is ``tp``."""
+    model: ModelInfo
+    code: CodeInfo
+    parameters: tuple[ParameterPlan, ...]
+    """Every parameter and persistent buffer of the model exactly once, tied ones under their first name."""
+    modules: tuple[ModulePlan, ...]
+    """Only modules that are not left as they are."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """(alias, name) of parameters that are the same tensor."""
+    logits: LogitsInfo | None = None
+    notes: tuple[str, ...] = ()
+    """What a person should know: opaque modules, guessed values, operators without a rule."""
+    version: int = VERSION

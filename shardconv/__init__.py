@@ -1,0 +1,1 @@
+"""Ahead-of-time tensor parallelism for transformers models."""
