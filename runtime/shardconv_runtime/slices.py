@@ -14,16 +14,31 @@ is 32 heads split over mesh axis 0, each 128 wide; ``32@0*128 + 8@0*128 + 8@0*12
 query/key/value dim. ``4@0.1`` splits over axes 0 and 1, axis 0 being the outer.
 
 A size that the axes do not divide is split into shares that differ by at most one, the first
-ranks taking the larger ones.
+ranks taking the larger ones. A rank's positions always ascend.
+
+This module needs no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
+from types import UnionType
+from typing import NamedTuple
 
 from .errors import PlanError
+
+MAX_DEPTH = 32
+"""Deepest nesting of a dim; a plan is untrusted input, and recursion must be bounded."""
+
+MAX_SIZE = 2**48
+"""Largest global size of a dim."""
+
+MAX_RANGES = 2**24
+"""Most ranges that one rank's part of a dim may fall into."""
 
 Mesh = tuple[int, ...]
 """Sizes of the mesh axes; ranks count row-major, the last axis fastest."""
@@ -89,6 +104,22 @@ def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def rank_at(mesh: Mesh, coords: Sequence[int]) -> int:
+    """The rank with these coordinates."""
+    rank = 0
+    for extent, coord in zip(mesh, coords, strict=True):
+        rank = rank * extent + coord
+    return rank
+
+
+def group_of(mesh: Mesh, axes: Iterable[int], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from ``rank`` in the coordinates of ``axes`` only, in coordinate order."""
+    free = frozenset(axes)
+    coords = coordinates(mesh, rank)
+    choices = [range(extent) if a in free else (coords[a],) for a, extent in enumerate(mesh)]
+    return tuple(rank_at(mesh, choice) for choice in product(*choices))
+
+
 def share(leaf: Leaf, mesh: Mesh, rank: int) -> Range:
     """The part of a leaf that ``rank`` holds."""
     coords = coordinates(mesh, rank)
@@ -111,9 +142,16 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 
 
 def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
-    """The global positions that ``rank`` holds, in local order, as maximal ranges."""
+    """The global positions that ``rank`` holds, in local order, as maximal ranges.
+
+    They ascend. There are few of them unless an inner factor is split: ``1000*64@0`` falls into
+    1000 ranges for each rank.
+
+    Raises:
+        PlanError: more than ``MAX_RANGES`` ranges.
+    """
     if isinstance(dim, Leaf):
-        return (share(dim, mesh, rank),)
+        return _merge([share(dim, mesh, rank)])
     if isinstance(dim, Sum):
         out: list[Range] = []
         offset = 0
@@ -130,10 +168,17 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
 def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...]) -> tuple[Range, ...]:
     if inner == ((0, inner_size),):
         return tuple((a * inner_size, b * inner_size) for a, b in outer)
-    return _merge([(i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner])
+    count = sum(b - a for a, b in outer) * len(inner)
+    if count > MAX_RANGES:
+        raise PlanError(
+            f"a dim falls into {count} ranges for one rank, more than {MAX_RANGES}: split an outer factor"
+        )
+    return _merge(
+        (i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner
+    )
 
 
-def _merge(parts: list[Range]) -> tuple[Range, ...]:
+def _merge(parts: Iterable[Range]) -> tuple[Range, ...]:
     out: list[Range] = []
     for a, b in parts:
         if a == b:
@@ -145,19 +190,250 @@ def _merge(parts: list[Range]) -> tuple[Range, ...]:
     return tuple(out)
 
 
+class Piece(NamedTuple):
+    """Local positions ``[start, stop)`` of one member of a group."""
+
+    member: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherIndex:
+    """How the local pieces of a group of ranks make up the global dim."""
+
+    sizes: tuple[int, ...]
+    """Local size of each member, in coordinate order."""
+    pieces: tuple[Piece, ...]
+    """Laid end to end they are the global dim. Of positions that several members hold, one is taken."""
+
+    @property
+    def is_even(self) -> bool:
+        """All members hold equally many positions."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def is_trivial(self) -> bool:
+        """The concatenation of equal local pieces is the global dim already: nothing to reorder."""
+        return self.is_even and self.ranges() == ((0, sum(self.sizes)),)
+
+    def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
+        """Positions in the concatenated local pieces which, in this order, are the global dim.
+
+        Args:
+            stride: positions that each member takes in the concatenation, where they are padded
+                to a common size; by default each takes what it holds.
+        """
+        offsets = [0]
+        for held in self.sizes:
+            offsets.append(offsets[-1] + (held if stride is None else stride))
+        return _merge((offsets[m] + start, offsets[m] + stop) for m, start, stop in self.pieces)
+
+
+def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> GatherIndex:
+    """How to rebuild the global dim from the local pieces of the ranks along ``axes``.
+
+    Args:
+        axes: mesh axes of the group, at least those that split the dim (the default). The
+            members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
+            such group.
+
+    Raises:
+        PlanError: ``axes`` lack an axis that splits the dim.
+    """
+    group_axes = axes_of(dim) if axes is None else frozenset(axes)
+    if missing := sorted(axes_of(dim) - group_axes):
+        raise PlanError(
+            f"a gather of dim {to_text(dim)} over mesh axes {sorted(group_axes)} lacks axes {missing}"
+        )
+    members = group_of(mesh, group_axes, 0)
+    sizes = tuple(local_size(dim, mesh, rank) for rank in members)
+    held = chain.from_iterable(_held(dim, mesh, rank, member) for member, rank in enumerate(members))
+    return GatherIndex(sizes, tuple(_cover(sorted(held))))
+
+
+_Held = tuple[int, int, int, int]
+"""(global start, global stop, member, local start)"""
+
+
+def _held(dim: Dim, mesh: Mesh, rank: int, member: int) -> Iterator[_Held]:
+    local = 0
+    for start, stop in ranges(dim, mesh, rank):
+        yield start, stop, member, local
+        local += stop - start
+
+
+def _cover(held: Iterable[_Held]) -> Iterator[Piece]:
+    """Take each global position once, from the first range that reaches it."""
+    done = 0
+    for start, stop, member, local in held:
+        if stop > done:
+            assert start <= done, "the ranks of a group hold every position"
+            yield Piece(member, local + done - start, local + stop - start)
+            done = stop
+
+
+def validate(dim: Dim, mesh: Mesh) -> None:
+    """Check that the ranks of ``mesh`` together hold each position of the dim as its tree says.
+
+    Raises:
+        PlanError: a size below 1, an axis outside of the mesh, an axis that splits two factors of
+            one product (some positions would be held by no rank), or a tree too deep or too large.
+            The segments of a sum may share an axis.
+    """
+    _validate_tree(dim, mesh, dim, 0)
+    if size(dim) > MAX_SIZE:
+        raise PlanError(f"dim {to_text(dim)}: its size {size(dim)} is above {MAX_SIZE}")
+
+
+def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
+    """Check each dim of a tensor, and that no mesh axis splits two of them.
+
+    Raises:
+        PlanError: see ``validate``.
+    """
+    for dim in dims:
+        validate(dim, mesh)
+    if twice := _repeated(axes_of(dim) for dim in dims):
+        text = ", ".join(to_text(dim) for dim in dims)
+        raise PlanError(
+            f"mesh axis {twice[0]} splits more than one dim of [{text}]; one axis can split one dim"
+        )
+
+
+def _validate_tree(dim: Dim, mesh: Mesh, root: Dim, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise PlanError(f"a dim is nested deeper than {MAX_DEPTH} levels")
+    if isinstance(dim, Leaf):
+        _validate_leaf(dim, mesh, root)
+        return
+    children = dim.factors if isinstance(dim, Product) else dim.segments
+    if not children:
+        raise PlanError("a product or sum of a dim has no parts")
+    for child in children:
+        _validate_tree(child, mesh, root, depth + 1)
+    if isinstance(dim, Product) and (twice := _repeated(axes_of(child) for child in children)):
+        raise PlanError(f"dim {to_text(root)}: mesh axis {twice[0]} splits two factors of one product")
+
+
+def _validate_leaf(leaf: Leaf, mesh: Mesh, root: Dim) -> None:
+    problem = ""
+    if leaf.size < 1:
+        problem = "the size must be 1 or more"
+    elif outside := [a for a in leaf.axes if not 0 <= a < len(mesh)]:
+        problem = f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}"
+    elif len(set(leaf.axes)) < len(leaf.axes):
+        problem = "a mesh axis is named twice"
+    if problem:
+        raise PlanError(f"dim {to_text(root)}: leaf {to_text(leaf)}: {problem}")
+
+
+def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:
+    seen: set[int] = set()
+    for group in groups:
+        if both := seen.intersection(group):
+            return sorted(both)
+        seen.update(group)
+    return []
+
+
 def to_text(dim: Dim) -> str:
-    """The dim as text; ``parse`` reads it back."""
+    """The dim as text; ``parse`` reads it back (a product or sum of one part as that part)."""
+    dim = _unwrap(dim)
     if isinstance(dim, Leaf):
         return str(dim.size) + ("@" + ".".join(map(str, dim.axes)) if dim.axes else "")
     if isinstance(dim, Product):
-        return "*".join(f"({to_text(f)})" if isinstance(f, Sum) else to_text(f) for f in dim.factors)
-    return " + ".join(to_text(s) for s in dim.segments)
+        return "*".join(_nested(f, Product | Sum) for f in dim.factors)
+    return " + ".join(_nested(s, Sum) for s in dim.segments)
+
+
+def _unwrap(dim: Dim) -> Dim:
+    while not isinstance(dim, Leaf):
+        children = dim.factors if isinstance(dim, Product) else dim.segments
+        if len(children) != 1:
+            return dim
+        dim = children[0]
+    return dim
+
+
+def _nested(dim: Dim, kinds: type | UnionType) -> str:
+    return f"({to_text(dim)})" if isinstance(_unwrap(dim), kinds) else to_text(dim)
+
+
+_TOKEN = re.compile(
+    r" *(?:(?P<leaf>(0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
+)
 
 
 def parse(text: str) -> Dim:
     """Read a dim from text.
 
+    The grammar: ``sum := product ('+' product)*``, ``product := atom ('*' atom)*``,
+    ``atom := INT ['@' INT ('.' INT)*] | '(' sum ')'``; spaces around ``+ * ( )`` do not matter.
+
     Raises:
         PlanError: the text is not a dim.
     """
-    raise PlanError(f"not a dim: {text!r}")
+    reader = _TextReader(text)
+    dim = reader.read_sum(0)
+    if reader.tokens[reader.position] != _END:
+        raise reader.error()
+    return dim
+
+
+_END = ""
+
+
+class _TextReader:
+    """A recursive descent over the tokens of a dim's text, ``position`` being the next one."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.tokens: list[str] = []
+        self.tokens = [*self._split(text), _END]
+
+    def _split(self, text: str) -> Iterator[str]:
+        at = 0
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise self.error()
+            yield match["leaf"] or match["sign"]
+            at = match.end()
+
+    def error(self) -> PlanError:
+        shown = self.text if len(self.text) <= 200 else self.text[:200] + "..."
+        return PlanError(f'not a dim: {shown!r} (a dim reads like "32@0*128 + 8@0*128")')
+
+    def accept(self, token: str) -> bool:
+        found = self.tokens[self.position] == token
+        self.position += found
+        return found
+
+    def read_sum(self, depth: int) -> Dim:
+        if depth > MAX_DEPTH:
+            raise PlanError(f"a dim is nested deeper than {MAX_DEPTH} levels")
+        segments = [self.read_product(depth)]
+        while self.accept("+"):
+            segments.append(self.read_product(depth))
+        return segments[0] if len(segments) == 1 else Sum(tuple(segments))
+
+    def read_product(self, depth: int) -> Dim:
+        factors = [self.read_atom(depth)]
+        while self.accept("*"):
+            factors.append(self.read_atom(depth))
+        return factors[0] if len(factors) == 1 else Product(tuple(factors))
+
+    def read_atom(self, depth: int) -> Dim:
+        if self.accept("("):
+            dim = self.read_sum(depth + 1)
+            if not self.accept(")"):
+                raise self.error()
+            return dim
+        token = self.tokens[self.position]
+        if not token[:1].isdigit():
+            raise self.error()
+        self.position += 1
+        size_text, _, axes_text = token.partition("@")
+        return Leaf(int(size_text), tuple(map(int, axes_text.split("."))) if axes_text else ())
