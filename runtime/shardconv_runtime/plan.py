@@ -1,15 +1,19 @@
 """The plan: what the converter found out and the runtime builds from.
 
-Frozen values with a JSON codec (``dumps``/``loads``); ``docs/plan-format.md`` is the specification.
+Frozen values; ``codec`` writes and reads them as JSON, ``docs/plan-format.md`` is the specification.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from .slices import Dim, Mesh
+from .errors import PlanError
+from .names import MAX_NAMES, expand_all
+from .slices import Dim, Mesh, local_size, size
 
 VERSION = 1
+FORMAT = "shardconv.plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class Boundary:
     """
 
     slot: str
-    """``input.hidden_states``, ``input.position_embeddings.0``, ``output``, ``output.0``, ``output.logits``."""
+    """``input.hidden_states``, ``input.position_embeddings.0``, ``output``, ``output.0``,
+    ``output.logits``."""
     op: str
     axes: tuple[int, ...] = ()
     dim: int | None = None
@@ -81,7 +86,8 @@ class Edit:
     """An int attribute that must shrink with the parameters."""
 
     attribute: str
-    """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config); ``split_sizes.0``."""
+    """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config);
+    ``split_sizes.0``."""
     value: int
     """Global value: what the attribute is before the edit."""
     local: tuple[int, ...]
@@ -157,3 +163,51 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What a person should know: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
+
+
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan)
+
+
+def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
+    """The entry of each parameter and persistent buffer by its FQN, in the order of the plan.
+
+    Aliases of tied parameters are not in it (see ``Plan.tied``).
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    return _by_name("parameters", plan.parameters)
+
+
+def module_plans(plan: Plan) -> dict[str, ModulePlan]:
+    """The entry of each module that is not left as it is by its FQN, in the order of the plan.
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    return _by_name("modules", plan.modules)
+
+
+def global_shape(entry: ParameterPlan) -> tuple[int, ...]:
+    """Shape of the whole parameter."""
+    return tuple(size(dim) for dim in entry.dims)
+
+
+def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Shape of what ``rank`` holds; of a Partial, too, each rank holds a tensor of this shape."""
+    return tuple(local_size(dim, mesh, rank) for dim in entry.dims)
+
+
+def _by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
+    found: dict[str, _Entry] = {}
+    for index, entry in enumerate(entries):
+        try:
+            names = expand_all(entry.names, MAX_NAMES - len(found))
+        except PlanError as error:
+            raise PlanError(f"{place}[{index}].names: {error}") from error
+        for name in names:
+            if name in found:
+                earlier = entries.index(found[name])
+                raise PlanError(f"{place}[{index}].names: {name!r} is claimed by {place}[{earlier}] already")
+            found[name] = entry
+    return found

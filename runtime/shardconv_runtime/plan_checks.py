@@ -1,0 +1,252 @@
+"""What must hold in a plan beyond the types of its fields; run whenever a plan is read or written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from .dtypes import STORED_NAME
+from .errors import PlanError
+from .plan import (
+    Boundary,
+    Edit,
+    LogitsInfo,
+    ModulePlan,
+    NormInfo,
+    ParameterPlan,
+    Plan,
+    module_plans,
+    parameter_plans,
+)
+from .slices import Dim, Mesh, axes_of, validate_tensor
+from .typed_json import MalformedError
+
+BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
+    "all_reduce": frozenset({"axes"}),
+    "all_gather": frozenset({"dim", "layout"}),
+    "slice": frozenset({"dim", "layout"}),
+    "local_rows": frozenset({"layout"}),
+    "zero_foreign": frozenset(),
+}
+"""Which of ``axes``, ``dim`` and ``layout`` each op of a boundary has; it has no others."""
+
+ONE_SIDED_OPS: Mapping[str, str] = {"local_rows": "input", "zero_foreign": "output"}
+
+CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
+    "column": frozenset({"gather_output"}),
+    "row": frozenset({"input_is_parallel", "reduce_output"}),
+    "vocab": frozenset({"gather_output", "reduce_output"}),
+    "experts": frozenset({"reduce_output"}),
+    "norm": frozenset({"norm"}),
+    "boundary": frozenset(),
+}
+"""Which fields that not every module has may be set in a category."""
+
+MAX_TENSOR_DIMS = 16
+
+_IMPORTABLE = re.compile(r"[\w-]+(\.[\w-]+)*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def check_plan(plan: Plan) -> None:
+    """Check all rules of ``docs/plan-format.md`` that the types do not express.
+
+    Raises:
+        MalformedError: naming the place in the plan.
+        PlanError: the name patterns of two entries overlap, or are malformed.
+    """
+    _check_head(plan)
+    for index, parameter in enumerate(plan.parameters):
+        _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
+    for index, module in enumerate(plan.modules):
+        _check_module(f"modules[{index}]", module, plan)
+    _check_tied(plan.tied, parameter_plans(plan))
+    modules = module_plans(plan)
+    if plan.logits is not None:
+        _check_logits(plan.logits, modules)
+
+
+def is_sha256(text: str) -> bool:
+    """Whether the text is a sha256 in lower-case hex."""
+    return _SHA256.fullmatch(text) is not None
+
+
+def _check_head(plan: Plan) -> None:
+    if plan.tp < 1:
+        _fail("tp", f"must be 1 or more, got {plan.tp}")
+    if any(extent < 1 for extent in plan.mesh) or math.prod(plan.mesh) != plan.tp:
+        _fail("mesh", f"the product of {list(plan.mesh)} must be tp = {plan.tp}")
+    module, _, name = plan.model.class_name.partition(":")
+    if not _IMPORTABLE.fullmatch(module) or not name.isidentifier():
+        _fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
+    _check_dtype("model.dtype", plan.model.dtype)
+    if plan.model.num_parameters < 0:
+        _fail("model.num_parameters", "must not be negative")
+    for index, source in enumerate(plan.code.sources):
+        if not _IMPORTABLE.fullmatch(source):
+            _fail(f"code.sources[{index}]", f"{source!r} is not the name of a module")
+    if list(plan.code.sources) != sorted(set(plan.code.sources)):
+        _fail("code.sources", "must be sorted, each name once")
+    if not is_sha256(plan.code.fingerprint):
+        _fail("code.fingerprint", "expected 64 hex digits in lower case")
+
+
+def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
+    if not entry.names or "" in entry.names:
+        _fail(f"{where}.names", "a parameter needs a name")
+    _check_dtype(f"{where}.dtype", entry.dtype)
+    if len(entry.dims) > MAX_TENSOR_DIMS:
+        _fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
+    _check_dims(f"{where}.dims", entry.dims, mesh)
+    _check_axes(f"{where}.partial", entry.partial, mesh)
+    if both := sorted(set(entry.partial).intersection(_all_axes(entry.dims))):
+        _fail(
+            f"{where}.partial", f"mesh axis {both[0]} also splits a dim; it can be Partial or Shard, not both"
+        )
+
+
+def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
+    if not entry.names:
+        _fail(f"{where}.names", "a module entry needs a name")
+    if entry.category not in CATEGORY_FIELDS:
+        _fail(f"{where}.category", _one_of(entry.category, CATEGORY_FIELDS))
+    for field in ("gather_output", "input_is_parallel", "reduce_output", "norm"):
+        if getattr(entry, field) and field not in CATEGORY_FIELDS[entry.category]:
+            _fail(f"{where}.{field}", f'a module of the category "{entry.category}" has none')
+    for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
+        for index, step in enumerate(steps):
+            _check_boundary(f"{where}.{side}s[{index}]", step, side, plan.mesh)
+    if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
+        _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
+    _check_edits(f"{where}.edits", entry.edits, plan.tp)
+    if entry.category == "norm":
+        if entry.norm is None:
+            _fail(where, 'the key "norm" is missing')
+        _check_norm(f"{where}.norm", entry.norm, plan.mesh)
+
+
+def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
+    _check_slot(f"{where}.slot", step.slot, side)
+    if step.op not in BOUNDARY_FIELDS:
+        _fail(f"{where}.op", _one_of(step.op, BOUNDARY_FIELDS))
+    if ONE_SIDED_OPS.get(step.op, side) != side:
+        _fail(f"{where}.op", f"{step.op} is for an {ONE_SIDED_OPS[step.op]} only")
+    given = {"axes": bool(step.axes), "dim": step.dim is not None, "layout": step.layout is not None}
+    for field, is_given in given.items():
+        if is_given != (field in BOUNDARY_FIELDS[step.op]):
+            _fail(f"{where}.{field}", f"{step.op} {'has none' if is_given else 'needs it'}")
+    _check_axes(f"{where}.axes", step.axes, mesh)
+    if step.dim is not None and not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
+        _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
+    if step.layout is not None:
+        _check_dims(f"{where}.layout", (step.layout,), mesh)
+        if not axes_of(step.layout):
+            _fail(f"{where}.layout", f"no mesh axis splits it, so that {step.op} would do nothing")
+    if step.per_token < 0:
+        _fail(f"{where}.per_token", "must not be negative")
+
+
+def _check_slot(where: str, slot: str, side: str) -> None:
+    first, *path = slot.split(".")
+    if first != side or not all(map(_is_step, path)) or (side == "input" and not path):
+        example = "input.hidden_states" if side == "input" else "output.0"
+        _fail(where, f'not a slot of an {side}: {slot!r}; one reads like "{example}"')
+
+
+def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
+    seen: set[str] = set()
+    for index, edit in enumerate(edits):
+        place = f"{where}[{index}]"
+        first, *path = edit.attribute.split(".")
+        if not (_is_step(first) and first.isidentifier() and all(map(_is_step, path))):
+            _fail(f"{place}.attribute", f"not the path of an attribute: {edit.attribute!r}")
+        if edit.attribute in seen:
+            _fail(f"{place}.attribute", f"{edit.attribute!r} is edited twice")
+        seen.add(edit.attribute)
+        if edit.value < 1 or any(value < 1 for value in edit.local):
+            _fail(place, "the values must be 1 or more")
+        if len(edit.local) not in (1, tp):
+            _fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
+
+
+def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
+    if norm.kind not in ("rms", "layer"):
+        _fail(f"{where}.kind", _one_of(norm.kind, ("rms", "layer")))
+    if norm.eps < 0:
+        _fail(f"{where}.eps", "must not be negative")
+    if norm.size < 1:
+        _fail(f"{where}.size", "must be 1 or more")
+    if not norm.axes:
+        _fail(f"{where}.axes", "needs a mesh axis to reduce over")
+    _check_axes(f"{where}.axes", norm.axes, mesh)
+    for field, name in (("weight", norm.weight), ("bias", norm.bias)):
+        if name and not all(map(_is_step, name.split("."))):
+            _fail(f"{where}.{field}", f"not the name of a parameter: {name!r}")
+    if norm.compute_dtype != "input":
+        _check_dtype(f"{where}.compute_dtype", norm.compute_dtype)
+
+
+def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, ParameterPlan]) -> None:
+    seen: set[str] = set()
+    for index, (alias, name) in enumerate(tied):
+        if name not in parameters:
+            _fail(f"tied[{index}]", f"there is no parameter {name!r} that {alias!r} could be tied to")
+        if alias in parameters or alias in seen:
+            _fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
+        if not alias:
+            _fail(f"tied[{index}]", "an alias needs a name")
+        seen.add(alias)
+
+
+def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None:
+    _check_slot("logits.slot", logits.slot, "output")
+    entry = modules.get(logits.module)
+    if entry is None:
+        _fail("logits.module", f"there is no module entry for {logits.module!r}")
+    if not entry.gather_output and not any(
+        step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs
+    ):
+        _fail("logits", f"{logits.module!r} gathers nothing at {logits.slot!r}")
+
+
+def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
+    try:
+        validate_tensor(dims, mesh)
+    except PlanError as error:
+        raise MalformedError(where, str(error)) from error
+
+
+def _check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:
+    if outside := [a for a in axes if not 0 <= a < len(mesh)]:
+        _fail(where, f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}")
+    if len(set(axes)) < len(axes):
+        _fail(where, "a mesh axis is named twice")
+
+
+def _check_dtype(where: str, dtype: str) -> None:
+    if dtype not in STORED_NAME:
+        _fail(where, _one_of(dtype, STORED_NAME))
+
+
+def _all_axes(dims: Iterable[Dim]) -> frozenset[int]:
+    return frozenset[int]().union(*(axes_of(dim) for dim in dims))
+
+
+def _has_op(steps: Iterable[Boundary], op: str) -> bool:
+    return any(step.op == op for step in steps)
+
+
+def _is_step(text: str) -> bool:
+    """One component of a path to an attribute or a slot: an identifier, no dunder, or an index."""
+    is_index = text.isascii() and text.isdigit() and len(text) <= 9
+    return is_index or (text.isidentifier() and not text.startswith("__"))
+
+
+def _one_of(got: str, known: Iterable[str]) -> str:
+    return f"expected one of {', '.join(known)}; got {got[:60]!r}"
+
+
+def _fail(where: str, problem: str) -> NoReturn:
+    raise MalformedError(where, problem)
