@@ -1,0 +1,309 @@
+"""Tape and rules give the axes of every tensor and what the solver must respect.
+
+For each tensor: the trees of its dims, and a *partial state* that says whether its value is the whole
+one or a term of a sum over ranks. Rules (``shardconv.rules``) relate the trees and states of an
+operator's inputs and outputs; marks link them softly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import axes
+from .axes import Conflict, Node
+from .norms import NormSite, find_norms
+from .rules import POINTWISE, RULES
+from .tape import Mark, Op, Ref, Tape
+
+
+class Partial:
+    """Union-find node for the partial state of tensors that share it; ``zero``: never partial."""
+
+    __slots__ = ("count", "parent", "zero")
+
+    def __init__(self, zero: bool = False) -> None:
+        self.parent: Partial | None = None
+        self.zero = zero
+        self.count = 0
+
+
+def find_partial(state: Partial) -> Partial:
+    """The state that stands for this one."""
+    root = state
+    while root.parent is not None:
+        root = root.parent
+    while state.parent is not None:
+        state.parent, state = root, state.parent
+    return root
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """``output`` is partial exactly where the contracted dims are sharded or an input is partial."""
+
+    output: Partial
+    dims: tuple[Node, ...]
+    inputs: tuple[Partial, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A product of ``size`` multiplications, which sharding any leaf of these dims divides."""
+
+    dims: tuple[Node, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableLookup:
+    """Rows of ``table`` are looked up by ids that enter module call ``call`` at ``slot``."""
+
+    call: int
+    slot: str
+    table: int
+    output: int
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What the rules found; ``Builder`` fills it."""
+
+    tape: Tape
+    dims: dict[int, tuple[Node, ...]] = field(default_factory=dict)
+    partial: dict[int, Partial] = field(default_factory=dict)
+    contractions: list[Contraction] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    norms: list[NormSite] = field(default_factory=list)
+    lookups: list[TableLookup] = field(default_factory=list)
+    frozen: list[Node] = field(default_factory=list)
+    """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Operator without a rule -> FQN of a module that uses it."""
+
+
+def analyse(tape: Tape) -> Analysis:
+    """Apply the rules to every operator of the tape, in order."""
+    builder = Builder(tape)
+    norms = find_norms(tape)
+    skip: dict[int, NormSite] = {index: site for site in norms for index in site.events}
+    for index, event in enumerate(tape.events):
+        if isinstance(event, Mark):
+            builder.mark(event)
+            continue
+        site = skip.get(index)
+        if site is None:
+            builder.apply(event)
+        elif index == site.events[-1]:
+            builder.norm(site)
+    for tid in tape.outputs:
+        builder.tensor(tid)
+    return builder.result
+
+
+class Builder:
+    """What a rule may read and say. ``out`` dims are trees; sharing a node means 'the same dim'."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.result = Analysis(tape)
+        self.mark_of: dict[int, Mark] = {}
+        self.parametric: set[int] = set()
+        """Tensors computed from parameters alone."""
+
+    # Tensors ---------------------------------------------------------------------------------
+
+    def tensor(self, tid: int) -> tuple[Node, ...]:
+        """The dims of a tensor; parameters, inputs and constants get theirs here."""
+        known = self.result.dims.get(tid)
+        if known is not None:
+            return known
+        info = self.tape.tensors[tid]
+        is_parameter = info.kind in ("parameter", "buffer")
+        dims = tuple(axes.leaf(n, blocked=not is_parameter) for n in info.shape)
+        if info.kind == "input":
+            self.result.frozen += dims
+        self.result.dims[tid] = dims
+        self.result.partial[tid] = Partial(zero=info.kind != "parameter")
+        if info.kind == "parameter":
+            self.parametric.add(tid)
+        return dims
+
+    def partial(self, tid: int) -> Partial:
+        """The partial state of a tensor."""
+        self.tensor(tid)
+        return find_partial(self.result.partial[tid])
+
+    def shape(self, tid: int) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return self.tape.tensors[tid].shape
+
+    def is_parameter(self, tid: int) -> bool:
+        """Whether the tensor is a parameter itself."""
+        return self.tape.tensors[tid].kind == "parameter"
+
+    # What rules say --------------------------------------------------------------------------
+
+    def set(self, tid: int, dims: Sequence[Node], partial: Partial | None = None) -> None:
+        """Give an output its dims; not partial unless a state is given."""
+        shape = self.shape(tid)
+        assert tuple(d.size for d in dims) == shape, f"dims {dims} for a tensor of shape {shape}"
+        self.result.dims[tid] = tuple(dims)
+        self.result.partial[tid] = partial if partial is not None else Partial(zero=True)
+
+    def never_partial(self, *tids: int) -> None:
+        """These must be whole where they are used."""
+        for tid in tids:
+            self.partial(tid).zero = True
+
+    def same_partial(self, *states: Partial) -> Partial:
+        """All of these are partial or none is."""
+        first = find_partial(states[0])
+        for other in states[1:]:
+            root = find_partial(other)
+            if root is not first:
+                root.parent = first
+                first.zero |= root.zero
+        return first
+
+    def bilinear_partial(self, a: int, b: int) -> Partial:
+        """The state of a product: at most one factor may be partial, and never a parameter."""
+        self.never_partial(*(t for t in (a, b) if t in self.parametric))
+        p, q = self.partial(a), self.partial(b)
+        if q.zero:
+            return p
+        if p.zero:
+            return q
+        output = Partial()
+        self.result.contractions.append(Contraction(output, (), (p, q)))
+        return output
+
+    def contract(self, dims: Sequence[Node], *inputs: int) -> Partial:
+        """The state of an output in which ``dims`` are summed over; it is linear in ``inputs``."""
+        states = [s for s in {id(p): p for p in map(self.partial, inputs)}.values() if not s.zero]
+        output = Partial()
+        self.result.contractions.append(Contraction(output, tuple(dims), tuple(states)))
+        return output
+
+    def work(self, dims: Sequence[Node]) -> None:
+        """A product over all these dims was computed."""
+        self.result.works.append(Work(tuple(dims), math.prod(d.size for d in dims)))
+
+    def lookup(self, mark: Mark, table: int, output: int) -> None:
+        """Rows of a table are looked up by ids that enter a module at ``mark``."""
+        self.result.lookups.append(TableLookup(mark.call, mark.slots[0], table, output))
+
+    def free_partial(self) -> Partial:
+        """The state of zeros: as good as any."""
+        return Partial()
+
+    def block(self, *tids: int) -> None:
+        """No dim of these may be sharded, and none may be partial."""
+        for tid in tids:
+            for dim in self.tensor(tid):
+                axes.block(dim)
+        self.never_partial(*tids)
+
+    def blocked(self, *sizes: int) -> list[Node]:
+        """Fresh dims that are never sharded."""
+        return [axes.leaf(n, blocked=True) for n in sizes]
+
+    def split(self, dim: Node, inner: int) -> tuple[Node, Node]:
+        """(outer, inner) factors of a dim; blocked if its structure forbids that."""
+        try:
+            return axes.split(dim, inner)
+        except Conflict:
+            axes.block(dim)
+            return axes.leaf(dim.size // inner, True), axes.leaf(inner, True)
+
+    def cut(self, dim: Node, sizes: Sequence[int]) -> list[Node]:
+        """Consecutive segments of a dim; blocked if its structure forbids that."""
+        try:
+            return axes.cut(dim, sizes)
+        except Conflict:
+            axes.block(dim)
+            return [axes.leaf(n, True) for n in sizes]
+
+    # Events ----------------------------------------------------------------------------------
+
+    def apply(self, op: Op) -> None:
+        """Apply the rule of an operator; without one, block all that it touches."""
+        base = op.name.rsplit(".", 1)[0]
+        rule = RULES.get(base) or RULES.get(base.rstrip("_"))
+        if rule is None and op.overload is not None and _is_pointwise(op.overload):
+            rule = POINTWISE
+        if rule is None:
+            self.result.unknown.setdefault(op.name, self.tape.calls[op.call].fqn)
+            self.block(*op.inputs)
+            for tid in op.outputs:
+                self.set(tid, self.blocked(*self.shape(tid)))
+            return
+        rule(self, op, Arguments(op))
+        if op.inputs and self.parametric.issuperset(op.inputs):
+            self.parametric.update(op.outputs)
+
+    def mark(self, mark: Mark) -> None:
+        """Before and after a mark: one structure, separate leaves and states."""
+        before = self.tensor(mark.source)
+        after = []
+        for dim in before:
+            twin = axes.leaf(dim.size)
+            axes.link(dim, twin)
+            after.append(twin)
+        state = Partial(zero=self.partial(mark.source).zero)
+        self.set(mark.target, after, state)
+        self.mark_of[mark.target] = mark
+
+    def norm(self, site: NormSite) -> None:
+        """A whole norm module: its dims pass through; a sharded last dim costs a statistic."""
+        dims = self.tensor(site.input)
+        self.never_partial(site.input)
+        for tid in site.parameters:
+            axes.unify(self.tensor(tid)[-1], dims[-1])
+            self.never_partial(tid)
+        self.set(site.output, dims)
+        self.result.norms.append(site)
+
+
+class Arguments:
+    """An operator's arguments by the names of its schema."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, op: Op) -> None:
+        self.values: dict[str, Any] = dict(op.kwargs)
+        if op.overload is not None:
+            schema = op.overload._schema.arguments
+            for argument, value in zip(schema, op.args, strict=False):
+                self.values[argument.name] = value
+            for argument in schema:
+                if argument.name not in self.values and argument.has_default_value():
+                    self.values[argument.name] = argument.default_value
+        else:
+            self.values.update({str(i): a for i, a in enumerate(op.args)})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensor(self, name: str) -> int | None:
+        """The tensor given for ``name``; None where it is absent or a number."""
+        value = self.values.get(name)
+        return value.tid if isinstance(value, Ref) else None
+
+    def tensors(self, name: str) -> list[int]:
+        """The tensors given as a list."""
+        return [v.tid for v in self.values.get(name) or () if isinstance(v, Ref)]
+
+
+_POINTWISE_TAG: dict[Any, bool] = {}
+
+
+def _is_pointwise(overload: Any) -> bool:
+    import torch
+
+    known = _POINTWISE_TAG.get(overload)
+    if known is None:
+        known = _POINTWISE_TAG[overload] = torch.Tag.pointwise in overload.tags
+    return known

@@ -1,0 +1,350 @@
+"""The tree of a tensor dim, merged by union-find and refined in place.
+
+A dim is a leaf, a product of trees (outer to inner) or a sum of segments. When an operator needs a
+dim of 4096 as 32 x 128, the leaf becomes a product wherever it occurs. Four operations suffice:
+``split`` a dim at an inner size, ``cut`` it into segments, ``unify`` two dims, ``block`` one.
+
+Dims on both sides of a mark are different trees with one structure: ``link`` joins them softly, and a
+refinement of one refines the other, while their leaves stay apart so that the solver may change the
+placement there.
+
+Named dimensions with union-find follow TOAST (arXiv 2508.15010); the sums are this project's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LEAF, PRODUCT, SUM = range(3)
+
+
+class Node:
+    """A dim, or a part of one. Use ``find`` before reading ``kind`` and ``children``."""
+
+    __slots__ = ("blocked", "children", "kind", "links", "parent", "size")
+
+    def __init__(self, size: int, blocked: bool = False) -> None:
+        self.size = size
+        self.kind = LEAF
+        self.children: tuple[Node, ...] = ()
+        self.parent: Node | None = None
+        self.blocked = blocked
+        self.links: list[Node] = []
+
+    def __repr__(self) -> str:
+        node = find(self)
+        if node.kind == LEAF:
+            return f"{node.size}{'!' if node.blocked else ''}"
+        if node.kind == PRODUCT:
+            return "(" + "*".join(map(repr, node.children)) + ")"
+        return "[" + "|".join(map(repr, node.children)) + "]"
+
+
+class Conflict(Exception):
+    """Two dims, or a dim and a size, do not fit together; the caller blocks them."""
+
+
+def find(node: Node) -> Node:
+    """The node that stands for this one."""
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    while node.parent is not None:
+        node.parent, node = root, node.parent
+    return root
+
+
+def leaf(size: int, blocked: bool = False) -> Node:
+    """A fresh dim; of size 1, it can never be sharded."""
+    return Node(size, blocked or size <= 1)
+
+
+def factors(node: Node) -> list[Node]:
+    """The dim as factors that are leaves or sums, outer to inner, without those of size 1."""
+    node = find(node)
+    if node.size == 1:
+        return []
+    if node.kind == PRODUCT:
+        return [f for child in node.children for f in factors(child)]
+    return [node]
+
+
+def segments(node: Node) -> list[Node]:
+    """The dim as segments that are leaves or products."""
+    node = find(node)
+    if node.kind == SUM:
+        return [s for child in node.children for s in segments(child)]
+    return [node]
+
+
+def leaves(node: Node) -> list[Node]:
+    """All leaves of size above 1, in order; one may occur more than once."""
+    node = find(node)
+    if node.kind == LEAF:
+        return [node] if node.size > 1 else []
+    return [x for child in node.children for x in leaves(child)]
+
+
+def product(nodes: Sequence[Node]) -> Node:
+    """The dim that these make together, outer to inner."""
+    parts = [f for n in nodes for f in factors(n)]
+    if len(parts) == 1:
+        return parts[0]
+    node = Node(math.prod(p.size for p in parts))
+    if not parts:
+        return leaf(1)
+    node.kind, node.children = PRODUCT, tuple(parts)
+    return node
+
+
+def concatenation(nodes: Sequence[Node]) -> Node:
+    """The dim that these make, laid end to end."""
+    parts = [s for n in nodes if n.size for s in segments(n)]
+    if len(parts) == 1:
+        return parts[0]
+    node = Node(sum(p.size for p in parts))
+    if not parts:
+        return Node(0, True)
+    node.kind, node.children = SUM, tuple(parts)
+    return node
+
+
+def block(node: Node) -> None:
+    """No leaf of this dim may be sharded."""
+    for item in leaves(node):
+        item.blocked = True
+
+
+def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
+    """A leaf turns out to be a product or a sum; those linked to it follow."""
+    assert node.kind == LEAF and node.parent is None
+    node.kind, node.children = kind, tuple(children)
+    if node.blocked:
+        block(node)
+    links, node.links = node.links, []
+    for other in links:
+        link(node, other)
+
+
+def split(node: Node, inner: int) -> tuple[Node, Node]:
+    """The dim as (outer, inner) factors, the inner one of this size.
+
+    Raises:
+        Conflict: its structure does not allow that.
+    """
+    if node.size == 0 or node.size % inner:
+        raise Conflict
+    parts = factors(node)
+    done = 1
+    for index in range(len(parts) - 1, -1, -1):
+        if done == inner:
+            return product(parts[: index + 1]), product(parts[index + 1 :])
+        part = find(parts[index])
+        if inner % (done * part.size) == 0:
+            done *= part.size
+            continue
+        outer_part, inner_part = _split_factor(part, inner, done)
+        return product([*parts[:index], outer_part]), product([inner_part, *parts[index + 1 :]])
+    if done != inner:
+        raise Conflict
+    return leaf(1), product(parts)
+
+
+def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
+    if inner % done or part.size % (inner // done):
+        raise Conflict
+    need = inner // done
+    if part.kind == LEAF:
+        pair = leaf(part.size // need), leaf(need)
+        _refine(part, PRODUCT, pair)
+        return pair
+    return _split_sum(part, need)
+
+
+def _split_sum(node: Node, inner: int) -> tuple[Node, Node]:
+    """A sum whose segments share an inner factor is a product of a sum and that factor."""
+    parts = segments(node)
+    if any(p.size % inner for p in parts):
+        return _as_repetition(node, inner)
+    pairs = [split(p, inner) for p in parts]
+    shared = pairs[0][1]
+    for _, other in pairs[1:]:
+        unify(shared, other)
+    outer = concatenation([p[0] for p in pairs])
+    node.kind, node.children = PRODUCT, (outer, shared)
+    return outer, shared
+
+
+def _as_repetition(node: Node, inner: int) -> tuple[Node, Node]:
+    """A sum of equal runs of segments is a product of a (blocked) count and one run."""
+    parts = segments(node)
+    runs = _runs(parts, inner)
+    for run in runs[1:]:
+        unify(runs[0], run)
+    count = leaf(len(runs), blocked=True)
+    node.kind, node.children = PRODUCT, (count, runs[0])
+    return count, runs[0]
+
+
+def _runs(parts: list[Node], size: int) -> list[Node]:
+    runs: list[Node] = []
+    current: list[Node] = []
+    total = 0
+    for part in parts:
+        current.append(part)
+        total += part.size
+        if total == size:
+            runs.append(concatenation(current))
+            current, total = [], 0
+        elif total > size:
+            raise Conflict
+    return runs
+
+
+def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
+    """The dim as consecutive segments of these sizes.
+
+    Raises:
+        Conflict: a boundary falls inside of something that cannot be cut.
+    """
+    node = find(node)
+    assert sum(sizes) == node.size
+    if len(sizes) == 1:
+        return [node]
+    if node.kind == SUM:
+        return _cut_sum(node, sizes)
+    if node.kind == LEAF:
+        parts = [leaf(s) for s in sizes]
+        _refine(node, SUM, [p for p in parts if p.size])
+        return parts
+    parts = factors(node)
+    inner = math.prod(p.size for p in parts[1:])
+    if any(s % inner for s in sizes):
+        raise Conflict
+    return [product([p, *parts[1:]]) for p in cut(parts[0], [s // inner for s in sizes])]
+
+
+def _cut_sum(node: Node, sizes: Sequence[int]) -> list[Node]:
+    pending = segments(node)
+    out: list[list[Node]] = []
+    done: list[Node] = []
+    for want in sizes:
+        taken: list[Node] = []
+        while want:
+            part = find(pending.pop(0))
+            if part.size > want:
+                head, tail = cut(part, (want, part.size - want))
+                part = head
+                pending.insert(0, tail)
+            want -= part.size
+            taken.append(part)
+        out.append(taken)
+        done.extend(taken)
+    if node.kind == SUM:
+        node.children = tuple(done)
+    return [concatenation(t) if t else Node(0, True) for t in out]
+
+
+def unify(a: Node, b: Node) -> None:
+    """Both are the same dim from now on; where they cannot be, both are blocked."""
+    a, b = find(a), find(b)
+    if a is b or a.size == 1 or b.size == 1:
+        return
+    assert a.size == b.size, f"dims of sizes {a.size} and {b.size} cannot be the same"
+    if a.kind != LEAF and b.kind == LEAF:
+        a, b = b, a
+    if a.kind == LEAF:
+        _forward_leaf(a, b)
+        return
+    try:
+        _pair_up(a, b, unify)
+    except Conflict:
+        block(a)
+        block(b)
+        return
+    a, b = find(a), find(b)
+    if a is not b:
+        a.parent = b
+
+
+def _forward_leaf(a: Node, b: Node) -> None:
+    a.parent = b
+    if a.blocked:
+        block(b)
+    links, a.links = a.links, []
+    for other in links:
+        link(b, other)
+
+
+def link(a: Node, b: Node) -> None:
+    """Join two dims softly: one structure, separate leaves. Where impossible they stay unlike."""
+    a, b = find(a), find(b)
+    if a is b or a.size == 1 or b.size == 1:
+        return
+    if a.kind == LEAF and b.kind == LEAF:
+        if b not in (find(x) for x in a.links):
+            a.links.append(b)
+            b.links.append(a)
+        return
+    if a.kind == LEAF or b.kind == LEAF:
+        if b.kind == LEAF:
+            a, b = b, a
+        copy = _mirror(b, {})
+        a.links.append(b)
+        _refine(a, copy.kind, copy.children)
+        return
+    try:
+        _pair_up(a, b, link)
+    except Conflict:
+        return
+
+
+def _mirror(node: Node, made: dict[int, Node]) -> Node:
+    """A copy with fresh leaves; a leaf that occurs twice does so in the copy."""
+    node = find(node)
+    if id(node) in made:
+        return made[id(node)]
+    copy = made[id(node)] = Node(node.size, node.size <= 1)
+    if node.kind != LEAF:
+        copy.kind = node.kind
+        copy.children = tuple(_mirror(c, made) for c in node.children)
+    return copy
+
+
+def _pair_up(a: Node, b: Node, join: object) -> None:
+    """Refine two trees until their parts correspond, and ``join`` the parts."""
+    if a.kind == SUM and b.kind == SUM:
+        _pair_segments(a, b, join)
+    else:
+        _pair_factors(a, b, join)
+
+
+def _pair_segments(a: Node, b: Node, join: object) -> None:
+    sizes = _common_sizes([s.size for s in segments(a)], [s.size for s in segments(b)])
+    for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
+        join(x, y)  # type: ignore[operator]
+
+
+def _common_sizes(a: list[int], b: list[int]) -> list[int]:
+    ends = sorted({sum(a[: i + 1]) for i in range(len(a))} | {sum(b[: i + 1]) for i in range(len(b))})
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _pair_factors(a: Node, b: Node, join: object) -> None:
+    left, right = factors(a), factors(b)
+    while left and right:
+        x, y = find(left.pop()), find(right.pop())
+        if x.size == y.size:
+            if SUM in (x.kind, y.kind) and PRODUCT in (x.kind, y.kind):
+                _pair_factors(x, y, join)
+            else:
+                join(x, y)  # type: ignore[operator]
+        elif x.size > y.size:
+            outer, inner = split(x, y.size)
+            left += factors(outer)
+            join(inner, y)  # type: ignore[operator]
+        else:
+            outer, inner = split(y, x.size)
+            right += factors(outer)
+            join(x, inner)  # type: ignore[operator]

@@ -1,0 +1,123 @@
+"""Exact minimisation of a sum of small cost tables over binary variables.
+
+Variable elimination (bucket elimination, Dechter 1999): a variable is removed by minimising it out of
+the tables that mention it; going back gives the optimum. The cost is exponential only in the width of
+the graph, which is small here. Where it is not, the search conditions on the variable of highest degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.float64]
+MAX_WIDTH = 16
+
+
+class Problem:
+    """Costs over variables ``0 .. n-1``; ``solve`` returns the cheapest assignment."""
+
+    def __init__(self, num_variables: int) -> None:
+        self.num_variables = num_variables
+        self._tables: dict[tuple[int, ...], Table] = {}
+
+    def add(self, variables: Sequence[int], table: Table) -> None:
+        """Add a cost table with one axis of length 2 for each (distinct) variable."""
+        order = sorted(range(len(variables)), key=lambda i: variables[i])
+        key = tuple(variables[i] for i in order)
+        moved = np.transpose(table, order)
+        known = self._tables.get(key)
+        self._tables[key] = moved if known is None else known + moved
+
+    def add_unary(self, variable: int, cost: float) -> None:
+        """Add ``cost`` where the variable is 1."""
+        self.add((variable,), np.array([0.0, cost]))
+
+    def forbid_both(self, a: int, b: int) -> None:
+        """Not both 1."""
+        self.add((a, b), np.array([[0.0, 0.0], [0.0, np.inf]]))
+
+    def solve(self) -> list[int]:
+        """The assignment of least cost; 0 where nothing decides."""
+        solution = [0] * self.num_variables
+        _eliminate(dict(self._tables), solution)
+        return solution
+
+
+def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> float:
+    """Fill ``solution`` for every variable that occurs in ``tables``; returns the cost."""
+    touching: dict[int, set[tuple[int, ...]]] = {}
+    for key in tables:
+        for variable in key:
+            touching.setdefault(variable, set()).add(key)
+    neighbours = {v: {u for key in keys for u in key} - {v} for v, keys in touching.items()}
+    steps: list[tuple[int, tuple[int, ...], Table]] = []
+    constant = 0.0
+    while neighbours:
+        variable = min(neighbours, key=lambda v: (len(neighbours[v]), v))
+        scope = tuple(sorted(neighbours[variable] | {variable}))
+        if len(scope) > MAX_WIDTH:
+            constant += _condition(tables, neighbours, solution)
+            break
+        total = _joined(tables, touching[variable], scope)
+        steps.append((variable, scope, total))
+        rest = tuple(v for v in scope if v != variable)
+        message = total.min(axis=scope.index(variable))
+        for key in touching[variable]:
+            del tables[key]
+            for other in key:
+                if other != variable:
+                    touching[other].discard(key)
+        for other in rest:
+            neighbours[other] |= set(rest) - {other}
+            neighbours[other].discard(variable)
+        del neighbours[variable], touching[variable]
+        if rest:
+            tables[rest] = message + tables[rest] if rest in tables else message
+            for other in rest:
+                touching[other].add(rest)
+        else:
+            constant += float(message)
+    for variable, scope, total in reversed(steps):
+        index = tuple(slice(None) if v == variable else solution[v] for v in scope)
+        solution[variable] = int(np.argmin(total[index]))
+    return constant
+
+
+def _joined(tables: dict[tuple[int, ...], Table], keys: set[tuple[int, ...]], scope: tuple[int, ...]) -> Table:
+    total = np.zeros((2,) * len(scope))
+    for key in sorted(keys):
+        shape = tuple(2 if v in key else 1 for v in scope)
+        total += tables[key].reshape(shape)
+    return total
+
+
+def _condition(
+    tables: dict[tuple[int, ...], Table], neighbours: dict[int, set[int]], solution: list[int]
+) -> float:
+    """Try both values of the variable with the most neighbours."""
+    hub = max(neighbours, key=lambda v: (len(neighbours[v]), -v))
+    best, best_solution = np.inf, None
+    for value in (0, 1):
+        reduced: dict[tuple[int, ...], Table] = {}
+        cost = 0.0
+        for key, table in tables.items():
+            if hub in key:
+                rest = tuple(v for v in key if v != hub)
+                table = np.take(table, value, axis=key.index(hub))
+                if not rest:
+                    cost += float(table)
+                    continue
+                key = rest
+            reduced[key] = reduced[key] + table if key in reduced else table
+        trial = list(solution)
+        trial[hub] = value
+        if np.isfinite(cost):
+            cost += _eliminate(reduced, trial)
+        if cost < best:
+            best, best_solution = cost, trial
+    assert best_solution is not None, "all zeros is always feasible"
+    solution[:] = best_solution
+    return float(best)

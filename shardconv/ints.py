@@ -1,0 +1,130 @@
+"""Integers that remember where they came from.
+
+While a model is traced, its int attributes and the sizes of its tensors are ``TracedInt``. Arithmetic
+on them builds an expression, so that a view or a split that is given one tells which attributes and
+which tensor sizes decide its shape. ``evaluate`` computes such an expression again under other values:
+that is how attribute edits are found.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Expr = tuple[Any, ...]
+"""``("attr", fqn, attribute, value)``, ``("size", tensor, dim)`` or ``(operation, left, right)``, where an
+operand is an ``Expr`` or a plain int."""
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
+
+
+class TracedInt(int):
+    """An int with an ``expr``; behaves as its value everywhere."""
+
+    expr: Expr
+
+    def __new__(cls, value: int, expr: Expr) -> TracedInt:
+        """Wrap ``value``, which ``expr`` evaluates to in the traced model."""
+        self = super().__new__(cls, value)
+        self.expr = expr
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedInt:
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __neg__(self) -> TracedInt:
+        return TracedInt(-int(self), ("-", 0, self.expr))
+
+
+def _operand(value: int) -> Expr | int:
+    return value.expr if type(value) is TracedInt else int(value)
+
+
+def _forward(symbol: str) -> Callable[[TracedInt, Any], Any]:
+    compute = getattr(int, f"__{_OPERATIONS[symbol].__name__}__")
+
+    def method(self: TracedInt, other: Any) -> Any:
+        result = compute(self, other)
+        if result is NotImplemented or not isinstance(other, int):
+            return result
+        return TracedInt(result, (symbol, self.expr, _operand(other)))
+
+    return method
+
+
+def _reflected(symbol: str) -> Callable[[TracedInt, Any], Any]:
+    compute = getattr(int, f"__r{_OPERATIONS[symbol].__name__}__")
+
+    def method(self: TracedInt, other: Any) -> Any:
+        result = compute(self, other)
+        if result is NotImplemented or not isinstance(other, int):
+            return result
+        return TracedInt(result, (symbol, _operand(other), self.expr))
+
+    return method
+
+
+for _symbol, _function in _OPERATIONS.items():
+    setattr(TracedInt, f"__{_function.__name__}__", _forward(_symbol))
+    setattr(TracedInt, f"__r{_function.__name__}__", _reflected(_symbol))
+
+
+def evaluate(value: Any, lookup: Callable[[Expr], int]) -> Any:
+    """``value`` with every ``TracedInt`` computed anew; ``lookup`` gives attributes and sizes.
+
+    Containers (tuple, list, dict, slice) are rebuilt, anything else is returned as it is.
+    """
+    if type(value) is TracedInt:
+        return _evaluate_expr(value.expr, lookup)
+    if isinstance(value, tuple):
+        return tuple(evaluate(v, lookup) for v in value)
+    if isinstance(value, list):
+        return [evaluate(v, lookup) for v in value]
+    if isinstance(value, dict):
+        return {k: evaluate(v, lookup) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(evaluate(v, lookup) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def _evaluate_expr(expr: Expr | int, lookup: Callable[[Expr], int]) -> int:
+    if isinstance(expr, int):
+        return expr
+    if expr[0] in ("attr", "size"):
+        return lookup(expr)
+    return _OPERATIONS[expr[0]](_evaluate_expr(expr[1], lookup), _evaluate_expr(expr[2], lookup))
+
+
+def traced_ints(value: Any) -> Iterator[TracedInt]:
+    """Every ``TracedInt`` in ``value`` and the containers in it."""
+    if type(value) is TracedInt:
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from traced_ints(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from traced_ints(item)
+    elif isinstance(value, slice):
+        yield from traced_ints((value.start, value.stop, value.step))
+
+
+def sources(expr: Expr | int) -> Iterator[Expr]:
+    """The attributes and sizes that an expression reads."""
+    if isinstance(expr, int):
+        return
+    if expr[0] in ("attr", "size"):
+        yield expr
+    else:
+        yield from sources(expr[1])
+        yield from sources(expr[2])

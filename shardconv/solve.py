@@ -1,0 +1,490 @@
+"""Chooses which leaves are sharded, and where values change placement: the cheapest choice, exactly.
+
+Variables, for each mesh axis: one for each leaf (sharded on that axis or not) and one for each partial
+state. Constraints and costs:
+
+- two leaves that multiply in one tensor are not both sharded (``_exclusions``);
+- a tensor is not both partial and sharded on one axis (``_exclusions``);
+- a product is partial exactly where a contracted dim is sharded or a factor is partial; all segments
+  of a contracted sum are sharded, or none (``_contraction``);
+- at a mark, Partial -> Replicate costs an all_reduce, Shard -> Replicate an all_gather, Replicate ->
+  Shard nothing; Replicate -> Partial is impossible (``_mark``);
+- parameter elements that stay replicated cost (``_savings``), so that sharding pays.
+
+tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the
+heads take the first axes and the group the rest.
+
+Costs are in elements moved and scale with the square of the model's width, so that a small model gets
+the plan of a large one of the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import axes
+from .analysis import Analysis, Contraction, Partial, TableLookup, find_partial
+from .axes import LEAF, PRODUCT, SUM, Node, find
+from .elimination import Problem
+from .tape import Mark
+
+TOKENS_PER_WIDTH = 1 / 8
+"""Tokens of a step for each unit of the model's width: 1024 at a width of 8192."""
+SPARE = 3 / 16
+"""What an element of a sharded matrix saves beyond the cost of gathering its output."""
+LATENCY = 0.4 * SPARE
+"""Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
+EPSILON = 1e-7
+"""Breaks ties: reduce and gather as early as possible, slice as late as possible."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The solution: mesh axes of every leaf and partial state; none means replicated."""
+
+    mesh: tuple[int, ...]
+    leaves: dict[int, tuple[int, ...]]
+    """``id(find(leaf))`` -> mesh axes, outer first."""
+    partials: dict[int, tuple[int, ...]]
+    """``id(find_partial(state))`` -> mesh axes."""
+    keep: tuple[object, ...] = field(default=(), repr=False)
+    """Holds the nodes, whose identities are the keys."""
+
+    def axes(self, leaf: Node) -> tuple[int, ...]:
+        """Mesh axes that split a leaf."""
+        return self.leaves.get(id(find(leaf)), ())
+
+    def partial_axes(self, state: Partial) -> tuple[int, ...]:
+        """Mesh axes over which a state is partial."""
+        return self.partials.get(id(find_partial(state)), ())
+
+
+def solve(analysis: Analysis, tp: int, forbidden: Iterable[Node] = ()) -> Assignment:
+    """The cheapest assignment for ``tp`` ranks.
+
+    Args:
+        analysis: axes and constraints of the traced model.
+        tp: number of ranks.
+        forbidden: leaves that must stay whole.
+    """
+    graph = _Graph(analysis, forbidden)
+    mesh = prime_factors(tp)
+    leaf_axes: dict[int, tuple[int, ...]] = {}
+    partial_axes: dict[int, tuple[int, ...]] = {}
+    for axis, extent in enumerate(mesh):
+        taken = {key: math.prod(mesh[a] for a in axes) for key, axes in leaf_axes.items()}
+        sharded, partial = graph.solve_axis(extent, taken)
+        for key in sharded:
+            leaf_axes[key] = (*leaf_axes.get(key, ()), axis)
+        for key in partial:
+            partial_axes[key] = (*partial_axes.get(key, ()), axis)
+    mesh, leaf_axes, partial_axes = _merge_axes(mesh, leaf_axes, partial_axes)
+    return Assignment(mesh, leaf_axes, partial_axes, (graph,))
+
+
+def prime_factors(n: int) -> tuple[int, ...]:
+    """Prime factors in ascending order; () for 1."""
+    out = []
+    factor = 2
+    while n > 1:
+        while n % factor == 0:
+            out.append(factor)
+            n //= factor
+        factor += 1
+    return tuple(out)
+
+
+def _merge_axes(
+    mesh: tuple[int, ...], *tables: dict[int, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """Adjacent mesh axes that are always used together become one."""
+    used = [axes for table in tables for axes in table.values()]
+    merged: list[list[int]] = []
+    for axis in range(len(mesh)):
+        together = merged and all((axis in u) == (axis - 1 in u) for u in used)
+        if together:
+            merged[-1].append(axis)
+        else:
+            merged.append([axis])
+    renamed = {old: new for new, group in enumerate(merged) for old in group}
+    out = [{key: tuple(dict.fromkeys(renamed[a] for a in axes)) for key, axes in t.items()} for t in tables]
+    return tuple(math.prod(mesh[a] for a in group) for group in merged), out[0], out[1]
+
+
+# Structure -----------------------------------------------------------------------------------------
+
+
+def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
+    """Pairs of leaves of a tensor that multiply: in different dims, or different factors of one."""
+    seen: list[list[Node]] = []
+    for dim in dims:
+        yield from _pairs_within(dim)
+        here = axes.leaves(dim)
+        for before in seen:
+            yield from ((x, y) for x in before for y in here)
+        seen.append(here)
+
+
+def _pairs_within(node: Node) -> Iterator[tuple[Node, Node]]:
+    node = find(node)
+    if node.kind == LEAF:
+        return
+    if node.kind == PRODUCT:
+        yield from multiplying_pairs(node.children)
+        return
+    for child in node.children:
+        yield from _pairs_within(child)
+
+
+def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
+    """Leaves of two trees of one structure, pairwise; None where the structures differ."""
+    a, b = find(a), find(b)
+    if a.kind == LEAF and b.kind == LEAF:
+        return [(a, b)] if a.size == b.size and a.size > 1 else ([] if a.size == b.size else None)
+    parts_a, parts_b = (axes.segments(x) if x.kind == SUM else axes.factors(x) for x in (a, b))
+    if a.kind != b.kind or len(parts_a) != len(parts_b):
+        return None
+    out: list[tuple[Node, Node]] = []
+    for x, y in zip(parts_a, parts_b, strict=True):
+        pairs = corresponding_leaves(x, y)
+        if pairs is None:
+            return None
+        out += pairs
+    return out
+
+
+def frozen_leaves(analysis: Analysis) -> set[int]:
+    """Leaves of the inputs' dims and all that marks link to them."""
+    todo = [x for dim in analysis.frozen for x in axes.leaves(dim)]
+    frozen: set[int] = set()
+    neighbours: dict[int, list[Node]] = {}
+    for event in analysis.tape.events:
+        if isinstance(event, Mark):
+            for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
+                for x, y in corresponding_leaves(before, after) or ():
+                    neighbours.setdefault(id(x), []).append(y)
+                    neighbours.setdefault(id(y), []).append(x)
+    while todo:
+        leaf = find(todo.pop())
+        if id(leaf) not in frozen:
+            frozen.add(id(leaf))
+            todo += neighbours.get(id(leaf), [])
+    return frozen
+
+
+# The problem on one mesh axis ----------------------------------------------------------------------
+
+
+class _Graph:
+    """What does not change from axis to axis."""
+
+    def __init__(self, analysis: Analysis, forbidden: Iterable[Node]) -> None:
+        self.analysis = analysis
+        self.frozen = frozen_leaves(analysis)
+        self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
+        self.tokens = math.prod(analysis.tape.tensors[analysis.tape.inputs[0]].shape[:2]) or 1
+        self.width = _width(analysis)
+        self.states: dict[int, Partial] = {}
+        self.nodes: dict[int, Node] = {}
+        self.tensor_counts: Counter[int] = Counter()
+        self.signatures = self._signatures()
+
+    def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
+        """Distinct (dims, state) of tensors, with how often they occur."""
+        counts: Counter[tuple[int, ...]] = Counter()
+        first: dict[tuple[int, ...], tuple[tuple[Node, ...], Partial]] = {}
+        for tid, dims in self.analysis.dims.items():
+            state = find_partial(self.analysis.partial[tid])
+            key = (*(id(find(d)) for d in dims), id(state))
+            counts[key] += 1
+            first.setdefault(key, (tuple(find(d) for d in dims), state))
+        return [(*first[key], n) for key, n in counts.items()]
+
+    def solve_axis(self, extent: int, taken: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Leaves and states that use an axis of this extent."""
+        return _AxisProblem(self, extent, taken).solve()
+
+
+def _width(analysis: Analysis) -> int:
+    """The last size that most marked floating point tensors have: the model's hidden size."""
+    tensors = analysis.tape.tensors
+    sizes = Counter(
+        tensors[e.source].shape[-1]
+        for e in analysis.tape.events
+        if isinstance(e, Mark) and tensors[e.source].shape and tensors[e.source].dtype.is_floating_point
+    )
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+class _AxisProblem:
+    def __init__(self, graph: _Graph, extent: int, taken: dict[int, int]) -> None:
+        self.graph = graph
+        self.extent = extent
+        self.taken = taken
+        self.variables: dict[int, int] = {}
+        self.keys: list[int] = []
+        self.is_leaf: list[bool] = []
+        self.alias: list[int] = []
+        self.zero: set[int] = set()
+        self.costs: list[tuple[tuple[int, ...], np.ndarray]] = []
+        analysis = graph.analysis
+        self.latency = LATENCY * graph.width**2
+        self.moved = (extent - 1) / extent * graph.width * TOKENS_PER_WIDTH / graph.tokens
+        for contraction in analysis.contractions:
+            self._contraction(contraction)
+        for dims, state, count in graph.signatures:
+            self._exclusions(dims, state, count)
+        for event in analysis.tape.events:
+            if isinstance(event, Mark):
+                self._mark(event)
+        for tid, info in enumerate(analysis.tape.tensors):
+            if info.kind == "parameter" and tid in analysis.dims:
+                self._savings(tid)
+        for site in analysis.norms:
+            self._statistic(analysis.dims[site.input][-1])
+        for lookup in analysis.lookups:
+            self._lookup(lookup)
+        for work in analysis.works:
+            self._reward(work.dims)
+        for tid in analysis.tape.outputs:
+            self._must_be_whole(tid)
+
+    # Variables -------------------------------------------------------------------------------
+
+    def _new(self, key: int, is_leaf: bool) -> int:
+        self.keys.append(key)
+        self.is_leaf.append(is_leaf)
+        self.alias.append(len(self.alias))
+        self.variables[key] = len(self.keys) - 1
+        return len(self.keys) - 1
+
+    def leaf(self, node: Node) -> int | None:
+        """The variable of a leaf; None if it cannot be sharded on this axis."""
+        node = find(node)
+        key = id(node)
+        if node.blocked or key in self.graph.frozen or key in self.graph.forbidden:
+            return None
+        if node.size < self.taken.get(key, 1) * self.extent:
+            return None
+        known = self.variables.get(key)
+        return known if known is not None else self._new(key, True)
+
+    def leaves(self, node: Node) -> list[int]:
+        """The variables of the leaves of a dim."""
+        return list(dict.fromkeys(v for x in axes.leaves(node) if (v := self.leaf(x)) is not None))
+
+    def state(self, state: Partial) -> int | None:
+        """The variable of a partial state; None if it is never partial."""
+        state = find_partial(state)
+        if state.zero:
+            return None
+        known = self.variables.get(id(state))
+        return known if known is not None else self._new(id(state), False)
+
+    def _same(self, a: int, b: int) -> None:
+        a, b = self._root(a), self._root(b)
+        if a != b:
+            self.alias[max(a, b)] = min(a, b)
+
+    def _root(self, v: int) -> int:
+        while self.alias[v] != v:
+            v = self.alias[v]
+        return v
+
+    def _add(self, variables: Sequence[int], table: np.ndarray) -> None:
+        self.costs.append((tuple(variables), table))
+
+    def _exclude(self, a: int, b: int) -> None:
+        if a == b:
+            self.zero.add(a)
+        else:
+            self._add((a, b), _BOTH)
+
+    # Constraints and costs -------------------------------------------------------------------
+
+    def _exclusions(self, dims: tuple[Node, ...], state: Partial, count: int) -> None:
+        for x, y in multiplying_pairs(dims):
+            a, b = self.leaf(x), self.leaf(y)
+            if a is not None and b is not None:
+                self._exclude(a, b)
+        variables = [v for dim in dims for v in self.leaves(dim)]
+        partial = self.state(state)
+        for v in variables:
+            self._add((v,), np.array([0.0, EPSILON * count * self.latency]))
+            if partial is not None:
+                self._exclude(v, partial)
+        if partial is not None:
+            self._add((partial,), np.array([0.0, 10 * EPSILON * count * self.latency]))
+
+    def _contraction(self, contraction: Contraction) -> None:
+        output = self.state(contraction.output)
+        terms: list[int] = []
+        for dim in contraction.dims:
+            sharded = self._all_or_none(dim)
+            if sharded is not None:
+                terms.append(sharded)
+        terms += [v for p in contraction.inputs if (v := self.state(p)) is not None]
+        terms = list(dict.fromkeys(terms))
+        if output is None:
+            self.zero.update(terms)
+        elif not terms:
+            self.zero.add(output)
+        elif len(terms) == 1:
+            self._same(output, terms[0])
+        else:
+            self._add((output, *terms), _either(len(terms)))
+
+    def _all_or_none(self, dim: Node) -> int | None:
+        """The variable that says whether a contracted dim is sharded: every segment, or none."""
+        parts = [self._one_of(p) for p in axes.segments(dim)]
+        if any(p is None for p in parts):
+            self.zero.update(v for p in axes.segments(dim) for v in self.leaves(p))
+            return None
+        first, *rest = [p for p in parts if p is not None]
+        for other in rest:
+            self._same(first, other)
+        return first
+
+    def _one_of(self, part: Node) -> int | None:
+        """The variable that says whether a leaf or product is sharded."""
+        terms: list[int] = []
+        for factor in axes.factors(part):
+            v = self._all_or_none(factor) if factor.kind == SUM else self.leaf(factor)
+            if v is not None:
+                terms.append(v)
+        if len(terms) <= 1:
+            return terms[0] if terms else None
+        key = hash(("one of", *sorted(terms)))
+        known = self.variables.get(key)
+        if known is None:
+            known = self._new(key, False)
+            self._add((known, *terms), _either(len(terms)))
+        return known
+
+    def _mark(self, mark: Mark) -> None:
+        analysis = self.graph.analysis
+        volume = math.prod(analysis.tape.tensors[mark.source].shape) * self.moved
+        before, after = (self.state(analysis.partial[t]) for t in (mark.source, mark.target))
+        if before is not None:
+            reduce = 2 * volume + self.latency
+            if after is None:
+                self._add((before,), np.array([0.0, reduce]))
+            else:
+                self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
+        elif after is not None:
+            self.zero.add(after)
+        gather = volume + self.latency
+        for x, y in zip(analysis.dims[mark.source], analysis.dims[mark.target], strict=True):
+            self._mark_dim(x, y, gather)
+
+    def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
+        pairs = corresponding_leaves(before, after)
+        slice_ = 100 * EPSILON * self.latency
+        if pairs is None:
+            for v in self.leaves(before):
+                self._add((v,), np.array([0.0, gather]))
+            for v in self.leaves(after):
+                self._add((v,), np.array([0.0, slice_]))
+            return
+        for x, y in dict.fromkeys(pairs):
+            a, b = self.leaf(x), self.leaf(y)
+            if a is not None and b is not None:
+                if a != b:
+                    self._add((a, b), np.array([[0.0, slice_], [gather, 0.0]]))
+            elif a is not None:
+                self._add((a,), np.array([0.0, gather]))
+            elif b is not None:
+                self._add((b,), np.array([0.0, slice_]))
+
+    def _savings(self, tid: int) -> None:
+        dims = self.graph.analysis.dims[tid]
+        worth = TOKENS_PER_WIDTH + SPARE
+        numel = math.prod(d.size for d in dims)
+        for dim in dims:
+            for node, share in _shares(dim, 1.0):
+                v = self.leaf(node)
+                if v is not None:
+                    have = node.size / self.taken.get(id(node), 1)
+                    saved = 1 - math.ceil(have / self.extent) / have
+                    self._add((v,), np.array([0.0, -worth * numel * share * saved]))
+
+    def _statistic(self, dim: Node) -> None:
+        for v in self.leaves(dim):
+            self._add((v,), np.array([0.0, self.latency]))
+
+    def _lookup(self, lookup: TableLookup) -> None:
+        """Rows before columns: what is summed can be reduce-scattered, and a tied head needs rows."""
+        analysis = self.graph.analysis
+        volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
+        for v in self.leaves(analysis.dims[lookup.table][0]):
+            self._add((v,), np.array([0.0, -1.1 * volume]))
+
+    def _reward(self, dims: Sequence[Node]) -> None:
+        for dim in dims:
+            for v in self.leaves(dim):
+                self._add((v,), np.array([0.0, -1e-3 * self.latency]))
+
+    def _must_be_whole(self, tid: int) -> None:
+        analysis = self.graph.analysis
+        self.zero.update(v for dim in analysis.dims[tid] for v in self.leaves(dim))
+        partial = self.state(analysis.partial[tid])
+        if partial is not None:
+            self.zero.add(partial)
+
+    # Solution --------------------------------------------------------------------------------
+
+    def solve(self) -> tuple[list[int], list[int]]:
+        """Keys of the leaves that are sharded and of the states that are partial."""
+        problem = Problem(len(self.keys))
+        zero = {self._root(v) for v in self.zero}
+        for variables, table in self.costs:
+            self._add_to(problem, [self._root(v) for v in variables], table, zero)
+        values = problem.solve()
+        chosen = [i for i in range(len(self.keys)) if self._root(i) not in zero and values[self._root(i)]]
+        return (
+            [self.keys[i] for i in chosen if self.is_leaf[i]],
+            [self.keys[i] for i in chosen if not self.is_leaf[i]],
+        )
+
+    @staticmethod
+    def _add_to(problem: Problem, variables: list[int], table: np.ndarray, zero: set[int]) -> None:
+        """Add a cost after fixing zeros and joining variables that are the same."""
+        names = list(dict.fromkeys(v for v in variables if v not in zero))
+        if not names:
+            return
+        if names == variables:
+            problem.add(variables, table)
+            return
+        reduced = np.empty((2,) * len(names))
+        for index in np.ndindex(*reduced.shape):
+            value = dict(zip(names, index, strict=True))
+            reduced[index] = table[tuple(value.get(v, 0) for v in variables)]
+        problem.add(names, reduced)
+
+
+def _shares(node: Node, share: float) -> Iterator[tuple[Node, float]]:
+    """The leaves of a dim with the fraction of the dim that each one divides."""
+    node = find(node)
+    if node.kind == LEAF:
+        if node.size > 1:
+            yield node, share
+        return
+    for child in node.children:
+        yield from _shares(child, share * child.size / node.size if node.kind == SUM else share)
+
+
+_BOTH = np.array([[0.0, 0.0], [0.0, np.inf]])
+
+
+def _either(count: int) -> np.ndarray:
+    """Table over (output, terms): output is 1 exactly where one term is; never two."""
+    table = np.full((2,) * (count + 1), np.inf)
+    table[(0,) * (count + 1)] = 0.0
+    for i in range(count):
+        table[(1, *(int(j == i) for j in range(count)))] = 0.0
+    return table

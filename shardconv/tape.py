@@ -1,0 +1,586 @@
+"""Records one forward pass as a tape: operators, the tensors they read and write, and marks.
+
+The model runs on the meta device in inference mode, where a ``TorchDispatchMode`` sees composite
+operators (``linear``, ``scaled_dot_product_attention``, ``reshape`` …) before they are taken apart. An
+operator that has no rule and is composite is recorded as its parts.
+
+A **mark** is an identity at a module's input or output: the only places where the runtime can put a
+collective. Tensors are values: an in-place operator makes a new one.
+
+Nothing here depends on the rules but the set of operator names that are kept whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shardconv_runtime.errors import SolveError
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .ints import TracedInt, traced_ints
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the tape, in an operator's arguments."""
+
+    tid: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A value of the traced computation."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str
+    """``value``, ``parameter``, ``buffer``, ``input`` or ``constant``."""
+    name: str = ""
+    """FQN of a parameter or buffer, name of an input."""
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator with the tensors that it reads (``Ref`` in ``args``/``kwargs``) and writes."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: int
+    """Index into ``Tape.calls`` of the module call that it ran in."""
+    overload: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An identity at a slot of a module call."""
+
+    call: int
+    slots: tuple[str, ...]
+    """``input.hidden_states``, ``output.0`` …; several if one tensor is passed more than once."""
+    source: int
+    target: int
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the tensor leaves the module."""
+        return self.slots[0].startswith("output")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module; ``index`` counts the calls of that module."""
+
+    fqn: str
+    index: int
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A torch function that was given traced ints: what attribute edits must keep right."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    fqn: str
+
+
+Event = Op | Mark
+
+
+@dataclass(slots=True)
+class Tape:
+    """What one forward pass did, in order."""
+
+    tensors: list[TensorInfo] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    replays: list[Replay] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    guesses: list[str] = field(default_factory=list)
+    sources: frozenset[str] = frozenset()
+    """Names of the Python modules whose code called torch."""
+
+
+def trace(model: nn.Module, inputs: Mapping[str, torch.Tensor], keep: Collection[str]) -> Tape:
+    """Run ``model(**inputs)`` once and record it.
+
+    Args:
+        model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
+            runs and restored afterwards.
+        inputs: real CPU tensors by keyword; their values answer data-dependent questions.
+        keep: operators that are recorded whole even if they are composite.
+
+    Raises:
+        SolveError: the forward pass failed on the meta device.
+    """
+    recorder = _Recorder(keep)
+    recorder.register_model(model)
+    arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
+    undo = recorder.wrap(model)
+    try:
+        with torch.inference_mode(), _Functions(recorder), recorder:
+            outputs = model(**arguments)
+    except SolveError:
+        raise
+    except Exception as error:
+        where = recorder.current_fqn() or type(model).__name__
+        raise SolveError(f"{where}: the forward pass cannot be traced on the meta device: {error}") from error
+    finally:
+        undo()
+    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
+    recorder.tape.sources = frozenset(recorder.source_modules)
+    return recorder.tape
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every ATen operator; owns the tape."""
+
+    def __init__(self, keep: Collection[str]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.tape = Tape()
+        self.source_modules: set[str] = set()
+        self.ids: dict[int, int] = {}
+        self.alive: list[Any] = []
+        self.twins: dict[int, torch.Tensor] = {}
+        self.real: dict[int, torch.Tensor] = {}
+        self.by_storage: dict[int, list[torch.Tensor]] = {}
+        self.stale: dict[int, int] = {}
+        self.producer: dict[int, Op] = {}
+        self.stack: list[int] = []
+        self.call_counts: dict[str, int] = {}
+        self.overloads: dict[Any, str] = {}
+
+    # Tensors ---------------------------------------------------------------------------------
+
+    def new(self, tensor: torch.Tensor, kind: str = "value", name: str = "") -> int:
+        """Give ``tensor`` a new identity on the tape."""
+        tid = len(self.tape.tensors)
+        self.tape.tensors.append(TensorInfo(tuple(tensor.shape), tensor.dtype, kind, name))
+        self.ids[id(tensor)] = tid
+        self.alive.append(tensor)
+        if kind == "value":
+            self.by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        return tid
+
+    def tid(self, tensor: torch.Tensor) -> int:
+        """The identity of ``tensor``; an unknown one is a constant."""
+        key = id(tensor)
+        if key in self.stale:
+            self._refresh(tensor)
+        tid = self.ids.get(key)
+        if tid is None:
+            tid = self.new(tensor, "constant")
+            if tensor.device != META:
+                self.real[tid] = tensor
+        return tid
+
+    def meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself if it is on meta, else a stand-in that is."""
+        if tensor.device == META:
+            return tensor
+        twin = self.twins.get(id(tensor))
+        if twin is None:
+            with torch.inference_mode(False):
+                twin = self.twins[id(tensor)] = torch.empty_like(tensor, device=META)
+            self.ids[id(twin)] = self.tid(tensor)
+            self.alive.append(twin)
+        return twin
+
+    def _refresh(self, tensor: torch.Tensor) -> None:
+        """``tensor`` shares memory with one that was written to: it has a new value."""
+        mutated = self.stale.pop(id(tensor))
+        old = self.ids[id(tensor)]
+        new = self.new(tensor)
+        self._emit(Op("alias_write", (Ref(old), Ref(mutated)), {}, (old, mutated), (new,), self.stack[-1]))
+
+    def register_model(self, model: nn.Module) -> None:
+        """Parameters and buffers become tensors of the tape; tied ones keep their first name."""
+        for name, parameter in model.named_parameters():
+            self.new(parameter, "parameter", name)
+        for name, buffer in model.named_buffers():
+            tid = self.new(buffer, "buffer", name)
+            if buffer.device != META:
+                self.real[tid] = buffer
+
+    def register_input(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A meta stand-in for an input; its real value answers data-dependent questions."""
+        twin = torch.empty_like(value, device=META)
+        tid = self.new(twin, "input", name)
+        self.real[tid] = value
+        self.tape.inputs += (tid,)
+        return twin
+
+    # Operators -------------------------------------------------------------------------------
+
+    def _emit(self, op: Op) -> None:
+        self.tape.events.append(op)
+        for tid in op.outputs:
+            self.producer[tid] = op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = self.overloads.get(func)
+        if name is None:
+            name = self.overloads[func] = str(func)
+        kwargs = kwargs or {}
+        if name.rsplit(".", 1)[0].rstrip("_") not in self.keep and func._can_decompose():
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if name == "aten._local_scalar_dense.default":
+            return self._item(args[0])
+        self._note_source()
+        return self._record(func, name, args, kwargs)
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        inputs: list[int] = []
+        tensors: list[torch.Tensor] = []
+
+        def ref(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                tid = self.tid(value)
+                inputs.append(tid)
+                tensors.append(value)
+                return Ref(tid)
+            if isinstance(value, (tuple, list)):
+                return type(value)(ref(v) for v in value) if type(value) in (tuple, list) else [ref(v) for v in value]
+            return value
+
+        recorded_args = tuple(ref(a) for a in args)
+        recorded_kwargs = {k: ref(v) for k, v in kwargs.items()}
+        result = self._run(func, name, args, kwargs, recorded_args, recorded_kwargs)
+        op = Op(name, recorded_args, recorded_kwargs, tuple(inputs), (), self.stack[-1] if self.stack else 0, func)
+        if func._schema.is_mutable:
+            mutated = self._mutated(func, args, kwargs)
+            op.outputs = tuple(self._rewrite(t) for t in mutated)
+            if not op.outputs:
+                op.outputs = self._outputs(result)
+        else:
+            op.outputs = self._outputs(result)
+        self._emit(op)
+        return result
+
+    def _outputs(self, result: Any) -> tuple[int, ...]:
+        leaves = result if isinstance(result, (tuple, list)) else (result,)
+        return tuple(self.new(t) for t in leaves if isinstance(t, torch.Tensor))
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], refs: Any, kwrefs: Any) -> Any:
+        """Execute on meta; where the shape depends on data, on the real values."""
+        if "device" in kwargs or (not kwargs and not args):
+            kwargs = {**kwargs, "device": META}
+        elif any(a.name == "device" for a in func._schema.arguments):
+            kwargs = self._meta_device(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.meta, (args, kwargs))
+        args = tuple(META if isinstance(a, torch.device) else a for a in args)
+        if name == "aten.lift_fresh.default":
+            return args[0]
+        shape = _shape_of(name, args)
+        if shape is not None:
+            return shape
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            real = self._evaluate_op(func, refs, kwrefs)
+            if real is None:
+                raise
+            return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), real)
+
+    @staticmethod
+    def _meta_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        has_tensor = any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves((args, kwargs)))
+        return kwargs if has_tensor else {**kwargs, "device": META}
+
+    def _mutated(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        out = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                if isinstance(value, torch.Tensor):
+                    out.append(value)
+        return out
+
+    def _rewrite(self, tensor: torch.Tensor) -> int:
+        """A new value for a tensor that was written in place; its aliases become stale."""
+        holder = tensor
+        known = self.by_storage.setdefault(self.meta(tensor).untyped_storage()._cdata, [])
+        tid = self.new(holder)
+        for other in known:
+            if other is not holder and id(other) in self.ids:
+                self.stale[id(other)] = tid
+        self.stale.pop(id(holder), None)
+        return tid
+
+    # Values ----------------------------------------------------------------------------------
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        real = self.value(self.tid(tensor))
+        if real is not None:
+            return real.item()
+        self.tape.guesses.append(f"{self.current_fqn()}: the value of a {tensor.dtype} scalar")
+        return False if tensor.dtype == torch.bool else 0
+
+    def value(self, tid: int) -> torch.Tensor | None:
+        """The real value of a tensor, if it does not depend on parameters."""
+        if tid in self.real:
+            return self.real[tid]
+        op = self.producer.get(tid)
+        if op is None or op.overload is None:
+            return None
+        result = self._evaluate_op(op.overload, op.args, op.kwargs)
+        if result is None:
+            return None
+        leaves = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
+        for out, leaf in zip(op.outputs, leaves, strict=False):
+            self.real[out] = leaf
+        return self.real.get(tid)
+
+    def _evaluate_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        missing = False
+
+        def load(ref: Ref) -> torch.Tensor:
+            nonlocal missing
+            real = self.value(ref.tid)
+            if real is None:
+                missing = True
+                return torch.empty(0)
+            return real.clone() if func._schema.is_mutable else real
+
+        def restore(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return load(value)
+            if isinstance(value, (tuple, list)):
+                return type(value)(restore(v) for v in value)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        new_args = restore(args)
+        new_kwargs = {k: restore(v) for k, v in kwargs.items()}
+        if missing:
+            return None
+        with torch.utils._python_dispatch._disable_current_modes():
+            return func(*new_args, **new_kwargs)
+
+    def _note_source(self) -> None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if not name.startswith(("torch.", "torch", "shardconv.", "contextlib")):
+                self.source_modules.add(name)
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+    # Modules ---------------------------------------------------------------------------------
+
+    def current_fqn(self) -> str:
+        """The module that is running."""
+        return self.tape.calls[self.stack[-1]].fqn if self.stack else ""
+
+    def wrap(self, model: nn.Module) -> Callable[[], None]:
+        """Hook every submodule and wrap its int attributes; returns what undoes it."""
+        handles: list[Any] = []
+        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for fqn, module in model.named_modules():
+            saved.append((module.__dict__, dict(module.__dict__)))
+            _wrap_ints(module, fqn)
+        for fqn, module in model.named_modules():
+            hook = _ModuleHook(self, module, fqn)
+            handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            for attributes, before in saved:
+                for key, value in before.items():
+                    attributes[key] = value
+
+        return undo
+
+    def mark(self, call: int, slots: list[tuple[str, torch.Tensor]]) -> None:
+        """Record identities for the tensors at these slots; equal tensors share one."""
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, tensor in slots:
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+        for key, tensor in tensors.items():
+            source = self.tid(tensor)
+            info = self.tape.tensors[source]
+            if info.kind == "parameter":
+                continue
+            target = len(self.tape.tensors)
+            self.tape.tensors.append(TensorInfo(info.shape, info.dtype, "value"))
+            self.ids[key] = target
+            if source in self.real:
+                self.real[target] = self.real[source]
+            else:
+                self.producer[target] = Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity())
+            self.tape.events.append(Mark(call, tuple(names[key]), source, target))
+
+
+class _ModuleHook:
+    """The pre- and post-forward hooks of one module."""
+
+    def __init__(self, recorder: _Recorder, module: nn.Module, fqn: str) -> None:
+        self.recorder = recorder
+        self.fqn = fqn
+        self.parameters = _parameter_names(module)
+        self.outer: list[list[tuple[torch.Tensor, int]]] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder = self.recorder
+        index = recorder.call_counts.get(self.fqn, 0)
+        recorder.call_counts[self.fqn] = index + 1
+        call = len(recorder.tape.calls)
+        recorder.tape.calls.append(ModuleCall(self.fqn, index, recorder.stack[-1] if recorder.stack else -1))
+        recorder.stack.append(call)
+        named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
+        slots = list(_tensor_slots("input", {**named, **kwargs}))
+        self.outer.append([(t, recorder.tid(t)) for _, t in slots])
+        recorder.mark(call, slots)
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recorder = self.recorder
+        slots = list(_tensor_slots("output", output))
+        recorder.mark(recorder.stack[-1], slots)
+        returned = {id(t) for _, t in slots}
+        for tensor, tid in self.outer.pop():
+            if id(tensor) not in returned and id(tensor) not in recorder.stale:
+                recorder.ids[id(tensor)] = tid
+        recorder.stack.pop()
+
+
+def _identity() -> Any:
+    return torch.ops.aten.alias.default
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    out = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            break
+        out.append(parameter.name)
+    return out
+
+
+def _tensor_slots(prefix: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensor_slots(f"{prefix}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _tensor_slots(f"{prefix}.{index}", item)
+
+
+def _shape_of(name: str, args: Any) -> torch.Tensor | None:
+    """Results of operators whose meta function refuses some dtypes."""
+    if name == "aten._grouped_mm.default":
+        x, weight = args[0], args[1]
+        return torch.empty(*x.shape[:-1], weight.shape[-1], dtype=x.dtype, device=META)
+    return None
+
+
+# Traced ints -------------------------------------------------------------------------------------
+
+
+class _Functions(TorchFunctionMode):
+    """Answers sizes with traced ints and records the calls that are given some."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SIZES:
+            return self._size(func(*args, **kwargs), args, kwargs)
+        if not _has_traced(args) and not _has_traced(kwargs.values()):
+            return func(*args, **kwargs)
+        refs = pytree.tree_map_only(torch.Tensor, lambda t: Ref(self.recorder.tid(t)), (args, kwargs))
+        result = func(*args, **kwargs)
+        leaves = result if isinstance(result, (tuple, list)) else (result,)
+        outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
+        self.recorder.tape.replays.append(Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn()))
+        return result
+
+    def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
+        tid = self.recorder.tid(args[0])
+        if isinstance(result, int):
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            return TracedInt(result, ("size", tid, dim % args[0].dim()))
+        return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(result)])
+
+
+_SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
+
+
+def _has_traced(values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is TracedInt:
+            return True
+        if kind is slice:
+            if _has_traced((value.start, value.stop, value.step)):
+                return True
+        elif isinstance(value, (tuple, list)) and _has_traced(value):
+            return True
+    return False
+
+
+def _wrap_ints(module: nn.Module, fqn: str) -> None:
+    attributes = module.__dict__
+    for key, value in list(attributes.items()):
+        if key.startswith("_"):
+            continue
+        if type(value) is int:
+            attributes[key] = TracedInt(value, ("attr", fqn, key, value))
+        elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+            attributes[key] = type(value)(TracedInt(v, ("attr", fqn, f"{key}.{i}", v)) for i, v in enumerate(value))
+        elif _is_config(value):
+            attributes[key] = _traced_config(value, fqn, key)
+
+
+def _is_config(value: Any) -> bool:
+    from transformers import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
+
+
+def _traced_config(config: Any, fqn: str, key: str) -> Any:
+    """A copy of ``config`` whose int attributes are traced as ``key.<name>`` of module ``fqn``."""
+    kind = type(config)
+
+    def read(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)
+        if type(value) is int and not name.startswith("_"):
+            return TracedInt(value, ("attr", fqn, f"{key}.{name}", value))
+        return value
+
+    traced = copy.copy(config)
+    object.__setattr__(traced, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read}))
+    return traced
+
+
+def has_traced_ints(replay: Replay) -> bool:
+    """Whether a recorded call depends on module attributes."""
+    return any(True for _ in traced_ints((replay.args, replay.kwargs)))
