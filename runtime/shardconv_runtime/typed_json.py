@@ -55,7 +55,7 @@ def load_document(kind: type[_T], text: str, format_name: str, version: int) -> 
     Raises:
         MalformedError: with the place and what was expected there.
     """
-    found = _decode(text)
+    found = decode(text)
     if not isinstance(found, dict):
         _fail("", f"expected a JSON object, got {_shown(found)}")
     if found.pop("format", None) != format_name:
@@ -127,7 +127,12 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
     return _read_scalar(hint, value, where)
 
 
-def _decode(text: str) -> Any:
+def decode(text: str) -> Any:
+    """Parse JSON of bounded length and depth, with finite numbers and unique keys.
+
+    Raises:
+        MalformedError: it is not that.
+    """
     if len(text) > MAX_BYTES:
         _fail("", f"the document is longer than {MAX_BYTES} characters")
     try:

@@ -1,0 +1,106 @@
+"""Reads the header of a safetensors file, and nothing else of it.
+
+The format: 8 bytes with the length of the header (little endian), the header as JSON, then the
+bytes of the tensors without a gap. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .dtypes import STORED_BITS
+from .errors import CheckpointError
+from .typed_json import MalformedError, decode, from_json
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that the safetensors library accepts."""
+
+_LENGTH_BYTES = 8
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    """safetensors' name: ``"BF16"``."""
+    shape: tuple[int, ...]
+    offsets: tuple[int, int]
+    """Half-open, in bytes from the end of the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Metadata and tensors of a safetensors file, in the order of their bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated or has trailing bytes, or its header is
+            not one; the message names the file and the place.
+    """
+    try:
+        with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            length = _read_length(file.read(_LENGTH_BYTES), num_bytes)
+            text = file.read(length).decode("utf-8")
+        return _parse(text, num_bytes - _LENGTH_BYTES - length)
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{os.fspath(path)}: the safetensors header is not UTF-8") from error
+    except MalformedError as error:
+        raise CheckpointError(
+            f"{os.fspath(path)}: not a whole safetensors file: {error}; copy or convert it again"
+        ) from error
+
+
+def _read_length(prefix: bytes, num_bytes: int) -> int:
+    if len(prefix) < _LENGTH_BYTES:
+        raise MalformedError("", f"it has {num_bytes} bytes only")
+    (length,) = struct.unpack("<Q", prefix)
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise MalformedError("", f"its header would have {length} bytes")
+    if _LENGTH_BYTES + length > num_bytes:
+        raise MalformedError("", f"its header has {length} bytes, the file {num_bytes}")
+    return int(length)
+
+
+def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    found = decode(text)
+    if not text.startswith("{") or not isinstance(found, dict):
+        raise MalformedError("", "its header is not a JSON object")
+    metadata = from_json(Mapping[str, str], found.pop("__metadata__", {}), "__metadata__")
+    tensors = {name: _tensor(name, value) for name, value in found.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].offsets))
+    end = 0
+    for name, tensor in ordered.items():
+        if tensor.offsets[0] != end:
+            raise MalformedError(name, f"its bytes begin at {tensor.offsets[0]} and should at {end}")
+        end = tensor.offsets[1]
+    if end != num_data_bytes:
+        raise MalformedError("", f"its tensors have {end} bytes, the file holds {num_data_bytes} of them")
+    return metadata, ordered
+
+
+def _tensor(name: str, value: Any) -> StoredTensor:
+    entry: _Entry = from_json(_Entry, value, name)
+    bits = STORED_BITS.get(entry.dtype)
+    if bits is None:
+        raise MalformedError(f"{name}.dtype", f"unknown dtype {entry.dtype[:40]!r}")
+    if any(extent < 0 for extent in entry.shape):
+        raise MalformedError(f"{name}.shape", "an extent is negative")
+    begin, end = entry.data_offsets
+    num_bits = math.prod(entry.shape) * bits
+    if begin < 0 or (end - begin) * 8 != num_bits:
+        problem = f"{begin} to {end} are not the {num_bits / 8:g} bytes of {entry.dtype} {list(entry.shape)}"
+        raise MalformedError(f"{name}.data_offsets", problem)
+    return StoredTensor(entry.dtype, entry.shape, (begin, end))

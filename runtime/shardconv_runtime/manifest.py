@@ -1,0 +1,306 @@
+"""The files of a converted directory: their names, sizes and checksums, and what they were made from.
+
+``manifest.json`` is written last and atomically, so that a directory which has one is complete.
+Paths in it are relative, and are checked before anything is opened.
+
+    out/
+      plan.json  manifest.json  config.json ...
+      common/model-00001-of-00001.safetensors
+      rank-00000-of-00008/model-00001-of-00001.safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from . import codec
+from .errors import CheckpointError
+from .header import StoredTensor, read_header
+from .plan import Plan
+from .plan_checks import is_sha256
+from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
+
+VERSION = 1
+FORMAT = "shardconv.manifest"
+MANIFEST_NAME = "manifest.json"
+PLAN_NAME = "plan.json"
+COMMON_DIRECTORY = "common"
+
+_RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
+_DRIVE = re.compile(r"[A-Za-z]:")
+_REMEDY = "copy the directory again, or convert the model again"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the directory; every file but the manifest and the plan has one."""
+
+    path: str
+    """Relative to the directory, with ``/``."""
+    num_bytes: int
+    sha256: str
+    """Of the bytes, in hex."""
+    rank: int | None = None
+    """The rank that reads it; None: every rank does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was converted."""
+
+    name: str
+    """Id of the repository, or name of the directory."""
+    revision: str | None = None
+    """Commit of the repository, where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All files of a converted directory."""
+
+    tp: int
+    plan_sha256: str
+    """Of the bytes of ``plan.json``, in hex."""
+    source: Source
+    tools: Mapping[str, str]
+    """Versions of the programs that wrote it, by name."""
+    files: tuple[FileEntry, ...]
+    """Sorted by path."""
+    version: int = field(default=VERSION, kw_only=True)
+
+    def files_of(self, rank: int) -> Iterator[FileEntry]:
+        """The files that ``rank`` reads: its own and those for every rank."""
+        return (entry for entry in self.files if entry.rank is None or entry.rank == rank)
+
+
+def rank_directory(rank: int, tp: int) -> str:
+    """``rank-00000-of-00008``."""
+    return f"rank-{rank:05d}-of-{tp:05d}"
+
+
+def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
+    """Relative path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
+    directory = COMMON_DIRECTORY if rank is None else rank_directory(rank, tp)
+    return f"{directory}/model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, str]:
+    """The metadata in the header of each shard, by which a swapped file is known.
+
+    Args:
+        rank: whose file it is; None for a file of ``common/``.
+        tp: number of ranks.
+        layout_sha256: of the plan, see ``layout_hash``; a plan that was solved again for other code
+            may keep it, and with it the shards.
+    """
+    return {
+        "format": "pt",
+        "shardconv.rank": "common" if rank is None else str(rank),
+        "shardconv.tp": str(tp),
+        "shardconv.layout": layout_sha256,
+    }
+
+
+def dumps(manifest: Manifest) -> str:
+    """The manifest as deterministic JSON.
+
+    Raises:
+        CheckpointError: ``loads`` would refuse it.
+    """
+    text = dump_document(manifest, FORMAT)
+    loads(text)
+    return text
+
+
+def loads(text: str) -> Manifest:
+    """Read a manifest from JSON.
+
+    Raises:
+        CheckpointError: anything is not as ``docs/plan-format.md`` says; the message names the place.
+    """
+    try:
+        manifest = load_document(Manifest, text, FORMAT, VERSION)
+        _check(manifest)
+    except MalformedError as error:
+        raise CheckpointError(str(error)) from error
+    return manifest
+
+
+def read(directory: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a converted directory.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    path = resolve(directory, MANIFEST_NAME)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{os.fspath(directory)} has no {MANIFEST_NAME}: it is not a converted model, "
+            "or its conversion did not finish; convert the model again"
+        )
+    try:
+        return loads(read_text(path))
+    except (MalformedError, CheckpointError) as error:
+        raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
+
+
+def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
+    """Read the plan of a converted directory.
+
+    Raises:
+        CheckpointError: there is none, or not the one that the manifest was written for.
+        PlanError: it is malformed or of another version.
+    """
+    where = os.fspath(directory)
+    path = resolve(directory, PLAN_NAME)
+    if not path.is_file():
+        raise CheckpointError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
+    try:
+        text = read_text(path)
+    except MalformedError as error:
+        raise CheckpointError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
+    if codec.sha256(text) != manifest.plan_sha256:
+        raise CheckpointError(
+            f"{where}: {PLAN_NAME} is not the plan that the files were written for "
+            f"(its sha256 is not that in {MANIFEST_NAME}); {_REMEDY}"
+        )
+    plan = codec.loads(text)
+    if plan.tp != manifest.tp:
+        raise CheckpointError(f"{where}: tp is {plan.tp} in {PLAN_NAME} and {manifest.tp} in {MANIFEST_NAME}")
+    return plan
+
+
+def write(manifest: Manifest, directory: str | os.PathLike[str]) -> None:
+    """Write the manifest of a directory, whole or not at all; the last step of a conversion."""
+    write_text(Path(directory) / MANIFEST_NAME, dumps(manifest))
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def resolve(directory: str | os.PathLike[str], path: str) -> Path:
+    """Where the file ``path`` of a converted directory is.
+
+    Symbolic links may not lead out of the directory, but those of a hub cache's snapshot into the
+    cache's blobs.
+
+    Raises:
+        CheckpointError: the path, or a link on it, leads out of the directory.
+    """
+    if problem := _path_problem(path):
+        raise CheckpointError(f"{path!r}: {problem}")
+    try:
+        root = Path(directory).resolve()
+        target = (root / path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{os.fspath(directory)}: {path} cannot be found: {error}") from error
+    if not any(target.is_relative_to(place) for place in _places(root)):
+        raise CheckpointError(
+            f"{os.fspath(directory)}: {path} is a link out of the directory, to {target}; "
+            "put the file itself there"
+        )
+    return target
+
+
+def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> None:
+    """Check that what ``rank`` needs is there and whole, and that the plan is the manifest's.
+
+    Reads ``plan.json``; of the other files, only their sizes.
+
+    Raises:
+        CheckpointError: a file is missing or of another size, or the plan another one.
+        PlanError: the plan is malformed or of another version.
+    """
+    where = os.fspath(directory)
+    if not 0 <= rank < manifest.tp:
+        raise CheckpointError(f"{where}: converted for {manifest.tp} ranks, there is no rank {rank}")
+    read_plan(directory, manifest)
+    for entry in manifest.files_of(rank):
+        path = resolve(directory, entry.path)
+        if not path.is_file():
+            raise CheckpointError(f"{where}: {entry.path} is missing (rank {rank} needs it); {_REMEDY}")
+        num_bytes = path.stat().st_size
+        if num_bytes != entry.num_bytes:
+            raise CheckpointError(
+                f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
+            )
+
+
+def check_shard(
+    path: str | os.PathLike[str], rank: int | None, tp: int, layout_sha256: str
+) -> dict[str, StoredTensor]:
+    """Check that a safetensors file is whole and belongs to this rank and layout; return its tensors.
+
+    Raises:
+        CheckpointError: it is truncated, or was swapped with a file of another rank, tp or layout.
+    """
+    metadata, tensors = read_header(path)
+    for key, wanted in shard_metadata(rank, tp, layout_sha256).items():
+        if key.startswith("shardconv.") and metadata.get(key) != wanted:
+            raise CheckpointError(
+                f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
+                f"the file was swapped with that of another rank or conversion; {_REMEDY}"
+            )
+    return tensors
+
+
+def _places(root: Path) -> list[Path]:
+    """The directories that a file of the directory ``root`` may be in.
+
+    A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
+    ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``.
+    """
+    if root.parent.name != "snapshots":
+        return [root]
+    repository = root.parent.parent
+    return [root, repository / "blobs", repository.parent / "blobs"]
+
+
+def _check(manifest: Manifest) -> None:
+    if manifest.tp < 1:
+        raise MalformedError("tp", f"must be 1 or more, got {manifest.tp}")
+    if not is_sha256(manifest.plan_sha256):
+        raise MalformedError("plan_sha256", "expected 64 hex digits in lower case")
+    for index, entry in enumerate(manifest.files):
+        _check_entry(f"files[{index}]", entry, manifest.tp)
+    paths = [entry.path for entry in manifest.files]
+    if paths != sorted(set(paths)):
+        raise MalformedError("files", "must be sorted by path, each path once")
+
+
+def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
+    if problem := _path_problem(entry.path):
+        raise MalformedError(f"{where}.path", f"{entry.path[:200]!r}: {problem}")
+    if entry.path in (MANIFEST_NAME, PLAN_NAME):
+        raise MalformedError(f"{where}.path", f"{entry.path} is not listed in the manifest")
+    if entry.num_bytes < 0:
+        raise MalformedError(f"{where}.num_bytes", "must not be negative")
+    if not is_sha256(entry.sha256):
+        raise MalformedError(f"{where}.sha256", "expected 64 hex digits in lower case")
+    if entry.rank is not None and not 0 <= entry.rank < tp:
+        raise MalformedError(f"{where}.rank", f"{entry.rank} is not one of {tp} ranks")
+    top = entry.path.split("/")[0]
+    owner = top if _RANK_DIRECTORY.fullmatch(top) else None
+    if owner != (None if entry.rank is None else rank_directory(entry.rank, tp)):
+        reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+        problem = f"{entry.path[:200]!r} is not the place of a file that {reader} reads"
+        raise MalformedError(f"{where}.path", problem)
+
+
+def _path_problem(path: str) -> str:
+    """Why a path is no safe relative path; empty if it is one."""
+    if not path or "\\" in path or any(ord(c) < 32 for c in path):
+        return "a path needs a name, and has no backslash or control character"
+    if path.startswith("/") or _DRIVE.match(path):
+        return "the path must be relative"
+    if ".." in path.split("/") or str(PurePosixPath(path)) != path or path == ".":
+        return "the path must not have empty, '.' or '..' parts"
+    return ""
