@@ -44,6 +44,9 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
 }
 """Which fields that not every module has may be set in a category."""
 
+FLAG_STEPS: Mapping[str, str] = {"gather_output": "all_gather", "reduce_output": "all_reduce"}
+"""The op among the outputs which a flag announces."""
+
 MAX_TENSOR_DIMS = 16
 
 _IMPORTABLE = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -118,6 +121,9 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
         for index, step in enumerate(steps):
             _check_boundary(f"{where}.{side}s[{index}]", step, side, plan.mesh)
+    for field, op in FLAG_STEPS.items():
+        if getattr(entry, field) and not _has_op(entry.outputs, op):
+            _fail(f"{where}.{field}", f"there is no {op} among the outputs")
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
         _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
@@ -205,9 +211,7 @@ def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None
     entry = modules.get(logits.module)
     if entry is None:
         _fail("logits.module", f"there is no module entry for {logits.module!r}")
-    if not entry.gather_output and not any(
-        step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs
-    ):
+    if not any(step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs):
         _fail("logits", f"{logits.module!r} gathers nothing at {logits.slot!r}")
 
 

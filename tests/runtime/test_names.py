@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.names import compress, expand, expand_all, natural_key
@@ -17,6 +17,7 @@ components = st.one_of(
 names = st.one_of(st.just(""), st.lists(components, min_size=1, max_size=4).map(".".join))
 
 
+@settings(deadline=None)
 @given(st.sets(names, max_size=60))
 def test_round_trip(chosen: set[str]) -> None:
     expanded = expand_all(compress(chosen))
@@ -24,6 +25,7 @@ def test_round_trip(chosen: set[str]) -> None:
     assert set(expanded) == chosen
 
 
+@settings(deadline=None)
 @given(st.sets(names, max_size=30), st.randoms(use_true_random=False))
 def test_order_of_the_input_does_not_matter(chosen: set[str], rng: random.Random) -> None:
     shuffled = [*chosen, *chosen]
