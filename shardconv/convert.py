@@ -1,0 +1,164 @@
+"""The stages, called one after another: resolve, solve, read, write.
+
+The stages are imported when they are called: they import torch and transformers, which takes
+seconds, and ``--help`` and every error of the arguments must come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.plan import Plan, parameter_plans
+
+from .output import Output
+from .progress import Progress, Silent
+
+MAX_FILE_SIZE = 5 * 10**9
+"""Bytes after which a new shard file is begun."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def convert(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tp: int,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    dtype: str | None = None,
+    max_file_size: int | str = MAX_FILE_SIZE,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solve a model for ``tp`` ranks and write its shards and its plan to ``out``.
+
+    Args:
+        model: directory or Hub id of a transformers model.
+        out: directory to make; it must not exist, or be empty, unless ``overwrite``.
+        tp: number of ranks.
+        revision, cache_dir, local_files_only, token: how to download from the Hub.
+        dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
+        max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
+        trust_remote_code: import the repository's own Python code.
+        overwrite: replace ``out`` if it is a converted directory, and nothing else.
+        check: prove the plan (retrace and float64 simulation) before anything is written.
+        progress: where to report to.
+
+    Returns:
+        The plan, as in ``out/plan.json``.
+
+    Raises:
+        ShardconvError: with what is wrong and the remedy; ``out`` is then as it was.
+
+    Example:
+        >>> plan = shardconv.convert("my-model/", "out/", tp=2)
+    """
+    progress = progress or Silent()
+    require_tp(tp)
+    limit = parse_size(max_file_size)
+    output = Output.prepare(out, overwrite=overwrite, source=model)
+
+    from .pipeline import solve_plan
+    from .sources import read_weights, resolve
+    from .writer import write
+
+    progress.stage(f"reading {os.fspath(model)}")
+    spec = resolve(
+        model,
+        revision=revision,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        need_weights=True,
+    )
+    solved: Plan = solve_plan(spec, tp, check=check, progress=progress.stage)
+    progress.stage("loading the weights")
+    weights = read_weights(spec, parameter_plans(solved).keys())
+    with output.building() as directory:
+        write(solved, weights, directory, spec, max_file_size=limit, progress=progress)
+    return solved
+
+
+def plan(
+    model: str | os.PathLike[str] | Any,
+    tp: int,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    check: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solve a model for ``tp`` ranks from its config alone; no weights are read or needed.
+
+    Args:
+        model: a directory, a Hub id or a transformers config object.
+        tp: number of ranks.
+        revision, cache_dir, local_files_only, token: how to download from the Hub.
+        dtype: of the parameters; by default what the config says.
+        trust_remote_code: import the repository's own Python code.
+        check: prove the plan too, as ``convert`` does.
+        progress: where to report to.
+
+    Raises:
+        ShardconvError: with what is wrong and the remedy.
+
+    Example:
+        >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
+    """
+    require_tp(tp)
+
+    from .pipeline import solve_plan
+    from .sources import resolve
+
+    spec = resolve(
+        model,
+        revision=revision,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        need_weights=False,
+    )
+    solved: Plan = solve_plan(spec, tp, check=check, progress=(progress or Silent()).stage)
+    return solved
+
+
+def require_tp(tp: int) -> None:
+    """Raises ``ShardconvError`` unless ``tp`` is an int of 1 or more."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ShardconvError(f"tp must be a whole number of 1 or more, got {tp!r}")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text as ``5GB``, ``500 MB``, ``2GiB``.
+
+    Raises:
+        ShardconvError: it is not a size of 1 byte or more.
+    """
+    num_bytes = size if isinstance(size, int) else _parse_size_text(size)
+    if num_bytes < 1:
+        raise ShardconvError(f"the file size {size!r} must be 1 byte or more, as 5GB or 500MB")
+    return num_bytes
+
+
+def _parse_size_text(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ShardconvError(f"{text!r} is not a file size; write it as 5GB or 500MB")
+    power = " kMGT".lower().index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

@@ -1,0 +1,219 @@
+"""A plan as text for a person, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardconv_runtime.manifest import FileEntry, Manifest
+from shardconv_runtime.plan import Edit, Plan, global_shape, local_shape
+from shardconv_runtime.slices import to_text
+
+from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, summarize
+
+WIDTH = 100
+TOKENS = 2048
+"""Tokens of the forward pass whose bytes are shown, unless the caller says otherwise."""
+
+
+def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
+    """Describe a plan: its layers, what is replicated and why, its collectives and its totals.
+
+    Args:
+        plan: any plan; nothing else is read.
+        num_tokens: tokens of the forward pass whose bytes are shown.
+    """
+    summary = summarize(plan)
+    sections = (
+        _header(plan),
+        _layers(plan, summary.kinds),
+        _replicated(plan, summary),
+        _collectives(summary.collectives, num_tokens),
+        _totals(plan, summary),
+        _notes(plan.notes),
+    )
+    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes with three or four digits: ``16.8 MB`` (decimal units)."""
+    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def human_count(count: float) -> str:
+    """A number of parameters: ``405.9 B``."""
+    return _scaled(count, ("", "k", "M", "B", "T"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    unit = 0
+    while value >= 999.95 and unit < len(units) - 1:
+        value, unit = value / 1000, unit + 1
+    number = f"{value:.0f}" if unit == 0 else f"{value:.1f}"
+    return f"{number} {units[unit]}".rstrip()
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    model = plan.model
+    mesh = " x ".join(map(str, plan.mesh)) or "1"
+    yield model.class_name.partition(":")[2]
+    yield (
+        f"  {human_count(model.num_parameters)} parameters, {model.dtype}"
+        f" · tp {plan.tp}, mesh {mesh}"
+        f" · torch {plan.code.torch}, transformers {plan.code.transformers}"
+    )
+
+
+def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
+    if not kinds:
+        return
+    yield _row("LAYERS", "", "count", "bytes per rank")
+    for kind in kinds:
+        size = human_bytes(kind.rank_bytes) if kind.tensors else ""
+        yield from _kind_rows(kind, size)
+        yield from _aligned([_tensor(plan, line) for line in kind.tensors])
+        if kind.edits:
+            yield from _wrapped("edits  ", ", ".join(map(_edit, kind.edits)))
+
+
+def _kind_rows(kind: LayerKind, size: str) -> Iterator[str]:
+    first, *rest = [name or "(the model)" for name in kind.names]
+    yield _row(kind.category or "shard", first, str(kind.count), size)
+    for name in rest:
+        yield _row("", name, "", "")
+
+
+def _row(left: str, name: str, count: str, size: str) -> str:
+    return f"{left:<10}{name:<64} {count:>8}{size:>16}".rstrip()
+
+
+def _tensor(plan: Plan, line: TensorLine) -> tuple[str, str, str]:
+    """Name, global and local shape, and how the dims are laid out."""
+    whole, entry = global_shape(line.plan), line.plan
+    first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
+    shapes = _shape(whole)
+    if first != whole:
+        shapes += f" → {_shape(first)}" + (f" … {_shape(last)}" if last != first else "")
+    layout = "[" + ", ".join(map(to_text, entry.dims)) + "]" if first != whole else ""
+    if entry.partial:
+        layout = f"{layout} partial over mesh axis {', '.join(map(str, entry.partial))}".strip()
+    return line.name, shapes, layout
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for name, shapes, layout in rows:
+        start = f"{'':<12}{name:<{widths[0]}}  {shapes:<{widths[1]}}"
+        if len(start) + 2 + len(layout) <= WIDTH:
+            yield f"{start}  {layout}".rstrip()
+        else:
+            yield start.rstrip()
+            yield from _wrapped("  ", layout)
+
+
+def _edit(edit: Edit) -> str:
+    first, last = edit.local[0], edit.local[-1]
+    local = f"{first} … {last}" if len(set(edit.local)) > 1 else str(first)
+    return f"{edit.attribute} {edit.value} → {local}"
+
+
+def _replicated(plan: Plan, summary: Summary) -> Iterator[str]:
+    if not summary.replicated:
+        return
+    num_bytes = sum(group.num_bytes for group in summary.replicated)
+    share = _percent(num_bytes, summary.total_bytes)
+    yield f"REPLICATED  {human_bytes(num_bytes)} on every rank, {share} of the model"
+    for group in summary.replicated:
+        yield from _reason_rows(group)
+
+
+def _reason_rows(group: Replicated) -> Iterator[str]:
+    yield from textwrap.wrap(
+        group.reason or "no reason given", WIDTH, initial_indent="  ", subsequent_indent="  "
+    )
+    for name, shape, num_bytes in group.tensors:
+        rest = f"{_shape(shape):>16}{human_bytes(num_bytes):>12}"
+        if len(name) <= WIDTH - 4 - len(rest):
+            yield f"    {name:<{WIDTH - 4 - len(rest)}}{rest}"
+        else:
+            yield from textwrap.wrap(name, WIDTH - 4, initial_indent="    ", subsequent_indent="      ")
+            yield f"{rest:>{WIDTH}}"
+
+
+def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator[str]:
+    if not collectives:
+        return
+    columns = "{:<16}{:<46}{:>8}{:>13}{:>17}"
+    yield columns.format("COLLECTIVES", "of one forward pass", "count", "per token", f"{num_tokens:,} tokens")
+    for item in collectives:
+        places = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
+        numbers = _collective_numbers(item.count, item.token_bytes, num_tokens)
+        if len(places[0]) > 45:
+            yield f"  {item.op:<14}{places[0]}"
+            yield columns.format("", "", *numbers)
+        else:
+            yield columns.format("  " + item.op, places[0], *numbers)
+        yield from (f"{'':<16}{place}" for place in places[1:])
+    count, token_bytes = sum(c.count for c in collectives), sum(c.token_bytes for c in collectives)
+    yield columns.format("  total", "", *_collective_numbers(count, token_bytes, num_tokens))
+
+
+def _collective_numbers(count: int, token_bytes: int, num_tokens: int) -> tuple[str, str, str]:
+    return str(count), human_bytes(token_bytes), human_bytes(token_bytes * num_tokens)
+
+
+def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
+    smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
+    per_rank = human_bytes(largest)
+    if human_bytes(smallest) != per_rank:
+        per_rank = f"{human_bytes(smallest)} to {per_rank}"
+    yield "TOTAL"
+    yield f"  the model      {human_bytes(summary.total_bytes)}"
+    yield f"  each rank      {per_rank} ({_percent(largest, summary.total_bytes)} of the model)"
+    yield f"  sharded        {_percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
+
+
+def _percent(part: int, whole: int) -> str:
+    if whole == 0:
+        return "0%"
+    percent = 100 * part / whole
+    if 0 < percent < 0.01:
+        return "less than 0.01%"
+    if percent < 100 and f"{percent:.2f}" == "100.00":
+        return "more than 99.99%"
+    return f"{percent:.2f}%"
+
+
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+    if notes:
+        yield "NOTES"
+    for note in notes:
+        yield from textwrap.wrap(note, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def _wrapped(label: str, text: str) -> Iterator[str]:
+    indent = " " * (12 + len(label))
+    yield from textwrap.wrap(text, WIDTH, initial_indent=f"{'':<12}{label}", subsequent_indent=indent)
+
+
+def files_report(manifest: Manifest) -> str:
+    """The source, the tools and the files of a converted directory, as text."""
+    revision = f" at {manifest.source.revision}" if manifest.source.revision else ""
+    tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+    lines = [
+        "FILES",
+        f"  from           {manifest.source.name}{revision}",
+        f"  written by     {tools}",
+    ]
+    owners: dict[str, list[FileEntry]] = {}
+    for entry in manifest.files:
+        owners.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+    for place, entries in sorted(owners.items()):
+        num_bytes = human_bytes(sum(entry.num_bytes for entry in entries))
+        files = "file" if len(entries) == 1 else "files"
+        lines.append(f"  {place or '.':<28} {len(entries):>4} {files:<5} {num_bytes:>12}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,14 @@
+"""Where the model comes from: a directory, the Hub or a config object, made into one frozen value.
+
+``locate`` finds (or downloads) the directory, ``config`` reads the configuration and finds the model
+class, ``checkpoint`` finds and validates the weight files, ``resolve`` puts these together, and
+``weights`` reads the parameters.
+"""
+
+from __future__ import annotations
+
+from .resolve import resolve
+from .spec import ModelSpec
+from .weights import read_weights
+
+__all__ = ["ModelSpec", "read_weights", "resolve"]

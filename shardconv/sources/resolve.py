@@ -1,0 +1,95 @@
+"""Resolve what the user named to a ``ModelSpec``: everything that can be refused early is refused here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from shardconv_runtime.errors import SourceError
+
+from .checkpoint import stored_dtype, validate, weight_files
+from .config import model_class_of, quantisation_of, read_config
+from .locate import Hub, locate
+from .spec import ModelSpec
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def resolve(
+    model: str | os.PathLike[str] | Any,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | None = None,
+    need_weights: bool = True,
+) -> ModelSpec:
+    """Find the model, its class, its dtype and, if they are needed, its weight files.
+
+    Args:
+        model: a directory, a Hub id, or (without weights) a transformers config object.
+        revision, cache_dir, local_files_only, token: how to download from the Hub.
+        trust_remote_code: import the repository's own Python code.
+        dtype: of the parameters; by default what the config says, else what the checkpoint holds.
+        need_weights: find (and download) the weight files and validate them.
+
+    Raises:
+        SourceError: with what is wrong, where, and the remedy.
+    """
+    if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
+        raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if isinstance(model, transformers.PreTrainedConfig):
+        return _from_config(model, dtype, trust_remote_code=trust_remote_code, need_weights=need_weights)
+    hub = Hub(revision, cache_dir, local_files_only, token)
+    directory, commit = locate(model, hub, code=trust_remote_code, need_weights=need_weights)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    _refuse_quantised(config, str(directory))
+    files = weight_files(directory) if need_weights else ()
+    validate(files)
+    return ModelSpec(
+        name=os.fspath(model),
+        config=config,
+        model_class=model_class_of(config, directory, trust_remote_code=trust_remote_code),
+        dtype=_dtype(dtype, config, files),
+        trust_remote_code=trust_remote_code,
+        directory=directory,
+        revision=commit,
+        weight_files=files,
+    )
+
+
+def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, need_weights: bool) -> ModelSpec:
+    name = type(config).__name__
+    if need_weights:
+        raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
+    _refuse_quantised(config, name)
+    return ModelSpec(
+        name=name,
+        config=config,
+        model_class=model_class_of(config, None, trust_remote_code=trust_remote_code),
+        dtype=_dtype(dtype, config, ()),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _refuse_quantised(config: Any, where: str) -> None:
+    method = quantisation_of(config)
+    if method is not None:
+        raise SourceError(
+            f"{where} is quantised ({method}), which is not supported; convert the unquantised model"
+        )
+
+
+def _dtype(asked: str | None, config: Any, files: tuple[Path, ...]) -> str:
+    if asked is not None:
+        return asked.removeprefix("torch.")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for part in (config, text):
+        said = getattr(part, "dtype", None)
+        if said is not None:
+            return str(said).removeprefix("torch.")
+    return (stored_dtype(files[0]) if files else None) or "float32"

@@ -1,0 +1,39 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shardconv_runtime.plan import Plan
+from small_models import hand_plan, save_random, small_config
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def llama_dir(tmp_path: Path) -> Path:
+    """A small Llama checkpoint in float32."""
+    path = tmp_path / "llama"
+    save_random(small_config(), transformers.LlamaForCausalLM, path)
+    return path
+
+
+@pytest.fixture
+def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put ``hand_plan`` in the place of the solver, so that a test is about what lies around it."""
+
+    def solve_plan(
+        spec: Any, tp: int, *, check: bool = True, progress: Callable[[str], None] | None = None
+    ) -> Plan:
+        return hand_plan(spec.config, tp, spec.dtype)
+
+    module = types.ModuleType("shardconv.pipeline")
+    module.solve_plan = solve_plan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shardconv.pipeline", module)
