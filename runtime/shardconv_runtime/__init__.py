@@ -1,1 +1,42 @@
-"""Loads what shardconv converted, on the ranks of a torchrun job."""
+"""Loads what shardconv converted, on the ranks of a torchrun job.
+
+    model = shardconv_runtime.load("out/")
+
+Importing this package imports nothing heavy: ``load`` brings torch and transformers when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CheckpointError,
+    CodeMismatchError,
+    LaunchError,
+    PlanError,
+    ShardconvError,
+    SolveError,
+    SourceError,
+)
+
+if TYPE_CHECKING:
+    from .loading import load
+
+__all__ = [
+    "CheckpointError",
+    "CodeMismatchError",
+    "LaunchError",
+    "PlanError",
+    "ShardconvError",
+    "SolveError",
+    "SourceError",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .loading import load
+
+    return load

@@ -1,0 +1,180 @@
+"""From a converted directory to the model of this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import fingerprint, manifest, mesh, weights
+from .build import parallelize
+from .errors import CheckpointError, PlanError, ShardconvError
+from .lazy import build_model, find_class
+from .mesh import Launch
+from .plan import Plan
+
+T = TypeVar("T")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    gather_logits: bool = True,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load this rank's part of a converted model; every rank of the job calls it.
+
+    The process group is started from torchrun's environment where there is none: nccl on GPUs, gloo on
+    the CPU. Whatever is wrong, on whichever rank, every rank raises before the first collective of
+    the model. Parameters do not require gradients: plans of this version are for inference.
+
+    Args:
+        path: directory that ``shardconv convert`` wrote.
+        device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
+        dtype: for the floating-point parameters; by default as they are stored.
+        group: the processes that load this model, as many as the plan's tp; by default all.
+        gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
+            refuses labels and ``generate``.
+        trust_remote_code: allow a model whose code is in ``path`` to run that code.
+
+    Returns:
+        The transformers model in eval mode, with the class that it had when converted. Its
+        ``generate`` draws the same tokens on every rank.
+
+    Raises:
+        ShardconvError: with what is wrong, on which rank, and the remedy.
+
+    Example:
+        >>> model = shardconv_runtime.load("out/")
+        >>> logits = model(input_ids).logits
+    """
+    wanted = _dtype(dtype)
+    checked, error = _attempt(lambda: _check(Path(path), group, gather_logits, trust_remote_code))
+    if checked is not None:
+        mesh.check_world_size(checked.plan, group)
+    start = _launch(group, device, error)
+    mesh.agree(start, error)
+    assert checked is not None, "agree has raised the error"
+    model, error = _attempt(lambda: _build(checked, start, wanted, gather_logits))
+    mesh.agree(start, error, mesh.READ_TIMEOUT_S)
+    assert model is not None, "agree has raised the error"
+    return model
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A directory that this rank can load, as far as sizes and headers tell."""
+
+    directory: Path
+    plan: Plan
+    files: weights.RankFiles
+
+
+def _check(
+    directory: Path, group: dist.ProcessGroup | None, gather_logits: bool, trust_remote_code: bool
+) -> _Checked:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}: no such directory; give the directory that `shardconv convert` wrote "
+            "(this version loads local directories only)"
+        )
+    found = manifest.read(directory)
+    plan = manifest.read_plan(directory, found)
+    if plan.model.trust_remote_code and not trust_remote_code:
+        raise PlanError(
+            f"{directory}: the model runs Python code from its own directory; "
+            "read that code, then pass trust_remote_code=True"
+        )
+    fingerprint.check_code(plan)
+    if not gather_logits and plan.logits is None:
+        raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
+    rank = mesh.rank(group)
+    files = weights.check_files(directory, found, plan, rank) if rank < plan.tp else weights.RankFiles(())
+    return _Checked(directory, plan, files)
+
+
+def _build(checked: _Checked, start: Launch, dtype: torch.dtype | None, gather_logits: bool) -> nn.Module:
+    plan, directory = checked.plan, checked.directory
+    config = _config(directory, plan)
+    model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
+    parallelize(model, plan, mesh.connect(plan, start), gather_logits)
+    weights.read(model, plan, checked.files, start.device, dtype)
+    _prepare_generation(model, directory, start, gather_logits)
+    return model.eval()
+
+
+def _config(directory: Path, plan: Plan) -> Any:
+    import transformers  # takes seconds; errors in the directory should not
+
+    return transformers.AutoConfig.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=plan.model.trust_remote_code
+    )
+
+
+def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
+    if not plan.model.trust_remote_code:
+        return find_class(plan.model.class_name)
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = plan.model.class_name.replace(":", ".")
+    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
+    return found
+
+
+def _prepare_generation(model: nn.Module, directory: Path, start: Launch, gather_logits: bool) -> None:
+    """Read the generation config, and make ``generate`` agree over the ranks.
+
+    The gathered logits are the same bits on every rank, so ranks that continue from the same random
+    state draw the same tokens.
+    """
+    if not hasattr(model, "generate"):
+        return
+    if (directory / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not gather_logits:
+            raise PlanError("generate needs whole logits; load the model with gather_logits=True")
+        mesh.share_rng_state(start)
+        return type(self).generate(self, *args, **kwargs)
+
+    model.generate = MethodType(generate, model)  # type: ignore[assignment]
+
+
+def _launch(
+    group: dist.ProcessGroup | None, device: torch.device | str | None, error: Exception | None
+) -> Launch:
+    """Join the others; what is wrong with the directory goes before what is wrong with the launch."""
+    try:
+        return mesh.launch(group, device)
+    except ShardconvError as failure:
+        raise error or failure from failure
+
+
+def _attempt(stage: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run a stage that may fail on this rank alone; the error is raised once all ranks know of it."""
+    try:
+        return stage(), None
+    except Exception as error:
+        return None, error
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
+    return found

@@ -1,0 +1,257 @@
+"""The processes of a launch as ranks of a plan's mesh.
+
+Everything that can go wrong on one rank alone is gathered from all ranks before the model's first
+collective (``agree``), so that each of them raises and none hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Communicator, ProcessCommunicator
+from .errors import LaunchError
+from .plan import ModulePlan, Plan
+from .slices import Mesh, axes_of, group_of
+
+AGREE_TIMEOUT_S = 300
+"""How long a rank waits for the others where all should come at about the same time."""
+
+READ_TIMEOUT_S = 3600
+"""How long a rank waits for the others to have read their files."""
+
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_subgroups = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that load one model.
+
+    Attributes:
+        group: all of them; None where there is only this one.
+        control: a gloo group of the same processes, for words between them rather than tensors.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of processes, without starting anything: of the group, else of the launcher's environment."""
+    if group is not None or dist.is_initialized():
+        return dist.get_world_size(group)
+    return _env_int("WORLD_SIZE", 1)
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's number among them, without starting anything."""
+    if group is not None or dist.is_initialized():
+        return dist.get_rank(group)
+    return _env_int("RANK", 0)
+
+
+def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None:
+    """Check that there is one process for each rank of the plan. No collective runs.
+
+    Raises:
+        LaunchError: there are fewer or more.
+    """
+    found = world_size(group)
+    if found != plan.tp:
+        raise LaunchError(
+            f"the model was converted for tp={plan.tp}, and {found} process(es) load it; "
+            f"start it with: torchrun --nproc-per-node {plan.tp} your_script.py"
+            + (" (or pass a group of that size)" if found > 1 else "")
+        )
+
+
+def launch(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Launch:
+    """Join the other processes; start the default process group where there is none.
+
+    The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
+    needs no group and gets none.
+
+    Args:
+        group: the processes that load the model; all by default.
+        device: where the model goes: by default cuda:LOCAL_RANK if there is cuda, else the CPU.
+
+    Raises:
+        LaunchError: the environment is not a launcher's, this process is not in the group, or its
+            backend cannot serve the device.
+    """
+    place = _device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if group is None and not dist.is_initialized():
+        if "RANK" not in os.environ:
+            return Launch(0, 1, place)
+        _start(place)
+    group = group or dist.group.WORLD
+    assert group is not None
+    _check_group(group, place)
+    control = _subgroup(group, _ranks(group), "gloo")
+    return Launch(dist.get_rank(group), dist.get_world_size(group), place, group, control)
+
+
+def connect(plan: Plan, start: Launch) -> Communicator:
+    """The rank's communicator, with a process group for each set of mesh axes that the plan uses.
+
+    Raises:
+        LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
+    """
+    groups: dict[tuple[int, ...], str] = {}
+    for axes in sorted(used_axes(plan)):
+        members = group_of(plan.mesh, axes, start.rank)
+        if len(members) > 1 and start.group is not None:
+            groups[axes] = _axes_group(start.group, members).group_name
+    return ProcessCommunicator(start.rank, plan.mesh, groups)
+
+
+def used_axes(plan: Plan) -> set[tuple[int, ...]]:
+    """Each set of mesh axes (those of extent 1 left out) that some collective of the plan runs over."""
+    found = {_real_axes(axes, plan.mesh) for entry in plan.modules for axes in _axes_of_module(entry)}
+    return found - {()}
+
+
+def agree(start: Launch, error: Exception | None, timeout_s: float = AGREE_TIMEOUT_S) -> None:
+    """Tell the others whether this rank is well; return only if all are.
+
+    Raises:
+        Exception: this rank's own error.
+        LaunchError: the error of the first rank that has one, or a rank did not come.
+    """
+    if start.control is None:
+        if error is not None:
+            raise error
+        return
+    texts = _exchange(start, None if error is None else str(error), timeout_s, error)
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
+        raise LaunchError(f"rank {rank}: {text}{others}")
+
+
+def share_rng_state(start: Launch) -> None:
+    """Continue on every rank with the random state of rank 0, so that all draw the same tokens."""
+    if start.control is None:
+        return
+    on_cuda = start.device.type == "cuda"
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(start.device)] if on_cuda else [])
+    for state in states:
+        dist.broadcast(state, group_src=0, group=start.control)
+    torch.set_rng_state(states[0])
+    if on_cuda:
+        torch.cuda.set_rng_state(states[1], start.device)
+
+
+def _exchange(start: Launch, text: str | None, timeout_s: float, error: Exception | None) -> list[str | None]:
+    texts: list[str | None] = [None] * start.world_size
+    try:
+        dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+        dist.all_gather_object(texts, text, group=start.control)
+    except RuntimeError as failure:
+        raise error or LaunchError(
+            f"rank {start.rank}: another rank did not answer within {timeout_s:.0f} s or ended; "
+            f"its own output says why ({str(failure).splitlines()[0]})"
+        ) from failure
+    return texts
+
+
+def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
+    for boundary in (*entry.inputs, *entry.outputs):
+        if boundary.op == "all_reduce":
+            yield boundary.axes
+        elif boundary.op == "all_gather" and boundary.layout is not None:
+            yield axes_of(boundary.layout)
+    if entry.norm is not None:
+        yield entry.norm.axes
+
+
+def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
+    return tuple(sorted(axis for axis in axes if mesh[axis] > 1))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        place = torch.device(device)
+    else:
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.type == "cuda" and place.index is None:
+        local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
+        return torch.device("cuda", local % max(1, torch.cuda.device_count()))
+    return place
+
+
+def _start(device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"cannot start a {backend} process group from the environment: {str(error).splitlines()[0]}; "
+            "start the program with torchrun"
+        ) from error
+
+
+def _check_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    if dist.get_rank(group) < 0:
+        raise LaunchError("this process is not in the group that was given to load the model")
+    served = {kind.type for kind in group._device_types}
+    if device.type not in served:
+        raise LaunchError(
+            f"the process group serves {', '.join(sorted(served))} and the model is to go to {device}; "
+            f"pass device=, or start the group with a backend for {device.type}"
+        )
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these members of ``group``."""
+    ranks = _ranks(group)
+    if len(members) == len(ranks):
+        return group
+    chosen = tuple(ranks[member] for member in members)
+    if list(chosen) != sorted(chosen):
+        raise LaunchError(f"the ranks of the given group must ascend, they are {list(ranks)}")
+    return _subgroup(group, chosen, None)
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
+    """A group of some ranks of ``group``, made once and kept as long as ``group`` is.
+
+    Only its members take part in making it, so several groups can load different models at a time.
+    """
+    made = _subgroups.setdefault(group, {})
+    key = (backend or dist.get_backend(group), ranks)
+    if key not in made:
+        made[key] = dist.new_group(
+            list(ranks),
+            backend=backend or dist.get_backend(group),
+            timeout=timedelta(seconds=READ_TIMEOUT_S) if backend else None,
+            use_local_synchronization=True,
+        )
+    return made[key]
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"the environment variable {name} should be a number, it is {text!r}") from error

@@ -1,0 +1,93 @@
+"""Norms over a dim that is split over ranks: only their statistic is reduced, not the tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import Communicator, Reduce
+from .errors import PlanError
+from .plan import NormInfo
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class ShardedNorm(nn.Module):
+    """RMS norm or layer norm over the last dim, which is split over ranks.
+
+    An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
+    other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
+    the mean is large). No backward.
+
+    Args:
+        info: how the norm that this one replaces computes.
+        replaced: that norm; its weight and bias are taken over under their names.
+        comm: the ranks.
+
+    Shapes: ``x: local [..., D/n]``, output the same.
+
+    Raises:
+        PlanError: the norm is of no known kind, or lacks a parameter that the plan names.
+    """
+
+    def __init__(self, info: NormInfo, replaced: nn.Module, comm: Communicator) -> None:
+        super().__init__()
+        if info.kind not in ("rms", "layer"):
+            raise PlanError(f"unknown kind of norm {info.kind!r}; expected rms or layer")
+        self.info = info
+        self.reduce = Reduce(comm, info.axes)
+        for name in (info.weight, info.bias):
+            if name:
+                self.register_parameter(name, _parameter(replaced, name))
+        self.train(replaced.training)
+
+    def extra_repr(self) -> str:
+        """Kind, global size, eps."""
+        return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Normalise the one argument, whatever name it has in the replaced norm."""
+        (x,) = (*args, *kwargs.values())
+        wide = x.to(self._compute_dtype(x))
+        y = self._rms(wide) if self.info.kind == "rms" else self._layer(wide)
+        return self._scale(y, x.dtype)
+
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        if self.info.compute_dtype != "input":
+            dtype: torch.dtype = getattr(torch, self.info.compute_dtype)
+            return dtype
+        # torch's layer_norm takes low precision as input, and computes in float32 all the same
+        return torch.float32 if self.info.kind == "layer" and x.dtype in _LOW_PRECISION else x.dtype
+
+    def _rms(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(self._mean(x.square()) + self.info.eps)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        centred = x - self._mean(x)
+        return centred * torch.rsqrt(self._mean(centred.square()) + self.info.eps)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Mean over the global dim, ``[..., 1]``; summed in float32 or wider."""
+        wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
+        return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
+
+    def _scale(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        native_layer_norm = self.info.kind == "layer" and self.info.compute_dtype == "input"
+        early = self.info.weight_before_cast or native_layer_norm
+        if not early:
+            y = y.to(dtype)
+        if self.info.weight:
+            weight = getattr(self, self.info.weight)
+            weight = weight.to(y.dtype) if early else weight
+            y = y * (weight + self.info.weight_offset if self.info.weight_offset else weight)
+        if self.info.bias:
+            bias = getattr(self, self.info.bias)
+            y = y + (bias.to(y.dtype) if early else bias)
+        return y.to(dtype) if early else y
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise PlanError(f"a {type(module).__name__} has no parameter {name!r}")
+    return parameter

@@ -1,0 +1,146 @@
+"""One rank's files: checked before anything is built, then read into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from .build import owner_of, retie, stored_tensors
+from .dtypes import STORED_NAME
+from .errors import CheckpointError
+from .header import StoredTensor
+from .layout_hash import is_common, layout_sha256
+from .manifest import COMMON_DIRECTORY, FileEntry, Manifest, check_shard, check_sizes, resolve
+from .plan import ParameterPlan, Plan, local_shape, parameter_plans
+
+_REMEDY = "copy the directory again, or convert the model again"
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The safetensors files of one rank, ``common/`` included, whose headers agree with the plan."""
+
+    paths: tuple[Path, ...]
+
+
+def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
+    """Check, from sizes and headers alone, that ``rank`` will find each of its tensors exactly once.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or another rank's, or a tensor is missing, extra,
+            twice there, or of another shape or dtype than the plan says.
+    """
+    check_sizes(directory, manifest, rank)
+    layout = layout_sha256(plan)
+    found: dict[str, tuple[StoredTensor, FileEntry]] = {}
+    shards = [entry for entry in manifest.files_of(rank) if _is_shard(entry)]
+    for entry in shards:
+        tensors = check_shard(resolve(directory, entry.path), entry.rank, plan.tp, layout)
+        for name, tensor in tensors.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {_REMEDY}"
+                )
+            found[name] = (tensor, entry)
+    _compare(directory, found, plan, rank)
+    return RankFiles(tuple(resolve(directory, entry.path) for entry in shards))
+
+
+def read(
+    model: nn.Module, plan: Plan, files: RankFiles, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Fill a parallelized model, in place; buffers that no file holds are moved to the device.
+
+    Args:
+        model: as ``build.parallelize`` leaves it.
+        plan: its plan.
+        files: of this rank.
+        device: where all tensors go.
+        dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+    """
+    todo = set(parameter_plans(plan))
+    for name, tensor in _tensors(files, device):
+        target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
+        _assign(model, name, tensor.to(target))
+        todo.remove(name)
+    if todo:
+        raise CheckpointError(f"{min(todo)} was in no file; {_REMEDY}")
+    retie(model, plan)
+    _move_buffers(model, device)
+    if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
+        raise CheckpointError(f"{empty[0]} was in no file; {_REMEDY}")
+
+
+def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a model that is loaded as ``wanted``.
+
+    A tensor that the converter kept wider than the model's own dtype (a router in float32, say) is
+    never made narrower than it was stored; tensors that are not floating point stay as they are.
+    """
+    if not stored.is_floating_point or stored.itemsize < 2:
+        return stored
+    kept_wide = stored.itemsize > getattr(torch, model_dtype).itemsize
+    return torch.promote_types(stored, wanted) if kept_wide else wanted
+
+
+def _tensors(files: RankFiles, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    for path in files.paths:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name in file.keys():  # noqa: SIM118  (the handle is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, attribute = owner_of(model, name)
+    if attribute in owner._parameters:
+        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[attribute] = tensor
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _is_shard(entry: FileEntry) -> bool:
+    in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
+    return in_shards and entry.path.endswith(".safetensors")
+
+
+def _compare(
+    directory: Path, found: dict[str, tuple[StoredTensor, FileEntry]], plan: Plan, rank: int
+) -> None:
+    expected = parameter_plans(plan)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(
+            f"{directory}: no file of rank {rank} has {missing[0]} ({len(missing)} such); {_REMEDY}"
+        )
+    if extra := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{directory}: {found[extra[0]][1].path} has {extra[0]}, which is not in the plan; {_REMEDY}"
+        )
+    for name, entry in expected.items():
+        if problem := _problem(entry, *found[name], plan, rank):
+            raise CheckpointError(f"{directory}: {found[name][1].path}: {name} {problem}; {_REMEDY}")
+
+
+def _problem(entry: ParameterPlan, tensor: StoredTensor, file: FileEntry, plan: Plan, rank: int) -> str:
+    shape = local_shape(entry, plan.mesh, rank)
+    if tensor.shape != shape:
+        return f"has shape {tensor.shape}, and by the plan rank {rank} holds {shape}"
+    if tensor.dtype != STORED_NAME[entry.dtype]:
+        return f"has dtype {tensor.dtype}, and {entry.dtype} by the plan"
+    if is_common(entry) != (file.rank is None):
+        return "is in the wrong place: only what every rank holds alike belongs to common/"
+    return ""

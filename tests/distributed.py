@@ -1,0 +1,141 @@
+"""Runs a function in several gloo processes and brings back what it returns or raises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+class RankFailed(AssertionError):
+    """A rank raised something that the test did not expect."""
+
+
+def run_processes(
+    num_processes: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    start_group: bool = False,
+) -> list[Any]:
+    """Call ``function(*args)`` in processes that see torchrun's environment; return the results by rank.
+
+    Args:
+        num_processes: world size.
+        function: importable (a top-level function of a test module); finds its rank in the environment.
+        args: picklable; the same for each rank.
+        env: more environment variables.
+        start_group: start the default gloo group before the call.
+
+    Raises:
+        RankFailed: some rank raised or died; the message has its traceback.
+    """
+    outcomes = run_outcomes(num_processes, function, *args, env=env, start_group=start_group)
+    failed = [(rank, text) for rank, (_, text, _) in enumerate(outcomes) if text is not None]
+    if failed:
+        raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failed))
+    return [result for result, _, _ in outcomes]
+
+
+def run_errors(num_processes: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Like ``run_processes`` for calls that should fail: the exception that each rank raised, or None."""
+    return [error for _, _, error in run_outcomes(num_processes, function, *args, **options)]
+
+
+def run_outcomes(
+    num_processes: int,
+    function: Callable[..., Any],
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    start_group: bool = False,
+) -> list[tuple[Any, str | None, BaseException | None]]:
+    """For each rank its result, the text of its traceback and its exception."""
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    processes, pipes = [], []
+    for rank in range(num_processes):
+        reader, writer = context.Pipe(duplex=False)
+        variables = {**_torchrun_env(rank, num_processes, port), **(env or {})}
+        process = context.Process(
+            target=_child, args=(writer, variables, start_group, function, args), daemon=True
+        )
+        process.start()
+        writer.close()
+        processes.append(process)
+        pipes.append(reader)
+    try:
+        return [_receive(pipe) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def free_port() -> int:
+    """A port on localhost that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def _torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _child(
+    writer: Connection,
+    env: dict[str, str],
+    start_group: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(env)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if start_group:
+            dist.init_process_group("gloo")
+        outcome: tuple[Any, str | None, Any] = (function(*args), None, None)
+    except BaseException as error:
+        outcome = (None, traceback.format_exc(), error)
+    writer.send_bytes(_dumps(outcome))
+    writer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(0)  # no atexit handlers of the parent
+
+
+def _dumps(outcome: tuple[Any, str | None, Any]) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        result, text, error = outcome
+        return pickle.dumps((None, text or f"cannot pickle {result!r}", RuntimeError(str(error))))
+
+
+def _receive(pipe: Connection) -> tuple[Any, str | None, BaseException | None]:
+    if not wait([pipe], TIMEOUT_S):
+        return None, f"no answer in {TIMEOUT_S} s", TimeoutError()
+    try:
+        outcome: tuple[Any, str | None, BaseException | None] = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return None, "the process died", ChildProcessError()
+    return outcome
