@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -11,17 +10,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.layout_hash import holds_values, is_common, layout_sha256
-from shardconv_runtime.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
-from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, parameter_plans
+from shardconv_runtime.manifest import FileEntry, Manifest, Source, sha256_of, shard_metadata, shard_path
+from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from shardconv_runtime.slices import Dim, Mesh, ranges
 from torch import Tensor
 
 from .output import fsync_directory
 from .progress import Advance, Progress
+from .safefile import write_tensors
 from .sources import ModelSpec
 from .summary import local_bytes
 
@@ -139,31 +138,34 @@ class _Shards:
     def write(
         self, parameters: Mapping[str, ParameterPlan], weights: Mapping[str, Tensor], max_file_size: int
     ) -> list[FileEntry]:
-        """Write them one by one; no more than one file's tensors are held at once."""
+        """Write them one by one; of the local tensors no more than one is held at a time."""
         owned = {name: e for name, e in parameters.items() if is_common(e) == (self.owner is None)}
         parts = _split(
             {name: local_bytes(e, self.plan, self._rank) for name, e in owned.items()}, max_file_size
         )
         entries = []
         for index, names in enumerate(parts):
-            tensors = {name: self._local(owned[name], weights[name]) for name in names}
-            entries.append(self._save(tensors, shard_path(self.owner, self.plan.tp, index, len(parts))))
+            path = shard_path(self.owner, self.plan.tp, index, len(parts))
+            entries.append(self._save(path, {name: owned[name] for name in names}, weights))
         return entries
 
     @property
     def _rank(self) -> int:
         return self.owner or 0
 
-    def _local(self, entry: ParameterPlan, tensor: Tensor) -> Tensor:
-        return local_tensor(entry, tensor, self.plan.mesh, self._rank)
-
-    def _save(self, tensors: dict[str, Tensor], path: str) -> FileEntry:
+    def _save(
+        self, path: str, entries: Mapping[str, ParameterPlan], weights: Mapping[str, Tensor]
+    ) -> FileEntry:
+        mesh = self.plan.mesh
         target = self.directory / path
         target.parent.mkdir(exist_ok=True)
-        partial = target.with_suffix(".partial")
-        save_file(tensors, partial, shard_metadata(self.owner, self.plan.tp, self.layout))
-        num_bytes, digest = _digest(partial, self.advance)
-        partial.rename(target)
+        num_bytes, digest = write_tensors(
+            target,
+            {name: (entry.dtype, local_shape(entry, mesh, self._rank)) for name, entry in entries.items()},
+            lambda name: local_tensor(entries[name], weights[name], mesh, self._rank),
+            shard_metadata(self.owner, self.plan.tp, self.layout),
+            self.advance,
+        )
         return FileEntry(path, num_bytes, digest, self.owner)
 
 
@@ -207,22 +209,17 @@ def _copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
     for file in sorted(found):
         path = file.relative_to(root)
         (directory / path).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, directory / path)
-        num_bytes, digest = _digest(directory / path, lambda num_bytes: None)
-        entries.append(FileEntry(path.as_posix(), num_bytes, digest))
+        _copy(file, directory / path)
+        entries.append(FileEntry(path.as_posix(), file.stat().st_size, sha256_of(directory / path)))
     return entries
 
 
-def _digest(path: Path, advance: Advance) -> tuple[int, str]:
-    """Size and sha256 of a file whose bytes are made durable first."""
-    digest, num_bytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        while block := file.read(1 << 22):
-            digest.update(block)
-            num_bytes += len(block)
-            advance(len(block))
-    return num_bytes, digest.hexdigest()
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file durably."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer)
+        writer.flush()
+        os.fsync(writer.fileno())
 
 
 def _fsync_tree(directory: Path) -> None:

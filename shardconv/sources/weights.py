@@ -88,7 +88,7 @@ def _loading_reports() -> Iterator[list[str]]:
     handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
     kept = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.WARNING - 1)  # at WARNING, transformers checks its own plan and talks of it
     logger.propagate = False
     try:
         yield reports
