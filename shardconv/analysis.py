@@ -80,6 +80,8 @@ class Analysis:
     lookups: list[TableLookup] = field(default_factory=list)
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
+    parametric: set[int] = field(default_factory=set)
+    """Tensors computed from parameters alone."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> FQN of a module that uses it."""
 
@@ -110,8 +112,10 @@ class Builder:
         self.tape = tape
         self.result = Analysis(tape)
         self.mark_of: dict[int, Mark] = {}
-        self.parametric: set[int] = set()
-        """Tensors computed from parameters alone."""
+        self.lookup_calls = pure_lookups(tape)
+        self.why = ""
+        """What the current operator is, for the reports."""
+        self.parametric = self.result.parametric
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -203,8 +207,12 @@ class Builder:
         """No dim of these may be sharded, and none may be partial."""
         for tid in tids:
             for dim in self.tensor(tid):
-                axes.block(dim)
+                self.block_dim(dim)
         self.never_partial(*tids)
+
+    def block_dim(self, dim: Node) -> None:
+        """The current operator needs all of this dim."""
+        axes.block(dim, self.why)
 
     def blocked(self, *sizes: int) -> list[Node]:
         """Fresh dims that are never sharded."""
@@ -215,7 +223,7 @@ class Builder:
         try:
             return axes.split(dim, inner)
         except Conflict:
-            axes.block(dim)
+            self.block_dim(dim)
             return axes.leaf(dim.size // inner, True), axes.leaf(inner, True)
 
     def cut(self, dim: Node, sizes: Sequence[int]) -> list[Node]:
@@ -223,7 +231,7 @@ class Builder:
         try:
             return axes.cut(dim, sizes)
         except Conflict:
-            axes.block(dim)
+            self.block_dim(dim)
             return [axes.leaf(n, True) for n in sizes]
 
     # Events ----------------------------------------------------------------------------------
@@ -231,6 +239,7 @@ class Builder:
     def apply(self, op: Op) -> None:
         """Apply the rule of an operator; without one, block all that it touches."""
         base = op.name.rsplit(".", 1)[0]
+        self.why = f"{base.partition('.')[2]} in {self.tape.calls[op.call].fqn or 'the model'} needs all of it"
         rule = RULES.get(base) or RULES.get(base.rstrip("_"))
         if rule is None and op.overload is not None and _is_pointwise(op.overload):
             rule = POINTWISE
@@ -265,6 +274,35 @@ class Builder:
             self.never_partial(tid)
         self.set(site.output, dims)
         self.result.norms.append(site)
+
+
+def pure_lookups(tape: Tape) -> set[int]:
+    """Module calls that return rows of a table times scalars, and do nothing else.
+
+    Rows that a rank does not hold are zeroed where such a module returns.
+    """
+    ops: dict[int, list[Op]] = {}
+    results: dict[int, list[int]] = {}
+    for event in tape.events:
+        if isinstance(event, Op):
+            ops.setdefault(event.call, []).append(event)
+        elif event.is_output:
+            results.setdefault(event.call, []).append(event.source)
+    parents = {c.parent for c in tape.calls}
+    return {c for c, mine in ops.items() if c not in parents and _is_pure_lookup(tape, mine, results.get(c, []))}
+
+
+def _is_pure_lookup(tape: Tape, ops: list[Op], results: list[int]) -> bool:
+    rows: set[int] = set()
+    for op in ops:
+        if op.name.startswith("aten.embedding.") and not rows:
+            rows.update(op.outputs)
+        elif rows.intersection(op.inputs):
+            sides = [t for t in op.inputs if t not in rows]
+            if any(math.prod(tape.tensors[t].shape) != 1 for t in sides):
+                return False
+            rows.update(op.outputs)
+    return len(results) == 1 and results[0] in rows
 
 
 class Arguments:

@@ -22,15 +22,17 @@ LEAF, PRODUCT, SUM = range(3)
 class Node:
     """A dim, or a part of one. Use ``find`` before reading ``kind`` and ``children``."""
 
-    __slots__ = ("blocked", "children", "kind", "links", "parent", "size")
+    __slots__ = ("blocked", "children", "kind", "links", "parent", "size", "why")
 
-    def __init__(self, size: int, blocked: bool = False) -> None:
+    def __init__(self, size: int, blocked: bool = False, why: str = "") -> None:
         self.size = size
         self.kind = LEAF
         self.children: tuple[Node, ...] = ()
         self.parent: Node | None = None
         self.blocked = blocked
         self.links: list[Node] = []
+        self.why = why
+        """What blocked it, for the report."""
 
     def __repr__(self) -> str:
         node = find(self)
@@ -110,10 +112,11 @@ def concatenation(nodes: Sequence[Node]) -> Node:
     return node
 
 
-def block(node: Node) -> None:
+def block(node: Node, why: str = "") -> None:
     """No leaf of this dim may be sharded."""
     for item in leaves(node):
         item.blocked = True
+        item.why = item.why or why
 
 
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
@@ -121,7 +124,7 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
     assert node.kind == LEAF and node.parent is None
     node.kind, node.children = kind, tuple(children)
     if node.blocked:
-        block(node)
+        block(node, node.why)
     links, node.links = node.links, []
     for other in links:
         link(node, other)
@@ -260,8 +263,8 @@ def unify(a: Node, b: Node) -> None:
     try:
         _pair_up(a, b, unify)
     except Conflict:
-        block(a)
-        block(b)
+        block(a, "it is used in two forms that do not fit together")
+        block(b, "it is used in two forms that do not fit together")
         return
     a, b = find(a), find(b)
     if a is not b:
@@ -271,7 +274,7 @@ def unify(a: Node, b: Node) -> None:
 def _forward_leaf(a: Node, b: Node) -> None:
     a.parent = b
     if a.blocked:
-        block(b)
+        block(b, a.why)
     links, a.links = a.links, []
     for other in links:
         link(b, other)

@@ -86,7 +86,9 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
     return constant
 
 
-def _joined(tables: dict[tuple[int, ...], Table], keys: set[tuple[int, ...]], scope: tuple[int, ...]) -> Table:
+def _joined(
+    tables: dict[tuple[int, ...], Table], keys: set[tuple[int, ...]], scope: tuple[int, ...]
+) -> Table:
     total = np.zeros((2,) * len(scope))
     for key in sorted(keys):
         shape = tuple(2 if v in key else 1 for v in scope)

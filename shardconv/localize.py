@@ -191,7 +191,11 @@ class _Localizer:
                 result = replay.function(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError):
             return False
-        got = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(t, torch.Tensor)]
+        got = [
+            t
+            for t in (result if isinstance(result, (tuple, list)) else (result,))
+            if isinstance(t, torch.Tensor)
+        ]
         want = [self.layouts.local_shape(t, self.rank) for t in replay.outputs]
         return [tuple(t.shape) for t in got] == want
 

@@ -45,7 +45,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    """``value``, ``parameter``, ``buffer``, ``input`` or ``constant``."""
+    """``value``, ``parameter``, ``buffer`` (persistent), ``input`` or ``constant``."""
     name: str = ""
     """FQN of a parameter or buffer, name of an input."""
 
@@ -62,6 +62,8 @@ class Op:
     call: int
     """Index into ``Tape.calls`` of the module call that it ran in."""
     overload: Any = None
+    origin: str = ""
+    """Name of the Python module whose code called it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +116,26 @@ class Tape:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     guesses: list[str] = field(default_factory=list)
-    sources: frozenset[str] = frozenset()
-    """Names of the Python modules whose code called torch."""
+
+    def sources(self) -> frozenset[str]:
+        """Names of the Python modules whose code called torch."""
+        return frozenset(e.origin for e in self.events if isinstance(e, Op) and e.origin)
 
 
-def trace(model: nn.Module, inputs: Mapping[str, torch.Tensor], keep: Collection[str]) -> Tape:
-    """Run ``model(**inputs)`` once and record it.
+def trace(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    keep: Collection[str],
+    options: Mapping[str, Any] | None = None,
+) -> Tape:
+    """Run ``model(**inputs, **options)`` once and record it.
 
     Args:
         model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
             runs and restored afterwards.
         inputs: real CPU tensors by keyword; their values answer data-dependent questions.
         keep: operators that are recorded whole even if they are composite.
+        options: further arguments, not tensors.
 
     Raises:
         SolveError: the forward pass failed on the meta device.
@@ -136,7 +146,7 @@ def trace(model: nn.Module, inputs: Mapping[str, torch.Tensor], keep: Collection
     undo = recorder.wrap(model)
     try:
         with torch.inference_mode(), _Functions(recorder), recorder:
-            outputs = model(**arguments)
+            outputs = model(**arguments, **(options or {}))
     except SolveError:
         raise
     except Exception as error:
@@ -146,7 +156,6 @@ def trace(model: nn.Module, inputs: Mapping[str, torch.Tensor], keep: Collection
         undo()
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
     recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
-    recorder.tape.sources = frozenset(recorder.source_modules)
     return recorder.tape
 
 
@@ -157,7 +166,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.keep = keep
         self.tape = Tape()
-        self.source_modules: set[str] = set()
         self.ids: dict[int, int] = {}
         self.alive: list[Any] = []
         self.twins: dict[int, torch.Tensor] = {}
@@ -216,8 +224,9 @@ class _Recorder(TorchDispatchMode):
         """Parameters and buffers become tensors of the tape; tied ones keep their first name."""
         for name, parameter in model.named_parameters():
             self.new(parameter, "parameter", name)
+        persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers():
-            tid = self.new(buffer, "buffer", name)
+            tid = self.new(buffer, "buffer" if name in persistent else "constant", name)
             if buffer.device != META:
                 self.real[tid] = buffer
 
@@ -248,10 +257,9 @@ class _Recorder(TorchDispatchMode):
                 return result
         if name == "aten._local_scalar_dense.default":
             return self._item(args[0])
-        self._note_source()
-        return self._record(func, name, args, kwargs)
+        return self._record(func, name, args, kwargs, _calling_module())
 
-    def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
         inputs: list[int] = []
         tensors: list[torch.Tensor] = []
 
@@ -262,13 +270,18 @@ class _Recorder(TorchDispatchMode):
                 tensors.append(value)
                 return Ref(tid)
             if isinstance(value, (tuple, list)):
-                return type(value)(ref(v) for v in value) if type(value) in (tuple, list) else [ref(v) for v in value]
+                return (
+                    type(value)(ref(v) for v in value)
+                    if type(value) in (tuple, list)
+                    else [ref(v) for v in value]
+                )
             return value
 
         recorded_args = tuple(ref(a) for a in args)
         recorded_kwargs = {k: ref(v) for k, v in kwargs.items()}
         result = self._run(func, name, args, kwargs, recorded_args, recorded_kwargs)
-        op = Op(name, recorded_args, recorded_kwargs, tuple(inputs), (), self.stack[-1] if self.stack else 0, func)
+        call = self.stack[-1] if self.stack else 0
+        op = Op(name, recorded_args, recorded_kwargs, tuple(inputs), (), call, func, origin)
         if func._schema.is_mutable:
             mutated = self._mutated(func, args, kwargs)
             op.outputs = tuple(self._rewrite(t) for t in mutated)
@@ -378,15 +391,6 @@ class _Recorder(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             return func(*new_args, **new_kwargs)
 
-    def _note_source(self) -> None:
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_globals.get("__name__", "")
-            if not name.startswith(("torch.", "torch", "shardconv.", "contextlib")):
-                self.source_modules.add(name)
-                return
-            frame = frame.f_back  # type: ignore[assignment]
-
     # Modules ---------------------------------------------------------------------------------
 
     def current_fqn(self) -> str:
@@ -432,7 +436,9 @@ class _Recorder(TorchDispatchMode):
             if source in self.real:
                 self.real[target] = self.real[source]
             else:
-                self.producer[target] = Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity())
+                self.producer[target] = Op(
+                    "mark", (Ref(source),), {}, (source,), (target,), call, _identity()
+                )
             self.tape.events.append(Mark(call, tuple(names[key]), source, target))
 
 
@@ -466,6 +472,17 @@ class _ModuleHook:
             if id(tensor) not in returned and id(tensor) not in recorder.stale:
                 recorder.ids[id(tensor)] = tid
         recorder.stack.pop()
+
+
+def _calling_module() -> str:
+    """The Python module outside of torch and of the tracer whose code is calling an operator."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "shardconv.tape", "contextlib")) and name != "torch":
+            return name
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def _identity() -> Any:
@@ -520,7 +537,9 @@ class _Functions(TorchFunctionMode):
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, (tuple, list)) else (result,)
         outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
-        self.recorder.tape.replays.append(Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn()))
+        self.recorder.tape.replays.append(
+            Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
+        )
         return result
 
     def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
@@ -555,7 +574,9 @@ def _wrap_ints(module: nn.Module, fqn: str) -> None:
         if type(value) is int:
             attributes[key] = TracedInt(value, ("attr", fqn, key, value))
         elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
-            attributes[key] = type(value)(TracedInt(v, ("attr", fqn, f"{key}.{i}", v)) for i, v in enumerate(value))
+            attributes[key] = type(value)(
+                TracedInt(v, ("attr", fqn, f"{key}.{i}", v)) for i, v in enumerate(value)
+            )
         elif _is_config(value):
             attributes[key] = _traced_config(value, fqn, key)
 

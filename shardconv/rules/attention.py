@@ -21,7 +21,7 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*op.inputs)
     q, k, v = (b.tensor(t) for t in (query, key, value))
     for dim in (*q[-2:], *k[-2:], v[-2]):
-        axes.block(dim)
+        b.block_dim(dim)
     axes.unify(k[-2], v[-2])
     axes.unify(q[-1], k[-1])
     for x, y in zip(k[:-2], v[:-2], strict=True):
@@ -33,8 +33,8 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
             outer, _ = b.split(x, x.size // y.size)
             axes.unify(outer, y)
         else:
-            axes.block(x)
-            axes.block(y)
+            b.block_dim(x)
+            b.block_dim(y)
     if mask is not None:
         _mask(b, mask, list(q[:-1]) + [k[-2]])
     b.work([*q, k[-2]])
@@ -47,7 +47,7 @@ def _mask(b: Builder, mask: int, scores: list[axes.Node]) -> None:
         if dim.size == score.size:
             axes.unify(dim, score)
         else:
-            axes.block(dim)
+            b.block_dim(dim)
 
 
 RULES = {"aten.scaled_dot_product_attention": attention}

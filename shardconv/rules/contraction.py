@@ -104,8 +104,8 @@ def outer(b: Builder, op: Op, args: Arguments) -> None:
 def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     """Rows ``x [S, I]``, sorted by group, times their group's matrix of ``weight [E, I, O]``."""
     x, weight = op.inputs[0], op.inputs[1]
-    axes.block(b.tensor(x)[0])
-    axes.block(b.tensor(weight)[0])
+    b.block_dim(b.tensor(x)[0])
+    b.block_dim(b.tensor(weight)[0])
     b.never_partial(*op.inputs[2:])
     for tid in op.inputs[2:]:
         b.block(tid)

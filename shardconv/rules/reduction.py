@@ -40,7 +40,7 @@ def mean(b: Builder, op: Op, args: Arguments) -> None:
     dims = list(b.tensor(source))
     reduced = _reduced(args, len(dims))
     for i in reduced:
-        axes.block(dims[i])
+        b.block_dim(dims[i])
     b.set(target, _remaining(b, dims, reduced, len(b.shape(target))), b.partial(source))
 
 
@@ -51,7 +51,7 @@ def reduce(b: Builder, op: Op, args: Arguments) -> None:
     reduced = _reduced(args, len(dims))
     b.never_partial(*op.inputs)
     for i in reduced:
-        axes.block(dims[i])
+        b.block_dim(dims[i])
     for tid in op.outputs:
         b.set(tid, _remaining(b, dims, reduced, len(b.shape(tid))))
 
@@ -62,7 +62,7 @@ def along(b: Builder, op: Op, args: Arguments) -> None:
     dims = b.tensor(source)
     b.never_partial(*op.inputs)
     for i in _reduced(args, len(dims)):
-        axes.block(dims[i])
+        b.block_dim(dims[i])
     for tid in op.outputs:
         b.set(tid, dims)
 
@@ -71,7 +71,7 @@ def cumsum(b: Builder, op: Op, args: Arguments) -> None:
     """Linear along a dim that must be whole."""
     source = op.inputs[0]
     dims = b.tensor(source)
-    axes.block(dims[args["dim"]])
+    b.block_dim(dims[args["dim"]])
     b.set(op.outputs[0], dims, b.partial(source))
 
 
@@ -81,7 +81,7 @@ def topk(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(source)
     for tid in op.outputs:
         dims = list(b.tensor(source))
-        axes.block(dims[args["dim"]])
+        b.block_dim(dims[args["dim"]])
         dims[args["dim"]] = axes.leaf(b.shape(tid)[args["dim"]], True)
         b.set(tid, dims)
 
@@ -90,7 +90,7 @@ def triangle(b: Builder, op: Op, args: Arguments) -> None:
     """``tril``/``triu``: linear; the last two dims must be whole."""
     dims = b.tensor(op.inputs[0])
     for dim in dims[-2:]:
-        axes.block(dim)
+        b.block_dim(dim)
     b.set(op.outputs[0], dims, b.partial(op.inputs[0]))
 
 
@@ -101,7 +101,7 @@ def norm(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*op.inputs)
     count = len(args["normalized_shape"])
     for i in range(1, count + 1):
-        axes.block(dims[-i])
+        b.block_dim(dims[-i])
         for tid in op.inputs[1:]:
             axes.unify(b.tensor(tid)[-i], dims[-i])
     b.set(op.outputs[0], dims)

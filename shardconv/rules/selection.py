@@ -76,9 +76,9 @@ def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
         return b.cut(dim, sizes)[1 if start else 0]
     if size % step == 0 and start < step and stop > size - step:
         outer, inner = b.split(dim, step)
-        axes.block(inner)
+        b.block_dim(inner)
         return outer
-    axes.block(dim)
+    b.block_dim(dim)
     return axes.leaf(len(range(start, stop, step)), True)
 
 
@@ -89,7 +89,7 @@ def narrow(b: Builder, op: Op, args: Arguments) -> None:
     dim = args["dim"] % len(dims)
     start = args["start"]
     if isinstance(start, Ref):
-        axes.block(dims[dim])
+        b.block_dim(dims[dim])
         dims[dim] = axes.leaf(args["length"], True)
     else:
         start %= max(dims[dim].size, 1)
@@ -101,7 +101,7 @@ def select(b: Builder, op: Op, args: Arguments) -> None:
     """One position of a dim, which must be whole."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
-    axes.block(dims.pop(args["dim"]))
+    b.block_dim(dims.pop(args["dim"]))
     b.set(op.outputs[0], dims, b.partial(source))
 
 
@@ -109,7 +109,7 @@ def unbind(b: Builder, op: Op, args: Arguments) -> None:
     """Every position of a dim, which must be whole."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
-    axes.block(dims.pop(args["dim"]))
+    b.block_dim(dims.pop(args["dim"]))
     for tid in op.outputs:
         b.set(tid, dims, b.partial(source))
 
@@ -122,8 +122,9 @@ def embedding(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(ids)
     dims = [*b.tensor(ids), width]
     mark = b.mark_of.get(ids)
-    if mark is None or mark.call != op.call or mark.is_output or not b.is_parameter(table):
-        axes.block(rows)
+    enters = mark is not None and mark.call == op.call and not mark.is_output and op.call in b.lookup_calls
+    if mark is None or not enters or not b.is_parameter(table):
+        b.block_dim(rows)
         b.set(target, dims, b.partial(table))
         return
     b.set(target, dims, b.contract([rows], table))
@@ -136,7 +137,7 @@ def index_select(b: Builder, op: Op, args: Arguments) -> None:
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
     b.never_partial(op.inputs[1])
-    axes.block(dims[dim])
+    b.block_dim(dims[dim])
     dims[dim] = b.tensor(op.inputs[1])[0] if b.tensor(op.inputs[1]) else axes.leaf(1)
     b.set(op.outputs[0], dims, b.partial(source))
 
@@ -154,7 +155,7 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
         return
     picked = [p for p, i in enumerate(indices) if isinstance(i, Ref)]
     for p in picked:
-        axes.block(dims[p])
+        b.block_dim(dims[p])
     common = broadcast(b, tids, max(len(b.shape(t)) for t in tids))
     adjacent = picked == list(range(picked[0], picked[-1] + 1))
     position = picked[0] if adjacent else 0
@@ -177,7 +178,7 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(ids)
     for i, (x, y) in enumerate(zip(dims, places, strict=True)):
         if i == args["dim"] % len(dims) or x.size != y.size:
-            axes.block(x)
+            b.block_dim(x)
         else:
             axes.unify(x, y)
     b.set(target, places, b.partial(source))
@@ -192,11 +193,11 @@ def scatter(b: Builder, op: Op, args: Arguments) -> None:
     for tid in others:
         for i, (x, y) in enumerate(zip(dims, b.tensor(tid), strict=True)):
             if i == args["dim"] % len(dims) or x.size != y.size:
-                axes.block(x)
-                axes.block(y)
+                b.block_dim(x)
+                b.block_dim(y)
             else:
                 axes.unify(x, y)
-    axes.block(dims[args["dim"]])
+    b.block_dim(dims[args["dim"]])
     b.set(target, dims)
 
 
@@ -211,8 +212,8 @@ def index_add(b: Builder, op: Op, args: Arguments) -> None:
     dim = args["dim"] % len(dims)
     for i, (x, y) in enumerate(zip(dims, b.tensor(added), strict=True)):
         if i == dim:
-            axes.block(x)
-            axes.block(y)
+            b.block_dim(x)
+            b.block_dim(y)
         else:
             axes.unify(x, y)
     b.set(target, dims, b.same_partial(b.partial(source), b.partial(added)))
@@ -228,7 +229,7 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
     indices = args["indices"]
     for p, dim in enumerate(dims):
         if p >= len(indices) or indices[p] is not None or len(op.inputs) > 2:
-            axes.block(dim)
+            b.block_dim(dim)
     b.set(target, dims)
 
 

@@ -130,7 +130,7 @@ def whole_along(b: Builder, op: Op, args: Arguments) -> None:
     dims = list(b.tensor(op.inputs[0]))
     moved = args["dims"]
     for d in moved if isinstance(moved, (list, tuple)) and moved else range(len(dims)):
-        axes.block(dims[d])
+        b.block_dim(dims[d])
     b.set(op.outputs[0], dims, b.partial(op.inputs[0]))
 
 
@@ -140,7 +140,7 @@ def pad(b: Builder, op: Op, args: Arguments) -> None:
     dims = list(b.tensor(source))
     for index, size in enumerate(b.shape(target)):
         if dims[index].size != size:
-            axes.block(dims[index])
+            b.block_dim(dims[index])
             dims[index] = axes.leaf(size, True)
     if args["value"]:
         b.never_partial(source)
@@ -151,7 +151,7 @@ def unfold(b: Builder, op: Op, args: Arguments) -> None:
     """``unfold``: windows of a dim, which must be whole."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
-    axes.block(dims[args["dimension"]])
+    b.block_dim(dims[args["dimension"]])
     shape = b.shape(target)
     dims[args["dimension"]] = axes.leaf(shape[args["dimension"]], True)
     b.set(target, [*dims, axes.leaf(shape[-1], True)], b.partial(source))

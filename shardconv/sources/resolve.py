@@ -12,7 +12,7 @@ from shardconv_runtime.errors import SourceError
 from .checkpoint import stored_dtype, validate, weight_files
 from .config import model_class_of, quantisation_of, read_config
 from .locate import Hub, locate
-from .spec import ModelSpec
+from .spec import ModelSpec, is_custom
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -50,12 +50,13 @@ def resolve(
     _refuse_quantised(config, str(directory))
     files = weight_files(directory) if need_weights else ()
     validate(files)
+    model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
     return ModelSpec(
         name=os.fspath(model),
         config=config,
-        model_class=model_class_of(config, directory, trust_remote_code=trust_remote_code),
+        model_class=model_class,
         dtype=_dtype(dtype, config, files),
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=is_custom(model_class),
         directory=directory,
         revision=commit,
         weight_files=files,
@@ -67,12 +68,13 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
     if need_weights:
         raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
     _refuse_quantised(config, name)
+    model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
     return ModelSpec(
         name=name,
         config=config,
-        model_class=model_class_of(config, None, trust_remote_code=trust_remote_code),
+        model_class=model_class,
         dtype=_dtype(dtype, config, ()),
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=is_custom(model_class),
     )
 
 

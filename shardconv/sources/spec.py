@@ -20,6 +20,7 @@ class ModelSpec:
     dtype: str
     """Default dtype of the parameters, as ``"bfloat16"``."""
     trust_remote_code: bool = False
+    """The class is the repository's own code, which the user trusts; False for classes of transformers."""
     directory: Path | None = None
     """Local directory with ``config.json``; None where the model was given as a config object."""
     revision: str | None = None

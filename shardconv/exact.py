@@ -1,0 +1,34 @@
+"""A float64 model that computes in float64 throughout.
+
+Model code casts to float32 in places (norms, softmax, rotary tables). There, a sum over ranks and a sum
+over the whole differ by float32 rounding, which would hide small mistakes. Under ``Float64`` such casts
+keep float64, so that a sharded model must agree with the unsharded one to float64 rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Float64(TorchFunctionMode):
+    """While active, whatever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and args[0].dtype == torch.float64:
+            return _grouped_mm(*args, **(kwargs or {}))
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Rows ``x [S, I]``, sorted by group, times their group's ``weight [E, I, O]``; torch has no float64 kernel."""
+    ends = offs.tolist()
+    parts = [x[start:end] @ weight[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    rest = x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1])
+    return torch.cat([*parts, rest])

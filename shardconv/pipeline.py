@@ -1,0 +1,135 @@
+"""The stages of solving, called one after another: build, trace, analyse, solve, localise, annotate, check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.fingerprint import code_info
+from shardconv_runtime.lazy import build_model
+from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
+from torch import nn
+
+from . import annotate
+from .analysis import Analysis, analyse
+from .annotate import Solution
+from .axes import Node, find, leaves
+from .check import retrace, simulate
+from .inputs import TraceInputs, make_inputs
+from .layout import Layouts
+from .localize import Unlocalizable, localize
+from .prove import fit_norm
+from .rules import RULES
+from .solve import Assignment, solve
+from .sources import ModelSpec
+from .tape import Tape, trace
+
+MAX_ROUNDS = 32
+
+
+def solve_plan(
+    spec: ModelSpec, tp: int, *, check: bool = True, progress: Callable[[str], None] | None = None
+) -> Plan:
+    """The plan of a model for ``tp`` ranks.
+
+    Args:
+        spec: the resolved model; only its config is used.
+        tp: number of ranks.
+        check: retrace the local model and compare simulated ranks with the unsharded model.
+        progress: told the name of each stage.
+
+    Raises:
+        SolveError: the model cannot be traced, or its plan failed the check.
+    """
+    tell = progress or (lambda _: None)
+    tell("building the model")
+    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    inputs = make_inputs(model)
+    tell("tracing")
+    tape = trace(model, inputs.tensors, RULES, inputs.options)
+    tell("solving")
+    analysis = analyse(tape)
+    plan = _solved(spec, tp, model, analysis, inputs if check else None)
+    if check:
+        tell("simulating the ranks")
+        if simulate(plan, model, inputs) is None:
+            tell("the model is too large to be simulated here: only its shapes were checked")
+    return plan
+
+
+def _solved(spec: ModelSpec, tp: int, model: nn.Module, analysis: Analysis, inputs: TraceInputs | None) -> Plan:
+    """Solve, and again without what turns out not to be possible, until all fits."""
+    ruled_out: dict[int, str] = {}
+    forbidden: list[Node] = []
+    for _ in range(MAX_ROUNDS):
+        assignment = solve(analysis, tp, forbidden)
+        try:
+            layouts = Layouts(analysis, assignment)
+            norms = _norms(model, analysis, assignment)
+            solution = Solution(layouts, localize(layouts), norms, ruled_out)
+            plan = _plan(spec, tp, model, solution)
+            if inputs is not None:
+                retrace(plan, layouts, model, inputs)
+            return plan
+        except Unlocalizable as problem:
+            if __import__("os").environ.get("DBG"): print("ROUND", problem.where, problem.nodes)
+            if not problem.nodes:
+                raise SolveError(f"{problem.where}: no attribute edit makes this call local") from None
+            forbidden += problem.nodes
+            ruled_out |= {id(find(x)): problem.where for node in problem.nodes for x in leaves(node)}
+    raise SolveError(f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {list(ruled_out.values())[-1]}")
+
+
+def _norms(model: nn.Module, analysis: Analysis, assignment: Assignment) -> dict[str, NormInfo]:
+    """The norms over a sharded dim, proven."""
+    out: dict[str, NormInfo] = {}
+    for site in analysis.norms:
+        dim = analysis.dims[site.input][-1]
+        axes = tuple(sorted({a for x in leaves(dim) for a in assignment.axes(x)}))
+        if not axes or site.fqn in out:
+            continue
+        info = fit_norm(model.get_submodule(site.fqn), site, analysis.tape, axes)
+        if info is None:
+            raise Unlocalizable(leaves(dim), f"{site.fqn} is no norm that the runtime can compute on parts")
+        out[site.fqn] = info
+    return out
+
+
+def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Plan:
+    modules = annotate.module_plans(solution)
+    analysis = solution.analysis
+    return Plan(
+        tp=tp,
+        mesh=solution.layouts.mesh,
+        model=ModelInfo(
+            class_name=spec.class_name,
+            dtype=spec.dtype,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            trust_remote_code=spec.trust_remote_code,
+        ),
+        code=code_info(_code_modules(model, analysis.tape)),
+        parameters=annotate.parameter_plans(solution, model),
+        modules=modules,
+        tied=annotate.tied_names(model),
+        logits=annotate.logits_info(solution, modules),
+        notes=_notes(analysis),
+    )
+
+
+def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
+    """Python modules whose source the plan depends on: those of the model's classes and of its calls."""
+    names = set(tape.sources()) | {type(m).__module__ for m in model.modules()}
+    return sorted(n for n in names if not n.startswith(("torch.", "shardconv")) and n in sys.modules)
+
+
+def _notes(analysis: Analysis) -> tuple[str, ...]:
+    unknown = [
+        f"no rule for {name} (in {fqn}): all that it touches is replicated"
+        for name, fqn in sorted(analysis.unknown.items())
+    ]
+    guesses = [f"guessed: {g}" for g in dict.fromkeys(analysis.tape.guesses)]
+    return (*unknown, *guesses)
+
+

@@ -1,0 +1,92 @@
+"""Finds the formula of a norm module by trying: what the runtime would compute must equal the module.
+
+A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Which
+one (RMS or layer norm, where it casts, whether it stores its weight less one) is not read from the
+code: every variant is compared with the module itself, on random weights and inputs, in three dtypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import torch
+from shardconv_runtime.norms import ShardedNorm
+from shardconv_runtime.plan import NormInfo
+from torch import nn
+
+from .norms import NormSite
+from .simulate import run_ranks
+from .tape import Op, Tape
+
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def fit_norm(module: nn.Module, site: NormSite, tape: Tape, axes: tuple[int, ...]) -> NormInfo | None:
+    """The formula of a norm module, or None if no variant computes the same.
+
+    Args:
+        module: the norm; its parameters may be on meta.
+        site: its place on the tape.
+        tape: the traced forward pass.
+        axes: mesh axes over which its last dim is sharded.
+    """
+    size = tape.tensors[site.input].shape[-1]
+    names = [tape.tensors[t].name.rpartition(".")[2] for t in site.parameters]
+    cases = {dtype: _case(module, size, dtype) for dtype in _TOLERANCES}
+    for info in _variants(site, tape, names, size):
+        if all(_agrees(info, *case, tolerance=_TOLERANCES[dtype]) for dtype, case in cases.items()):
+            return NormInfo(**{**_fields(info), "axes": axes})
+    return None
+
+
+def _fields(info: NormInfo) -> dict[str, object]:
+    return {name: getattr(info, name) for name in NormInfo.__slots__}
+
+
+def _variants(site: NormSite, tape: Tape, names: list[str], size: int) -> Iterator[NormInfo]:
+    roles = [("", "")] if not names else [(names[0], "")] if len(names) == 1 else list(itertools.permutations(names, 2))
+    for weight, bias in roles:
+        for kind, offset, dtype, early, eps in itertools.product(
+            ("rms", "layer"), (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)
+        ):
+            yield NormInfo(
+                kind=kind, eps=eps, size=size, axes=(), weight=weight, bias=bias, weight_offset=offset,
+                compute_dtype=dtype, weight_before_cast=early,
+            )  # fmt: skip
+
+
+def _epsilons(site: NormSite, tape: Tape) -> list[float]:
+    """Small numbers among the operators' arguments."""
+    found: dict[float, None] = {}
+    for index in site.events:
+        op = tape.events[index]
+        if isinstance(op, Op):
+            for value in (*op.args, *op.kwargs.values()):
+                if isinstance(value, float) and 0 <= value < 1e-2:
+                    found[value] = None
+    return list(found) or [0.0]
+
+
+def _case(module: nn.Module, size: int, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """The module with random weights, an input and its output."""
+    generator = torch.Generator().manual_seed(size)
+    real = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
+    for parameter in real.parameters():
+        parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(dtype)
+    x = (torch.randn(5, 3, size, generator=generator, dtype=torch.float64) * 2 + 0.3).to(dtype)
+    with torch.inference_mode():
+        return real, x, real(x)
+
+
+def _agrees(info: NormInfo, real: nn.Module, x: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    def compute(comm: object) -> torch.Tensor:
+        with torch.inference_mode():
+            result: torch.Tensor = ShardedNorm(info, real, comm)(x)  # type: ignore[arg-type]
+            return result
+
+    (got,) = run_ranks((1,), compute)
+    if got.dtype != want.dtype:
+        return False
+    return bool((got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max())
