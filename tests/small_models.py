@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -121,3 +122,23 @@ def hand_plan(config: transformers.LlamaConfig, tp: int, dtype: str = "float32")
 def _num_parameters(config: transformers.LlamaConfig) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+
+
+def make_custom(path: Path) -> None:
+    """Turn a Llama directory into one whose classes are in the directory itself."""
+    (path / "configuration_mine.py").write_text(
+        "from transformers import LlamaConfig\n\nclass MyConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (path / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_mine import MyConfig\n\n"
+        "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+    )
+    config = json.loads((path / "config.json").read_text()) | {
+        "model_type": "mine",
+        "architectures": ["MyModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_mine.MyConfig",
+            "AutoModelForCausalLM": "modeling_mine.MyModel",
+        },
+    }
+    (path / "config.json").write_text(json.dumps(config))

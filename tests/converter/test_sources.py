@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
-from small_models import save_random, small_config
+from small_models import make_custom, save_random, small_config
 
 from shardconv.sources import ModelSpec, locate, read_weights, resolve
 
@@ -214,6 +214,36 @@ def test_a_truncated_pickle_is_named(llama_dir: Path) -> None:
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(SourceError, match="cannot be read"):
         read(llama_dir)
+
+
+class TestCustomCode:
+    """The repository's own code runs only where it is trusted."""
+
+    @pytest.fixture(autouse=True)
+    def modules_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def test_it_is_refused_by_default(self, llama_dir: Path) -> None:
+        make_custom(llama_dir)
+        with pytest.raises(SourceError, match="read that code, then pass --trust-remote-code"):
+            resolve(llama_dir)
+
+    def test_its_class_is_named_relative_to_the_directory(self, llama_dir: Path) -> None:
+        make_custom(llama_dir)
+        spec = resolve(llama_dir, trust_remote_code=True)
+        assert spec.class_name == "modeling_mine:MyModel"
+        assert spec.trust_remote_code
+        assert issubclass(spec.model_class, transformers.LlamaForCausalLM)
+        assert "lm_head.weight" in read_weights(spec, ["lm_head.weight"])
+
+    def test_trust_does_not_make_a_transformers_class_custom(self, llama_dir: Path) -> None:
+        assert not resolve(llama_dir, trust_remote_code=True).trust_remote_code
+
+    def test_code_that_does_not_import_is_one_line(self, llama_dir: Path) -> None:
+        make_custom(llama_dir)
+        (llama_dir / "modeling_mine.py").write_text("import math\nraise RuntimeError('two\\nlines')\n")
+        with pytest.raises(SourceError, match=r"'modeling_mine\.MyModel' .* cannot be imported: two lines"):
+            resolve(llama_dir, trust_remote_code=True)
 
 
 class TestIndex:

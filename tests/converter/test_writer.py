@@ -20,7 +20,7 @@ from shardconv_runtime.header import read_header
 from shardconv_runtime.layout_hash import layout_sha256
 from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, coordinates, size
-from small_models import hand_plan, small_config
+from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv import writer
@@ -159,10 +159,11 @@ def test_the_manifest_names_every_file_with_its_size_and_checksum(llama_dir: Pat
     assert found.tools.keys() == {"shardconv", "torch", "transformers", "safetensors"}
 
 
-def test_code_is_copied_only_where_it_is_trusted(llama_dir: Path, tmp_path: Path) -> None:
-    (llama_dir / "modeling_custom.py").write_text("raise SystemExit")
+def test_trusted_code_goes_along(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    make_custom(llama_dir)
     shardconv.convert(llama_dir, tmp_path / "out", 1, trust_remote_code=True)
-    assert "modeling_custom.py" in files_in(tmp_path / "out")
+    assert {"modeling_mine.py", "configuration_mine.py"} <= files_in(tmp_path / "out")
 
 
 def test_files_are_split_at_the_limit(llama_dir: Path, tmp_path: Path) -> None:
