@@ -65,6 +65,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[int, Tensor] = {}
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._values = _Values(self)
+        self._paused = False
 
     def __enter__(self) -> LazyInit:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -81,6 +82,8 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         if not all(t.is_meta for t in _tensors(args, kwargs)):
             args, kwargs = tree_map_only(Tensor, self._as_meta, (args, kwargs))
         if "device" in kwargs:
@@ -108,7 +111,17 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = twin[1]
         elif not tensor.is_meta:
             return tensor
-        return self._replay(tensor)(tensor)
+        with self._pause():
+            return self._replay(tensor)(tensor)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Let operators run as they are, where values are needed while the mode is active."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _as_meta(self, tensor: Tensor) -> Tensor:
         """Stand in for a tensor that holds data: its value becomes a constant of the record."""
@@ -133,7 +146,8 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that meta tensors cannot run (its shape depends on data): run it, keep the result."""
-        outputs = _call(func, *tree_map_only(Tensor, self.materialize, (args, kwargs)))
+        with self._pause():
+            outputs = _call(func, *tree_map_only(Tensor, self.materialize, (args, kwargs)))
         return tree_map_only(Tensor, self._as_meta, outputs)
 
     def _needed(self, tensor: Tensor) -> list[int]:
@@ -198,7 +212,7 @@ class _Values(TorchFunctionMode):
     ) -> Any:
         if func in self._CONVERSIONS and isinstance(args[0], Tensor):
             real = self._lazy.materialize(args[0].detach())
-            with torch.utils._python_dispatch._disable_current_modes():
+            with self._lazy._pause():
                 return func(real, *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
