@@ -78,9 +78,14 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
 
 def _kind_rows(kind: LayerKind, size: str) -> Iterator[str]:
     first, *rest = [name or "(the model)" for name in kind.names]
-    yield _row(kind.category or "shard", first, str(kind.count), size)
+    yield _row(kind.category or _unplanned(kind), first, str(kind.count), size)
     for name in rest:
         yield _row("", name, "", "")
+
+
+def _unplanned(kind: LayerKind) -> str:
+    """What to call a module that is left as it is, but does not hold its parameters whole."""
+    return "partial" if any(line.plan.partial for line in kind.tensors) else "shard"
 
 
 def _row(left: str, name: str, count: str, size: str) -> str:
@@ -147,17 +152,17 @@ def _reason_rows(group: Replicated) -> Iterator[str]:
 def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator[str]:
     if not collectives:
         return
-    columns = "{:<16}{:<46}{:>8}{:>13}{:>17}"
+    columns = "{:<13}{:<53}{:>7}{:>11}{:>16}"
     yield columns.format("COLLECTIVES", "of one forward pass", "count", "per token", f"{num_tokens:,} tokens")
     for item in collectives:
         places = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
         numbers = _collective_numbers(item.count, item.token_bytes, num_tokens)
-        if len(places[0]) > 45:
-            yield f"  {item.op:<14}{places[0]}"
+        if len(places[0]) > 53:
+            yield f"  {item.op:<11}{places[0]}"
             yield columns.format("", "", *numbers)
         else:
             yield columns.format("  " + item.op, places[0], *numbers)
-        yield from (f"{'':<16}{place}" for place in places[1:])
+        yield from (f"{'':<13}{place}" for place in places[1:])
     count, token_bytes = sum(c.count for c in collectives), sum(c.token_bytes for c in collectives)
     yield columns.format("  total", "", *_collective_numbers(count, token_bytes, num_tokens))
 
