@@ -123,8 +123,13 @@ def used_axes(plan: Plan) -> set[tuple[int, ...]]:
     return found - {()}
 
 
-def agree(start: Launch, error: Exception | None, timeout_s: float = AGREE_TIMEOUT_S) -> None:
+def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
     """Tell the others whether this rank is well; return only if all are.
+
+    Args:
+        start: the ranks.
+        error: what is wrong here, if anything.
+        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
 
     Raises:
         Exception: this rank's own error.
@@ -134,7 +139,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float = AGREE_TIMEO
         if error is not None:
             raise error
         return
-    texts = _exchange(start, None if error is None else str(error), timeout_s, error)
+    texts = _exchange(start, error, AGREE_TIMEOUT_S if timeout_s is None else timeout_s)
     if error is not None:
         raise error
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
@@ -146,19 +151,23 @@ def agree(start: Launch, error: Exception | None, timeout_s: float = AGREE_TIMEO
 
 def share_rng_state(start: Launch) -> None:
     """Continue on every rank with the random state of rank 0, so that all draw the same tokens."""
-    if start.control is None:
+    if start.group is None:
         return
-    on_cuda = start.device.type == "cuda"
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(start.device)] if on_cuda else [])
-    for state in states:
-        dist.broadcast(state, group_src=0, group=start.control)
-    torch.set_rng_state(states[0])
-    if on_cuda:
-        torch.cuda.set_rng_state(states[1], start.device)
+    torch.set_rng_state(_from_rank_0(torch.get_rng_state(), start))
+    if start.device.type == "cuda":
+        state = torch.cuda.get_rng_state(start.device)
+        torch.cuda.set_rng_state(_from_rank_0(state, start), start.device)
 
 
-def _exchange(start: Launch, text: str | None, timeout_s: float, error: Exception | None) -> list[str | None]:
+def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
+    received = state.to(start.device)
+    dist.broadcast(received, group_src=0, group=start.group)
+    return received.cpu()
+
+
+def _exchange(start: Launch, error: Exception | None, timeout_s: float) -> list[str | None]:
     texts: list[str | None] = [None] * start.world_size
+    text = None if error is None else str(error) or type(error).__name__
     try:
         dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
         dist.all_gather_object(texts, text, group=start.control)
@@ -189,6 +198,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         place = torch.device(device)
     else:
         place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(f"the model is to go to {place}, and torch finds no cuda here; pass device='cpu'")
     if place.type == "cuda" and place.index is None:
         local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
         return torch.device("cuda", local % max(1, torch.cuda.device_count()))
@@ -243,7 +254,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
         made[key] = dist.new_group(
             list(ranks),
             backend=backend or dist.get_backend(group),
-            timeout=timedelta(seconds=READ_TIMEOUT_S) if backend else None,
+            timeout=timedelta(seconds=AGREE_TIMEOUT_S) if backend else None,
             use_local_synchronization=True,
         )
     return made[key]
