@@ -239,7 +239,9 @@ class Builder:
     def apply(self, op: Op) -> None:
         """Apply the rule of an operator; without one, block all that it touches."""
         base = op.name.rsplit(".", 1)[0]
-        self.why = f"{base.partition('.')[2]} in {self.tape.calls[op.call].fqn or 'the model'} needs all of it"
+        self.why = (
+            f"{base.partition('.')[2]} in {self.tape.calls[op.call].fqn or 'the model'} needs all of it"
+        )
         rule = RULES.get(base) or RULES.get(base.rstrip("_"))
         if rule is None and op.overload is not None and _is_pointwise(op.overload):
             rule = POINTWISE
@@ -289,7 +291,9 @@ def pure_lookups(tape: Tape) -> set[int]:
         elif event.is_output:
             results.setdefault(event.call, []).append(event.source)
     parents = {c.parent for c in tape.calls}
-    return {c for c, mine in ops.items() if c not in parents and _is_pure_lookup(tape, mine, results.get(c, []))}
+    return {
+        c for c, mine in ops.items() if c not in parents and _is_pure_lookup(tape, mine, results.get(c, []))
+    }
 
 
 def _is_pure_lookup(tape: Tape, ops: list[Op], results: list[int]) -> bool:

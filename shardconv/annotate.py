@@ -250,7 +250,9 @@ def _steps(solution: Solution, mark: Mark) -> list[Boundary]:
     for slot in mark.slots:
         if reduced:
             out.append(Boundary(slot, "all_reduce", axes=reduced, per_token=width))
-        out += [_step(slot, "all_gather", i, before, width) for i, before, _ in changed if slices.axes_of(before)]
+        out += [
+            _step(slot, "all_gather", i, before, width) for i, before, _ in changed if slices.axes_of(before)
+        ]
         out += [_step(slot, "slice", i, after, width) for i, _, after in changed if slices.axes_of(after)]
     return out
 
@@ -294,17 +296,22 @@ def _may_stay_sharded(solution: Solution, mark: Mark, gathered: Boundary) -> boo
     leaves = {id(x): x for x in axes.leaves(analysis.dims[mark.target][gathered.dim])}
     if not _is_last_dim(tape.tensors[mark.target].shape, gathered.dim):
         return False
-    region = {t for t, dims in analysis.dims.items() if any(id(x) in leaves for d in dims for x in axes.leaves(d))}
+    region = {
+        t for t, dims in analysis.dims.items() if any(id(x) in leaves for d in dims for x in axes.leaves(d))
+    }
     for event in tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:
             leaves |= {id(x): x for x in axes.leaves(analysis.dims[event.target][gathered.dim])}
             region |= {
-                t for t, dims in analysis.dims.items() if any(id(x) in leaves for d in dims for x in axes.leaves(d))
+                t
+                for t, dims in analysis.dims.items()
+                if any(id(x) in leaves for d in dims for x in axes.leaves(d))
             }
     contracted = {id(x) for c in analysis.contractions for d in c.dims for x in axes.leaves(d)}
     blocked = any(x.blocked for x in leaves.values())
     replayed = any(set(r.outputs) & region for r in tape.replays)
-    return not blocked and not replayed and not contracted & set(leaves) and bool(set(tape.outputs) & region)
+    reached = {e.slots for e in tape.events if isinstance(e, Mark) and e.call == 0 and e.target in region}
+    return not blocked and not replayed and not contracted & set(leaves) and reached == {("output.logits",)}
 
 
 def _is_last_dim(shape: tuple[int, ...], dim: int) -> bool:

@@ -29,7 +29,7 @@ from .exact import Float64
 from .inputs import TraceInputs
 from .layout import Layouts
 from .localize import Unlocalizable
-from .rules import RULES
+from .rules import RULES, views
 from .simulate import run_ranks
 from .tape import Mark, Op, Tape, trace
 from .writer import local_tensor
@@ -109,15 +109,47 @@ class _Comparison:
         """Raises ``Unlocalizable`` at the first difference."""
         expected, found = self._by_call(self.whole), self._by_call(self.local)
         for key, events in expected.items():
-            mine = found.get(key, [])
-            if len(mine) != len(events):
-                import os
-                if os.environ.get("DBG"):
-                    import itertools
-                    for a,b in itertools.zip_longest(events,mine): print(key, getattr(a,'name',None) or a, "|", getattr(b,'name',None) or b, getattr(b,'origin',''))
-                self._fail(key[0], events, f"runs {len(mine)} operators on a rank, {len(events)} on the whole")
-            for event, other in zip(events, mine, strict=True):
-                self._compare(key[0], event, other)
+            self._align(key[0], events, found.get(key, []))
+
+    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> None:
+        """Pair the operators of one call. A rank may leave out views: repeating a group of one, say."""
+        position = 0
+        skipped: list[Op | Mark] = []
+        for event in events:
+            other = mine[position] if position < len(mine) else None
+            if other is not None and self._same_kind(event, other) and not self._is_skipped(event, other):
+                self._compare(fqn, event, other)
+                position += 1
+            elif isinstance(event, Op) and self._moves_only(event):
+                skipped.append(event)
+            else:
+                what = "nothing more" if other is None else _label(other)
+                self._fail(
+                    fqn, [*skipped, event], f"runs {what} on a rank where the whole runs {_label(event)}"
+                )
+        if position < len(mine):
+            self._fail(
+                fqn, skipped or events, f"runs {_label(mine[position])} on a rank, which the whole does not"
+            )
+
+    @staticmethod
+    def _same_kind(event: Op | Mark, other: Op | Mark) -> bool:
+        if isinstance(event, Mark) or isinstance(other, Mark):
+            return isinstance(event, Mark) and isinstance(other, Mark) and event.slots == other.slots
+        return event.name == other.name and len(event.outputs) == len(other.outputs)
+
+    def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
+        """Whether a view belongs to a later one on the rank: its shape is not the expected one."""
+        if not isinstance(event, Op) or not isinstance(other, Op) or not self._moves_only(event):
+            return False
+        want = [self.layouts.local_shape(t, self.rank) for t in event.outputs]
+        return want != [self.local.tensors[t].shape for t in other.outputs]
+
+    def _moves_only(self, op: Op) -> bool:
+        base = op.name.rsplit(".", 1)[0]
+        if base == "aten.slice":
+            return self.whole.tensors[op.inputs[0]].shape == self.whole.tensors[op.outputs[0]].shape
+        return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
         """Events of each module call; of replaced modules, only what they return."""
@@ -134,13 +166,9 @@ class _Comparison:
 
     def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> None:
         if isinstance(event, Mark) or isinstance(other, Mark):
-            if not (isinstance(event, Mark) and isinstance(other, Mark) and event.slots == other.slots):
-                self._fail(fqn, [event], "takes another path on a rank")
-            else:
+            if isinstance(event, Mark) and isinstance(other, Mark):
                 self._compare_tensor(fqn, event, event.target, other.target)
             return
-        if event.name != other.name or len(event.outputs) != len(other.outputs):
-            self._fail(fqn, [event], f"runs {other.name} on a rank where the whole runs {event.name}")
         for want, got in zip(event.outputs, other.outputs, strict=True):
             self._compare_tensor(fqn, event, want, got)
         if event.name.rsplit(".", 1)[0] not in _SHAPED and event.outputs[0] in self.layouts.analysis.dims:
@@ -151,9 +179,10 @@ class _Comparison:
             return
         expected = self.layouts.local_shape(want, self.rank)
         if self.local.tensors[got].shape != expected:
-            name = event.name if isinstance(event, Op) else event.slots[0]
             shape = self.local.tensors[got].shape
-            self._fail(fqn, [event], f"{name} has shape {shape} on rank {self.rank}, expected {expected}")
+            self._fail(
+                fqn, [event], f"{_label(event)} has shape {shape} on rank {self.rank}, expected {expected}"
+            )
 
     def _compare_numbers(self, fqn: str, event: Op, other: Op) -> None:
         want = self._positions(event) if event.name == "aten.slice.Tensor" else _numbers(event)
@@ -182,11 +211,17 @@ class _Comparison:
     def _fail(self, fqn: str, events: Iterable[Op | Mark], what: str) -> None:
         nodes: dict[Node, None] = {}
         for event in events:
-            tids = (event.source, event.target) if isinstance(event, Mark) else (*event.inputs, *event.outputs)
+            tids = (
+                (event.source, event.target) if isinstance(event, Mark) else (*event.inputs, *event.outputs)
+            )
             for tid in tids:
                 for dim in self.layouts.analysis.dims.get(tid, ()):
                     nodes |= {x: None for x in leaves(dim) if self.layouts.assignment.axes(x)}
         raise Unlocalizable(list(nodes), f"{fqn} {what}")
+
+
+def _label(event: Op | Mark) -> str:
+    return event.name if isinstance(event, Op) else event.slots[0]
 
 
 def _numbers(op: Op) -> list[Any]:
@@ -300,5 +335,3 @@ def _difference(got: list[Tensor], want: list[Tensor]) -> float:
         scale = y.double().abs().max().clamp_min(1e-30)
         worst = max(worst, float(((x.double() - y.double()).abs().max() / scale).nan_to_num(nan=math.inf)))
     return worst
-
-

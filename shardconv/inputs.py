@@ -47,7 +47,9 @@ def make_inputs(model: nn.Module) -> TraceInputs:
 def _ids(model: nn.Module, batch: int, length: int) -> torch.Tensor:
     table = model.get_input_embeddings()  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(3, table.weight.shape[0] - 1), table.weight.shape[0], (batch, length), generator=generator)
+    return torch.randint(
+        min(3, table.weight.shape[0] - 1), table.weight.shape[0], (batch, length), generator=generator
+    )
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:

@@ -59,7 +59,9 @@ def solve_plan(
     return plan
 
 
-def _solved(spec: ModelSpec, tp: int, model: nn.Module, analysis: Analysis, inputs: TraceInputs | None) -> Plan:
+def _solved(
+    spec: ModelSpec, tp: int, model: nn.Module, analysis: Analysis, inputs: TraceInputs | None
+) -> Plan:
     """Solve, and again without what turns out not to be possible, until all fits."""
     ruled_out: dict[int, str] = {}
     forbidden: list[Node] = []
@@ -74,12 +76,15 @@ def _solved(spec: ModelSpec, tp: int, model: nn.Module, analysis: Analysis, inpu
                 retrace(plan, layouts, model, inputs)
             return plan
         except Unlocalizable as problem:
-            if __import__("os").environ.get("DBG"): print("ROUND", problem.where, problem.nodes)
+            if __import__("os").environ.get("DBG"):
+                print("ROUND", problem.where, problem.nodes)
             if not problem.nodes:
                 raise SolveError(f"{problem.where}: no attribute edit makes this call local") from None
             forbidden += problem.nodes
             ruled_out |= {id(find(x)): problem.where for node in problem.nodes for x in leaves(node)}
-    raise SolveError(f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {list(ruled_out.values())[-1]}")
+    raise SolveError(
+        f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {list(ruled_out.values())[-1]}"
+    )
 
 
 def _norms(model: nn.Module, analysis: Analysis, assignment: Assignment) -> dict[str, NormInfo]:
@@ -131,5 +136,3 @@ def _notes(analysis: Analysis) -> tuple[str, ...]:
     ]
     guesses = [f"guessed: {g}" for g in dict.fromkeys(analysis.tape.guesses)]
     return (*unknown, *guesses)
-
-

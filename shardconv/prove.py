@@ -46,7 +46,13 @@ def _fields(info: NormInfo) -> dict[str, object]:
 
 
 def _variants(site: NormSite, tape: Tape, names: list[str], size: int) -> Iterator[NormInfo]:
-    roles = [("", "")] if not names else [(names[0], "")] if len(names) == 1 else list(itertools.permutations(names, 2))
+    roles = (
+        [("", "")]
+        if not names
+        else [(names[0], "")]
+        if len(names) == 1
+        else list(itertools.permutations(names, 2))
+    )
     for weight, bias in roles:
         for kind, offset, dtype, early, eps in itertools.product(
             ("rms", "layer"), (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)

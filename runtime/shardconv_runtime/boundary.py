@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .collectives import Communicator, Gather, Reduce, Slice
+from .collectives import Communicator, Gather, Inner, Reduce, Slice
 from .errors import PlanError
 from .plan import Boundary, ModulePlan
-from .slices import Dim, ranges, size
+from .slices import Dim, open_parts, ranges, size
 
 Step = Callable[[Tensor], Tensor]
 
@@ -35,7 +35,10 @@ def step(boundary: Boundary, comm: Communicator) -> Step:
     if boundary.op == "all_reduce":
         return Reduce(comm, boundary.axes)
     if boundary.op in ("all_gather", "slice") and boundary.dim is not None and boundary.layout is not None:
-        kind = Gather if boundary.op == "all_gather" else Slice
+        kind: type[Gather] | type[Slice] = Gather if boundary.op == "all_gather" else Slice
+        parts = open_parts(boundary.layout)
+        if parts is not None:
+            return Inner(kind, comm, boundary.dim, *parts)
         return kind(comm, boundary.dim, boundary.layout)
     raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here, or lacks dim or layout")
 

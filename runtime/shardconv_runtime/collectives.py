@@ -159,6 +159,31 @@ class Slice:
         return self._select(x, self.dim)
 
 
+class Inner:
+    """A step on the known part of a dim whose outer or inner factor only the input decides.
+
+    Args:
+        step: makes the step for a dim and its layout: ``Gather`` or ``Slice``.
+        dim: the tensor dim.
+        outer: known outer factors; the open one is between.
+        inner: known inner factors.
+    """
+
+    def __init__(
+        self, step: type[Gather] | type[Slice], comm: Communicator, dim: int, outer: Dim, inner: Dim
+    ) -> None:
+        self.dim = dim
+        on_outer = bool(axes_of(outer))
+        self._step = step(comm, 0 if on_outer else 2, outer if on_outer else inner)
+        known = [size(d) if step is Slice else local_size(d, comm.mesh, comm.rank) for d in (outer, inner)]
+        self._sizes = (known[0], -1, known[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim = self.dim % x.dim()
+        split = x.unflatten(dim, self._sizes).movedim((dim, dim + 1, dim + 2), (0, 1, 2))
+        return self._step(split).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
+
+
 class Select:
     """Takes ranges of positions of a dim, in order; the result is contiguous, as model code expects."""
 

@@ -20,7 +20,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
-from .slices import Dim, Mesh, axes_of, validate_tensor
+from .slices import Dim, Mesh, axes_of, open_parts, to_text, validate_tensor
 from .typed_json import MalformedError
 
 BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
@@ -147,7 +147,7 @@ def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
     if step.dim is not None and not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
         _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
     if step.layout is not None:
-        _check_dims(f"{where}.layout", (step.layout,), mesh)
+        _check_layout(f"{where}.layout", step, step.layout, mesh)
         if not axes_of(step.layout):
             _fail(f"{where}.layout", f"no mesh axis splits it, so that {step.op} would do nothing")
     if step.per_token < 0:
@@ -220,6 +220,17 @@ def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
         validate_tensor(dims, mesh)
     except PlanError as error:
         raise MalformedError(where, str(error)) from error
+
+
+def _check_layout(where: str, step: Boundary, layout: Dim, mesh: Mesh) -> None:
+    """A boundary's layout may have an open factor, where the steps can do without its size."""
+    try:
+        parts = open_parts(layout)
+    except PlanError as error:
+        raise MalformedError(where, str(error)) from error
+    if parts is not None and (step.op == "local_rows" or all(map(axes_of, parts))):
+        _fail(where, f"{to_text(layout)}: an open factor is not possible here")
+    _check_dims(where, parts or (layout,), mesh)
 
 
 def _check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:

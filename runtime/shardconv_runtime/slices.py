@@ -49,7 +49,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """``size`` positions, split over mesh ``axes`` (outer first); no axes: whole on every rank."""
+    """``size`` positions, split over mesh ``axes`` (outer first); no axes: whole on every rank.
+
+    Size 0 is an **open** leaf, written ``?``: a size that only the input decides (batch times length).
+    """
 
     size: int
     axes: tuple[int, ...] = ()
@@ -341,7 +344,7 @@ def to_text(dim: Dim) -> str:
     """The dim as text; ``parse`` reads it back (a product or sum of one part as that part)."""
     dim = _unwrap(dim)
     if isinstance(dim, Leaf):
-        return str(dim.size) + ("@" + ".".join(map(str, dim.axes)) if dim.axes else "")
+        return (str(dim.size) if dim.size else "?") + ("@" + ".".join(map(str, dim.axes)) if dim.axes else "")
     if isinstance(dim, Product):
         return "*".join(_nested(f, Product | Sum) for f in dim.factors)
     return " + ".join(_nested(s, Sum) for s in dim.segments)
@@ -361,15 +364,32 @@ def _nested(dim: Dim, kinds: type | UnionType) -> str:
 
 
 _TOKEN = re.compile(
-    r" *(?:(?P<leaf>(0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
+    r" *(?:(?P<leaf>\?|(0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
 )
+
+
+def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
+    """The known parts (outer, inner) around the one open factor of a product; None if all is known.
+
+    Raises:
+        PlanError: an open leaf anywhere else.
+    """
+    factors = dim.factors if isinstance(dim, Product) else (dim,)
+    places = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
+    known = [factor for factor in factors if factor != Leaf(0)]
+    if len(places) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
+        raise PlanError(f"dim {to_text(dim)}: only one factor of a product may be open")
+    if not places:
+        return None
+    outer, inner = factors[: places[0]], factors[places[0] + 1 :]
+    return Product((Leaf(1), *outer)), Product((Leaf(1), *inner))
 
 
 def parse(text: str) -> Dim:
     """Read a dim from text.
 
     The grammar: ``sum := product ('+' product)*``, ``product := atom ('*' atom)*``,
-    ``atom := INT ['@' INT ('.' INT)*] | '(' sum ')'``; spaces around ``+ * ( )`` do not matter.
+    ``atom := INT ['@' INT ('.' INT)*] | '?' | '(' sum ')'``; spaces around ``+ * ( )`` do not matter.
 
     Raises:
         PlanError: the text is not a dim.
@@ -432,6 +452,9 @@ class _TextReader:
                 raise self.error()
             return dim
         token = self.tokens[self.position]
+        if token == "?":
+            self.position += 1
+            return Leaf(0)
         if not token[:1].isdigit():
             raise self.error()
         self.position += 1

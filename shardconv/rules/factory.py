@@ -37,7 +37,18 @@ def sequence(b: Builder, op: Op, args: Arguments) -> None:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
+def needs_all(b: Builder, op: Op, args: Arguments) -> None:
+    """Counts, sorted places, data-dependent sizes: every dim of the operands must be whole."""
+    b.block(*op.inputs)
+    sequence(b, op, args)
+
+
 RULES = {
+    **dict.fromkeys(
+        ("aten.histc", "aten.bincount", "aten.nonzero", "aten.one_hot", "aten.searchsorted", "aten.bucketize",
+         "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.multinomial"),
+        needs_all,
+    ),
     **dict.fromkeys(("aten.zeros", "aten.zeros_like", "aten.new_zeros"), like_zeros),
     **dict.fromkeys(
         ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full",

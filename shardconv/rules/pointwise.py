@@ -126,5 +126,5 @@ RULES = {
     "aten.copy_": copy,
     "aten.zero_": zero_fill,
     "alias_write": alias_write,
-    **dict.fromkeys(("aten.fill", "aten.silu", "aten.gelu", "aten.bernoulli", "aten.nan_to_num"), nonlinear),
+    **dict.fromkeys(("aten.fill", "aten.silu", "aten.gelu", "aten.bernoulli", "aten.nan_to_num", "aten.floor_divide"), nonlinear),
 }  # fmt: skip

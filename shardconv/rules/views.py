@@ -98,7 +98,10 @@ def repeat(b: Builder, op: Op, args: Arguments) -> None:
     shape = b.shape(target)
     dims = b.tensor(source)
     padded = [axes.leaf(1)] * (len(shape) - len(dims)) + list(dims)
-    out = [d if d.size == n else axes.product([axes.leaf(n // d.size), d]) for d, n in zip(padded, shape, strict=True)]
+    out = [
+        d if d.size == n else axes.product([axes.leaf(n // d.size), d])
+        for d, n in zip(padded, shape, strict=True)
+    ]
     b.set(target, out, b.partial(source))
 
 
@@ -122,7 +125,11 @@ def movedim(b: Builder, op: Op, args: Arguments) -> None:
     source, destination = args["source"], args["destination"]
     moved = {d % rank: s % rank for s, d in zip(source, destination, strict=True)}
     rest = iter(i for i in range(rank) if i not in moved.values())
-    b.set(op.outputs[0], [dims[moved[i] if i in moved else next(rest)] for i in range(rank)], b.partial(op.inputs[0]))
+    b.set(
+        op.outputs[0],
+        [dims[moved[i] if i in moved else next(rest)] for i in range(rank)],
+        b.partial(op.inputs[0]),
+    )
 
 
 def whole_along(b: Builder, op: Op, args: Arguments) -> None:
