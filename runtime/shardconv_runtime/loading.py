@@ -15,6 +15,7 @@ from torch import nn
 
 from . import fingerprint, manifest, mesh, weights
 from .build import parallelize
+from .collectives import Communicator
 from .errors import CheckpointError, PlanError, ShardconvError
 from .lazy import build_model, find_class
 from .mesh import Launch
@@ -65,7 +66,8 @@ def load(
     start = _launch(group, device, error)
     mesh.agree(start, error)
     assert checked is not None, "agree has raised the error"
-    model, error = _attempt(lambda: _build(checked, start, wanted, gather_logits))
+    comm = mesh.connect(checked.plan, start)
+    model, error = _attempt(lambda: _build(checked, start, comm, wanted, gather_logits))
     mesh.agree(start, error, mesh.READ_TIMEOUT_S)
     assert model is not None, "agree has raised the error"
     return model
@@ -103,11 +105,13 @@ def _check(
     return _Checked(directory, plan, files)
 
 
-def _build(checked: _Checked, start: Launch, dtype: torch.dtype | None, gather_logits: bool) -> nn.Module:
+def _build(
+    checked: _Checked, start: Launch, comm: Communicator, dtype: torch.dtype | None, gather_logits: bool
+) -> nn.Module:
     plan, directory = checked.plan, checked.directory
     config = _config(directory, plan)
     model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
-    parallelize(model, plan, mesh.connect(plan, start), gather_logits)
+    parallelize(model, plan, comm, gather_logits)
     weights.read(model, plan, checked.files, start.device, dtype)
     _prepare_generation(model, directory, start, gather_logits)
     return model.eval()
@@ -160,7 +164,9 @@ def _launch(
     try:
         return mesh.launch(group, device)
     except ShardconvError as failure:
-        raise error or failure from failure
+        if error is not None:
+            raise error from failure
+        raise
 
 
 def _attempt(stage: Callable[[], T]) -> tuple[T | None, Exception | None]:

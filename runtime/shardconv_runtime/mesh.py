@@ -54,10 +54,17 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number among them, without starting anything."""
-    if group is not None or dist.is_initialized():
-        return dist.get_rank(group)
-    return _env_int("RANK", 0)
+    """This process's number among them, without starting anything.
+
+    Raises:
+        LaunchError: this process is not in the group.
+    """
+    if group is None and not dist.is_initialized():
+        return _env_int("RANK", 0)
+    found = dist.get_rank(group)
+    if found < 0:
+        raise LaunchError("this process is not in the group that was given to load the model")
+    return found
 
 
 def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None:
@@ -96,11 +103,12 @@ def launch(group: dist.ProcessGroup | None = None, device: torch.device | str | 
         if "RANK" not in os.environ:
             return Launch(0, 1, place)
         _start(place)
+    found = rank(group)
     group = group or dist.group.WORLD
     assert group is not None
     _check_group(group, place)
     control = _subgroup(group, _ranks(group), "gloo")
-    return Launch(dist.get_rank(group), dist.get_world_size(group), place, group, control)
+    return Launch(found, dist.get_world_size(group), place, group, control)
 
 
 def connect(plan: Plan, start: Launch) -> Communicator:
@@ -218,8 +226,6 @@ def _start(device: torch.device) -> None:
 
 
 def _check_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    if dist.get_rank(group) < 0:
-        raise LaunchError("this process is not in the group that was given to load the model")
     served = {kind.type for kind in group._device_types}
     if device.type not in served:
         raise LaunchError(

@@ -132,6 +132,18 @@ def test_a_group_of_the_users(tmp_path: Path) -> None:
             torch.testing.assert_close(logits, (first, second)[rank // 2][1](torch.tensor(IDS)).logits)
 
 
+def load_outside(path: Path) -> None:
+    group = dist.new_group([0, 1])
+    shardconv_runtime.load(path, group=group)
+
+
+def test_a_process_outside_of_the_group_is_told(tmp_path: Path) -> None:
+    first, second, outside = run_errors(3, load_outside, converted(tmp_path)[0], start_group=True)
+    assert (first, second) == (None, None)
+    assert isinstance(outside, LaunchError)
+    assert "not in the group" in str(outside)
+
+
 def compile_it(path: Path) -> bool:
     model = shardconv_runtime.load(path)
     ids = torch.tensor(IDS)
