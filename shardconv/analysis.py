@@ -86,8 +86,13 @@ class Analysis:
     """Operator without a rule -> FQN of a module that uses it."""
 
 
-def analyse(tape: Tape) -> Analysis:
-    """Apply the rules to every operator of the tape, in order."""
+def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
+    """Apply the rules to every operator of the tape, in order.
+
+    Args:
+        tape: of the global model.
+        ties: pairs of tensors whose dims must have the same structure.
+    """
     builder = Builder(tape)
     norms = find_norms(tape)
     skip: dict[int, NormSite] = {index: site for site in norms for index in site.events}
@@ -102,6 +107,11 @@ def analyse(tape: Tape) -> Analysis:
             builder.norm(site)
     for tid in tape.outputs:
         builder.tensor(tid)
+    dims = builder.result.dims
+    for a, b in ties:
+        if a in dims and b in dims:
+            for x, y in zip(dims[a], dims[b], strict=True):
+                axes.link(x, y)
     return builder.result
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from . import axes
 from .analysis import Analysis
 from .axes import Node, find
+from .fold import Folded
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit, Unlocalizable
 from .rules import contraction
@@ -36,6 +37,8 @@ class Solution:
     edits: Mapping[Attribute, AttributeEdit]
     norms: Mapping[str, NormInfo]
     """FQN of each norm over a sharded dim."""
+    folded: Folded
+    """The folded tape that was solved: which layers stand for which."""
     unlocalizable: Mapping[int, str]
     """``id`` of leaves that were ruled out -> the call that no edit makes right."""
 
@@ -52,11 +55,26 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     """How every parameter and persistent buffer is laid out; alike ones share an entry."""
     by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}
     entries: dict[tuple[str, ParameterPlan], list[str]] = {}
+    stand_ins = solution.folded.representatives()
+    known: dict[str, ParameterPlan] = {}
     for name, tensor in stored_tensors(model):
-        entry = _parameter(solution, by_name.get(name), tensor)
-        entry = _row_bias(solution, model, name, entry)
+        shown = _stand_in(name, stand_ins)
+        entry = known.get(shown)
+        if entry is None:
+            entry = _parameter(solution, by_name.get(shown), tensor)
+            entry = known[shown] = _row_bias(solution, model, shown, entry)
         entries.setdefault((_template(name), entry), []).append(name)
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
+
+
+def _stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
+    """The parameter of a layer that was solved, for one of a layer like it."""
+    end = len(name) if stand_ins else 0
+    while end > 0:
+        end = name.rfind(".", 0, end)
+        if name[: max(end, 0)] in stand_ins:
+            return stand_ins[name[:end]] + name[end:]
+    return name
 
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Any]]:
@@ -148,6 +166,7 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...]:
     for fqn, norm in solution.norms.items():
         entry = entries.setdefault(fqn, _Entry())
         entry.category, entry.norm = "norm", norm
+    entries = {name: entry for fqn, entry in entries.items() for name in solution.folded.names(fqn)}
     order = {call.fqn: i for i, call in reversed(list(enumerate(solution.analysis.tape.calls)))}
     grouped: dict[tuple[str, ModulePlan], list[str]] = {}
     for fqn in sorted(entries, key=lambda f: order.get(f, -1)):

@@ -17,6 +17,7 @@ from .analysis import Analysis, analyse
 from .annotate import Solution
 from .axes import Node, find, leaves
 from .check import retrace, simulate
+from .fold import Folded, fold
 from .inputs import TraceInputs, make_inputs
 from .layout import Layouts
 from .localize import Unlocalizable, localize
@@ -50,8 +51,8 @@ def solve_plan(
     tell("tracing")
     tape = trace(model, inputs.tensors, RULES, inputs.options)
     tell("solving")
-    analysis = analyse(tape)
-    plan = _solved(spec, tp, model, analysis, inputs if check else None)
+    folded = fold(tape)
+    plan = _solved(spec, tp, model, folded, inputs if check else None)
     if check:
         tell("simulating the ranks")
         if simulate(plan, model, inputs) is None:
@@ -59,25 +60,22 @@ def solve_plan(
     return plan
 
 
-def _solved(
-    spec: ModelSpec, tp: int, model: nn.Module, analysis: Analysis, inputs: TraceInputs | None
-) -> Plan:
+def _solved(spec: ModelSpec, tp: int, model: nn.Module, folded: Folded, inputs: TraceInputs | None) -> Plan:
     """Solve, and again without what turns out not to be possible, until all fits."""
+    analysis = analyse(folded.tape, folded.ties)
     ruled_out: dict[int, str] = {}
     forbidden: list[Node] = []
     for _ in range(MAX_ROUNDS):
-        assignment = solve(analysis, tp, forbidden)
+        assignment = solve(analysis, tp, forbidden, folded)
         try:
             layouts = Layouts(analysis, assignment)
             norms = _norms(model, analysis, assignment)
-            solution = Solution(layouts, localize(layouts), norms, ruled_out)
+            solution = Solution(layouts, localize(layouts), norms, folded, ruled_out)
             plan = _plan(spec, tp, model, solution)
             if inputs is not None:
                 retrace(plan, layouts, model, inputs)
             return plan
         except Unlocalizable as problem:
-            if __import__("os").environ.get("DBG"):
-                print("ROUND", problem.where, problem.nodes)
             if not problem.nodes:
                 raise SolveError(f"{problem.where}: no attribute edit makes this call local") from None
             forbidden += problem.nodes

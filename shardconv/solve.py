@@ -31,6 +31,7 @@ from . import axes
 from .analysis import Analysis, Contraction, Partial, TableLookup, find_partial
 from .axes import LEAF, PRODUCT, SUM, Node, find
 from .elimination import Problem
+from .fold import Folded
 from .tape import Mark
 
 TOKENS_PER_WIDTH = 1 / 8
@@ -64,15 +65,18 @@ class Assignment:
         return self.partials.get(id(find_partial(state)), ())
 
 
-def solve(analysis: Analysis, tp: int, forbidden: Iterable[Node] = ()) -> Assignment:
+def solve(
+    analysis: Analysis, tp: int, forbidden: Iterable[Node] = (), folded: Folded | None = None
+) -> Assignment:
     """The cheapest assignment for ``tp`` ranks.
 
     Args:
         analysis: axes and constraints of the traced model.
         tp: number of ranks.
         forbidden: leaves that must stay whole.
+        folded: which tensors must be treated alike, and how often a layer counts.
     """
-    graph = _Graph(analysis, forbidden)
+    graph = _Graph(analysis, forbidden, folded or Folded(analysis.tape))
     mesh = prime_factors(tp)
     leaf_axes: dict[int, tuple[int, ...]] = {}
     partial_axes: dict[int, tuple[int, ...]] = {}
@@ -183,8 +187,9 @@ def frozen_leaves(analysis: Analysis) -> set[int]:
 class _Graph:
     """What does not change from axis to axis."""
 
-    def __init__(self, analysis: Analysis, forbidden: Iterable[Node]) -> None:
+    def __init__(self, analysis: Analysis, forbidden: Iterable[Node], folded: Folded) -> None:
         self.analysis = analysis
+        self.folded = folded
         self.frozen = frozen_leaves(analysis)
         self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
         self.tokens = math.prod(analysis.tape.tensors[analysis.tape.inputs[0]].shape[:2]) or 1
@@ -246,13 +251,18 @@ class _AxisProblem:
             if info.kind == "parameter" and tid in analysis.dims:
                 self._savings(tid)
         for site in analysis.norms:
-            self._statistic(analysis.dims[site.input][-1])
+            self._statistic(analysis.dims[site.input][-1], self._weight(site.call))
         for lookup in analysis.lookups:
             self._lookup(lookup)
         for work in analysis.works:
             self._reward(work.dims)
         for tid in analysis.tape.outputs:
             self._must_be_whole(tid)
+        for a, b in graph.folded.ties:
+            self._tie(a, b)
+
+    def _weight(self, call: int) -> float:
+        return self.graph.folded.weight(self.graph.analysis.tape.calls[call].fqn)
 
     # Variables -------------------------------------------------------------------------------
 
@@ -368,17 +378,18 @@ class _AxisProblem:
 
     def _mark(self, mark: Mark) -> None:
         analysis = self.graph.analysis
+        weight = self._weight(mark.call)
         volume = math.prod(analysis.tape.tensors[mark.source].shape) * self.moved
         before, after = (self.state(analysis.partial[t]) for t in (mark.source, mark.target))
         if before is not None:
-            reduce = 2 * volume + self.latency
+            reduce = weight * (2 * volume + self.latency)
             if after is None:
                 self._add((before,), np.array([0.0, reduce]))
             else:
                 self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
         elif after is not None:
             self.zero.add(after)
-        gather = volume + self.latency
+        gather = weight * (volume + self.latency)
         for x, y in zip(analysis.dims[mark.source], analysis.dims[mark.target], strict=True):
             self._mark_dim(x, y, gather)
 
@@ -404,7 +415,9 @@ class _AxisProblem:
     def _savings(self, tid: int) -> None:
         dims = self.graph.analysis.dims[tid]
         worth = TOKENS_PER_WIDTH + SPARE
-        numel = math.prod(d.size for d in dims)
+        numel = math.prod(d.size for d in dims) * self.graph.folded.weight(
+            self.graph.analysis.tape.tensors[tid].name
+        )
         for dim in dims:
             for node, share in _shares(dim, 1.0):
                 v = self.leaf(node)
@@ -413,9 +426,9 @@ class _AxisProblem:
                     saved = 1 - math.ceil(have / self.extent) / have
                     self._add((v,), np.array([0.0, -worth * numel * share * saved]))
 
-    def _statistic(self, dim: Node) -> None:
+    def _statistic(self, dim: Node, weight: float) -> None:
         for v in self.leaves(dim):
-            self._add((v,), np.array([0.0, self.latency]))
+            self._add((v,), np.array([0.0, weight * self.latency]))
 
     def _lookup(self, lookup: TableLookup) -> None:
         """Rows before columns: what is summed can be reduce-scattered, and a tied head needs rows."""
@@ -428,6 +441,26 @@ class _AxisProblem:
         for dim in dims:
             for v in self.leaves(dim):
                 self._add((v,), np.array([0.0, -1e-3 * self.latency]))
+
+    def _tie(self, a: int, b: int) -> None:
+        """Corresponding tensors of layers of one kind: the same choice."""
+        analysis = self.graph.analysis
+        if a not in analysis.dims or b not in analysis.dims:
+            return
+        pairs: list[tuple[int | None, int | None]] = [
+            (self.state(analysis.partial[a]), self.state(analysis.partial[b]))
+        ]
+        for x, y in zip(analysis.dims[a], analysis.dims[b], strict=True):
+            leaves = corresponding_leaves(x, y)
+            if leaves is None:
+                self.zero.update([*self.leaves(x), *self.leaves(y)])
+            else:
+                pairs += [(self.leaf(p), self.leaf(q)) for p, q in leaves]
+        for p, q in pairs:
+            if p is not None and q is not None:
+                self._same(p, q)
+            else:
+                self.zero.update(v for v in (p, q) if v is not None)
 
     def _must_be_whole(self, tid: int) -> None:
         analysis = self.graph.analysis
