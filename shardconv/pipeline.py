@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from shardconv_runtime.errors import SolveError
@@ -45,6 +47,23 @@ def solve_plan(
         SolveError: the model cannot be traced, or its plan failed the check.
     """
     tell = progress or (lambda _: None)
+    with _no_collection():
+        return _stages(spec, tp, check, tell)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector: a tape is a million small objects that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) -> Plan:
     tell("building the model")
     model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
     inputs = make_inputs(model)

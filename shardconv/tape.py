@@ -175,7 +175,8 @@ class _Recorder(TorchDispatchMode):
         self.producer: dict[int, Op] = {}
         self.stack: list[int] = []
         self.call_counts: dict[str, int] = {}
-        self.overloads: dict[Any, str] = {}
+        self.facts: dict[Any, _Facts] = {}
+        self.results: dict[Any, tuple[Any, Any, torch.dtype]] = {}
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -246,20 +247,20 @@ class _Recorder(TorchDispatchMode):
             self.producer[tid] = op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = self.overloads.get(func)
-        if name is None:
-            name = self.overloads[func] = str(func)
+        facts = self.facts.get(func)
+        if facts is None:
+            facts = self.facts[func] = _Facts.of(func, self.keep)
         kwargs = kwargs or {}
-        if name.rsplit(".", 1)[0].rstrip("_") not in self.keep and func._can_decompose():
+        if facts.take_apart:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if name == "aten._local_scalar_dense.default":
+        if facts.name == "aten._local_scalar_dense.default":
             return self._item(args[0])
-        return self._record(func, name, args, kwargs, _calling_module())
+        return self._record(func, facts, args, kwargs, _calling_module())
 
-    def _record(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
+    def _record(self, func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
         inputs: list[int] = []
         tensors: list[torch.Tensor] = []
 
@@ -279,10 +280,10 @@ class _Recorder(TorchDispatchMode):
 
         recorded_args = tuple(ref(a) for a in args)
         recorded_kwargs = {k: ref(v) for k, v in kwargs.items()}
-        result = self._run(func, name, args, kwargs, recorded_args, recorded_kwargs)
+        result = self._run(func, facts, args, kwargs, recorded_args, recorded_kwargs)
         call = self.stack[-1] if self.stack else 0
-        op = Op(name, recorded_args, recorded_kwargs, tuple(inputs), (), call, func, origin)
-        if func._schema.is_mutable:
+        op = Op(facts.name, recorded_args, recorded_kwargs, tuple(inputs), (), call, func, origin)
+        if facts.is_mutable:
             mutated = self._mutated(func, args, kwargs)
             op.outputs = tuple(self._rewrite(t) for t in mutated)
             if not op.outputs:
@@ -296,31 +297,41 @@ class _Recorder(TorchDispatchMode):
         leaves = result if isinstance(result, (tuple, list)) else (result,)
         return tuple(self.new(t) for t in leaves if isinstance(t, torch.Tensor))
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], refs: Any, kwrefs: Any) -> Any:
+    def _run(
+        self, func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], refs: Any, kwrefs: Any
+    ) -> Any:
         """Execute on meta; where the shape depends on data, on the real values."""
-        if "device" in kwargs or (not kwargs and not args):
+        tensors = _tensors(args) + _tensors(kwargs.values())
+        if "device" in kwargs or (facts.takes_device and not tensors):
             kwargs = {**kwargs, "device": META}
-        elif any(a.name == "device" for a in func._schema.arguments):
-            kwargs = self._meta_device(func, args, kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.meta, (args, kwargs))
-        args = tuple(META if isinstance(a, torch.device) else a for a in args)
-        if name == "aten.lift_fresh.default":
+        if any(t.device != META for t in tensors):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self.meta, (args, kwargs))
+        if facts.takes_device:
+            args = tuple(META if isinstance(a, torch.device) else a for a in args)
+        if facts.name == "aten.lift_fresh.default":
             return args[0]
-        shape = _shape_of(name, args)
+        shape = _shape_of(facts.name, args)
         if shape is not None:
             return shape
         try:
-            return func(*args, **kwargs)
+            return self._cached(func, args, kwargs) if facts.makes_new else func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
             real = self._evaluate_op(func, refs, kwrefs)
             if real is None:
                 raise
             return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), real)
 
-    @staticmethod
-    def _meta_device(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        has_tensor = any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves((args, kwargs)))
-        return kwargs if has_tensor else {**kwargs, "device": META}
+    def _cached(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that makes one new tensor; layers repeat, and meta functions are slow."""
+        key = (func, _geometry(args), _geometry(tuple(kwargs.items())))
+        known = self.results.get(key)
+        if known is not None:
+            shape, stride, dtype = known
+            return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self.results[key] = (result.shape, result.stride(), result.dtype)
+        return result
 
     def _mutated(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         out = []
@@ -442,6 +453,52 @@ class _Recorder(TorchDispatchMode):
             self.tape.events.append(Mark(call, tuple(names[key]), source, target))
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the recorder asks of an operator, once."""
+
+    name: str
+    take_apart: bool
+    is_mutable: bool
+    takes_device: bool
+    makes_new: bool
+    """One tensor comes out, and it shares memory with no other."""
+
+    @classmethod
+    def of(cls, func: Any, keep: Collection[str]) -> _Facts:
+        name = str(func)
+        kept = name.rsplit(".", 1)[0].rstrip("_") in keep
+        return cls(
+            name=name,
+            take_apart=not kept and func._can_decompose(),
+            is_mutable=func._schema.is_mutable,
+            takes_device=any(a.name == "device" for a in func._schema.arguments),
+            makes_new=not func._schema.is_mutable
+            and len(func._schema.returns) == 1
+            and func._schema.returns[0].alias_info is None,
+        )
+
+
+def _geometry(value: Any) -> Any:
+    """An operator's arguments as a hashable value, tensors by what decides the result's shape."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_geometry(v) for v in value)
+    return type(value), value
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments and in lists of them."""
+    out: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            out.append(value)
+        elif isinstance(value, (tuple, list)):
+            out += _tensors(value)
+    return out
+
+
 class _ModuleHook:
     """The pre- and post-forward hooks of one module."""
 
@@ -533,7 +590,7 @@ class _Functions(TorchFunctionMode):
             return self._size(func(*args, **kwargs), args, kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
             return func(*args, **kwargs)
-        refs = pytree.tree_map_only(torch.Tensor, lambda t: Ref(self.recorder.tid(t)), (args, kwargs))
+        refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, (tuple, list)) else (result,)
         outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
@@ -541,6 +598,14 @@ class _Functions(TorchFunctionMode):
             Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
         )
         return result
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Ref(self.recorder.tid(value))
+        if isinstance(value, (tuple, list)):
+            items = [self._refs(v) for v in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        return value
 
     def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
         tid = self.recorder.tid(args[0])
