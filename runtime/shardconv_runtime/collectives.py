@@ -180,7 +180,8 @@ class Inner:
 
     def __call__(self, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()
-        split = x.unflatten(dim, self._sizes).movedim((dim, dim + 1, dim + 2), (0, 1, 2))
+        split = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
+        split = split.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
         return self._step(split).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .errors import PlanError
+
+_building = threading.Lock()
+"""The default dtype, which constructors go by, is one for all threads."""
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -223,6 +227,7 @@ def build_model(
     """Build a model whose parameters and persistent buffers are meta tensors; all else is real, on the CPU.
 
     The class chooses its implementations (attention, experts) as it does when loading a checkpoint.
+    Threads may call this at the same time; they take turns.
 
     Args:
         model_class: the class, or its name as ``module:Class``.
@@ -235,12 +240,13 @@ def build_model(
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
     dtype = dtype or _config_dtype(config)
-    with LazyInit() as lazy, _default_dtype(dtype):
+    with _building, LazyInit() as lazy, _default_dtype(dtype):
         if hasattr(cls, "_from_config"):  # what the Auto classes call; sets up what __init__ does not
             model: nn.Module = cls._from_config(config, dtype=dtype)
         else:
             model = cls(config)
-    _fill(model, lazy)
+    with _building:
+        _fill(model, lazy)
     return model.eval()
 
 

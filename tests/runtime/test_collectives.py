@@ -11,7 +11,15 @@ import torch.distributed as dist
 from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.collectives import Communicator, Gather, ProcessCommunicator, Reduce, Select, Slice
+from shardconv_runtime.collectives import (
+    Communicator,
+    Gather,
+    Inner,
+    ProcessCommunicator,
+    Reduce,
+    Select,
+    Slice,
+)
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.mesh import Launch, _axes_group
 from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, group_of, parse, ranges, size
@@ -93,6 +101,22 @@ def test_any_layout_is_gathered_in_global_order(layout: Dim) -> None:
 def test_all_reduce_sums_over_the_named_axes_only(axes: tuple[int, ...], expected: list[int]) -> None:
     sums = run_ranks((2, 2), lambda comm: comm.all_reduce(torch.tensor([comm.rank + 1]), axes))
     assert [int(s) for s in sums] == expected
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("2", "6@0*2"), ("5@0", "3"), ("4@0*2", "2")])
+def test_a_dim_with_an_open_factor(outer: str, inner: str) -> None:
+    parts = parse(outer), parse(inner)
+    axis = 0 if "@" in outer else 2
+    whole = a_tensor((2, size(parts[0]), 7, size(parts[1]), 3))
+
+    def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
+        local = Inner(Slice, comm, 1, *parts)(whole.flatten(1, 3))
+        return local, Inner(Gather, comm, 1, *parts)(local)
+
+    for index, (local, gathered) in enumerate(run_ranks((2,), rank)):
+        expected = local_part(whole, axis + 1, parts[axis // 2], (2,), index)
+        assert torch.equal(local, expected.flatten(1, 3))
+        assert torch.equal(gathered, whole.flatten(1, 3))
 
 
 def test_many_ranges_are_selected_by_index() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,6 +93,17 @@ def test_tied_weights_are_tied() -> None:
         transformers.LlamaForCausalLM, transformers.LlamaConfig(**GATED, tie_word_embeddings=True)
     )
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_threads_take_turns() -> None:
+    def build(dtype: torch.dtype) -> torch.dtype:
+        model = build_model(transformers.LlamaForCausalLM, transformers.LlamaConfig(**GATED), dtype)
+        return model.lm_head.weight.dtype
+
+    dtypes = [torch.float64, torch.float16, torch.float32, torch.bfloat16] * 3
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(build, dtypes)) == dtypes
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_405b_model_is_built_in_well_under_a_second() -> None:
