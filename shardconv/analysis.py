@@ -8,6 +8,7 @@ operator's inputs and outputs; marks link them softly.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,10 +60,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class TableLookup:
-    """Rows of ``table`` are looked up by ids that enter module call ``call`` at ``slot``."""
+    """Rows of ``table`` are looked up by ids that enter module call ``call`` at ``slot``, and returned."""
 
     call: int
     slot: str
+    output_slot: str
     table: int
     output: int
 
@@ -207,7 +209,8 @@ class Builder:
 
     def lookup(self, mark: Mark, table: int, output: int) -> None:
         """Rows of a table are looked up by ids that enter a module at ``mark``."""
-        self.result.lookups.append(TableLookup(mark.call, mark.slots[0], table, output))
+        returned = self.lookup_calls[mark.call]
+        self.result.lookups.append(TableLookup(mark.call, mark.slots[0], returned, table, output))
 
     def free_partial(self) -> Partial:
         """The state of zeros: as good as any."""
@@ -249,9 +252,8 @@ class Builder:
     def apply(self, op: Op) -> None:
         """Apply the rule of an operator; without one, block all that it touches."""
         base = op.name.rsplit(".", 1)[0]
-        self.why = (
-            f"{base.partition('.')[2]} in {self.tape.calls[op.call].fqn or 'the model'} needs all of it"
-        )
+        where = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", self.tape.calls[op.call].fqn) or "the model"
+        self.why = f"{base.partition('.')[2]} in {where} needs all of it"
         rule = RULES.get(base) or RULES.get(base.rstrip("_"))
         if rule is None and op.overload is not None and _is_pointwise(op.overload):
             rule = POINTWISE
@@ -288,25 +290,29 @@ class Builder:
         self.result.norms.append(site)
 
 
-def pure_lookups(tape: Tape) -> set[int]:
-    """Module calls that return rows of a table times scalars, and do nothing else.
+def pure_lookups(tape: Tape) -> dict[int, str]:
+    """Module calls that return rows of a table times scalars and do nothing else, and where they return them.
 
     Rows that a rank does not hold are zeroed where such a module returns.
     """
     ops: dict[int, list[Op]] = {}
-    results: dict[int, list[int]] = {}
+    results: dict[int, list[Mark]] = {}
     for event in tape.events:
         if isinstance(event, Op):
             ops.setdefault(event.call, []).append(event)
         elif event.is_output:
-            results.setdefault(event.call, []).append(event.source)
+            results.setdefault(event.call, []).append(event)
     parents = {c.parent for c in tape.calls}
     return {
-        c for c, mine in ops.items() if c not in parents and _is_pure_lookup(tape, mine, results.get(c, []))
+        call: results[call][0].slots[0]
+        for call, mine in ops.items()
+        if call not in parents
+        and len(results.get(call, ())) == 1
+        and _is_lookup(tape, mine, results[call][0])
     }
 
 
-def _is_pure_lookup(tape: Tape, ops: list[Op], results: list[int]) -> bool:
+def _is_lookup(tape: Tape, ops: list[Op], result: Mark) -> bool:
     rows: set[int] = set()
     for op in ops:
         if op.name.startswith("aten.embedding.") and not rows:
@@ -316,7 +322,7 @@ def _is_pure_lookup(tape: Tape, ops: list[Op], results: list[int]) -> bool:
             if any(math.prod(tape.tensors[t].shape) != 1 for t in sides):
                 return False
             rows.update(op.outputs)
-    return len(results) == 1 and results[0] in rows
+    return result.source in rows
 
 
 class Arguments:

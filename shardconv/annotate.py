@@ -99,7 +99,7 @@ def _parameter(solution: Solution, tid: int | None, tensor: Any) -> ParameterPla
     dtype = str(tensor.dtype).removeprefix("torch.")
     analysis = solution.analysis
     if tid is None or tid not in analysis.dims:
-        dims = tuple(slices.Leaf(n) for n in tensor.shape)
+        dims: tuple[Dim, ...] = tuple(slices.Leaf(n) for n in tensor.shape)
         return ParameterPlan((), dims, dtype, reason="the traced forward pass does not use it")
     dims = solution.layouts.dims(tid)
     partial = solution.layouts.assignment.partial_axes(analysis.partial[tid])
@@ -206,7 +206,7 @@ def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
                 entry.category = "vocab"
                 entry.inputs.append(Boundary(lookup.slot, "local_rows", layout=rows, per_token=1))
                 width = _per_token(analysis, lookup.output)
-                entry.outputs.append(Boundary("output", "zero_foreign", per_token=width))
+                entry.outputs.append(Boundary(lookup.output_slot, "zero_foreign", per_token=width))
 
 
 def _category(solution: Solution, op: Op) -> str:
@@ -228,7 +228,7 @@ def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> None:
         if isinstance(event, Mark):
             found = by_call.setdefault(event.call, ([], [], []))
             steps = _steps(solution, event)
-            found[1 if event.is_output else 0].extend(steps)
+            (found[1] if event.is_output else found[0]).extend(steps)
             if steps:
                 found[2].extend(solution.analysis.dims[event.source] + solution.analysis.dims[event.target])
     seen: dict[str, tuple[list[Boundary], list[Boundary], list[Node]]] = {}

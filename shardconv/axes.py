@@ -121,7 +121,8 @@ def block(node: Node, why: str = "") -> None:
 
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
     """A leaf turns out to be a product or a sum; those linked to it follow."""
-    assert node.kind == LEAF and node.parent is None
+    assert node.kind == LEAF
+    assert node.parent is None
     node.kind, node.children = kind, tuple(children)
     if node.blocked:
         block(node, node.why)

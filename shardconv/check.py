@@ -39,12 +39,34 @@ TOLERANCE = 1e-9
 MAX_SIMULATED_BYTES = 3 * 2**30
 """A model whose float64 copies (whole, and all ranks) need more than this is not simulated."""
 
-_SHAPED = frozenset({
-    "aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.repeat", "aten.zeros", "aten.ones",
-    "aten.full", "aten.empty", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.split",
-    "aten.split_with_sizes", "aten.chunk", "aten.unflatten", "aten.flatten", "aten.new_empty_strided",
-    "aten.empty_strided", "aten.rand", "aten.randn", "aten.layer_norm", "aten.rms_norm",
-})  # fmt: skip
+_SHAPED = frozenset(
+    {
+        "aten.view",
+        "aten.reshape",
+        "aten._unsafe_view",
+        "aten.expand",
+        "aten.repeat",
+        "aten.zeros",
+        "aten.ones",
+        "aten.full",
+        "aten.empty",
+        "aten.new_zeros",
+        "aten.new_ones",
+        "aten.new_full",
+        "aten.new_empty",
+        "aten.split",
+        "aten.split_with_sizes",
+        "aten.chunk",
+        "aten.unflatten",
+        "aten.flatten",
+        "aten.new_empty_strided",
+        "aten.empty_strided",
+        "aten.rand",
+        "aten.randn",
+        "aten.layer_norm",
+        "aten.rms_norm",
+    }
+)
 """Operators whose ints only decide their output's shape, which is compared anyway."""
 
 
@@ -278,13 +300,14 @@ def simulate(plan: Plan, model: nn.Module, inputs: TraceInputs) -> float | None:
         raise
     except Exception as error:
         raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-    error = max((_difference(got, want) for got in results), default=0.0)
-    if not error <= TOLERANCE:
+    worst = max((_difference(got, want) for got in results), default=0.0)
+    if not worst <= TOLERANCE:
         raise SolveError(
-            f"the plan is wrong: simulated ranks differ from the unsharded model by {error:.1e} of its largest "
-            f"output (allowed: {TOLERANCE:.0e}). Nothing was written. This is a bug in shardconv; please report it."
+            f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
+            f"largest output (allowed: {TOLERANCE:.0e}). Nothing was written. This is a bug in shardconv; "
+            "please report it."
         )
-    return error
+    return worst
 
 
 def _replication(plan: Plan) -> float:

@@ -27,7 +27,8 @@ class Float64(TorchFunctionMode):
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Rows ``x [S, I]``, sorted by group, times their group's ``weight [E, I, O]``; torch has no float64 kernel."""
+    """Rows ``x [S, I]``, sorted by group, times ``weight [E, I, O]`` of their group, which torch
+    has no float64 kernel for."""
     ends = offs.tolist()
     parts = [x[start:end] @ weight[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
     rest = x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1])

@@ -11,13 +11,14 @@ All layers of a kind must get the same answer, so the copies that stay are tied,
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Op, Ref, Replay, Tape
+from .tape import Event, Mark, Ref, Replay, Tape
 
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
@@ -220,7 +221,7 @@ _Result = tuple[Tape, tuple[tuple[int, int], ...], dict[str, tuple[str, ...]], d
 
 
 def _fold_stack(tape: Tape, segments: list[_Segment]) -> _Result | None:
-    if any(a.stop != b.start for a, b in zip(segments, segments[1:], strict=False)):
+    if any(a.stop != b.start for a, b in itertools.pairwise(segments)):
         return None
     _classify(tape, segments)
     if not _only_pass_on(tape, segments):
@@ -284,7 +285,7 @@ def _only_pass_on(tape: Tape, segments: list[_Segment]) -> bool:
 def _same_sources(segments: list[_Segment]) -> bool:
     """Whether layers of a kind, after layers of a kind, read the same of the previous one's tensors."""
     known: dict[tuple[int, int], list[int]] = {}
-    for before, segment in zip(segments, segments[1:], strict=False):
+    for before, segment in itertools.pairwise(segments):
         places = {t: i for i, t in enumerate(before.made)}
         read = [places.get(t, -1) for t in segment.outside]
         if known.setdefault((before.kind, segment.kind), read) != read:

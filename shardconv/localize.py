@@ -177,7 +177,8 @@ class _Localizer:
     def _run(self, replay: Replay, edits: dict[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
             if source[0] == "attr":
-                return edits.get((source[1], source[2]), source[3])
+                value = edits.get((source[1], source[2]))
+                return int(source[3]) if value is None else value
             return self.layouts.local_shape(source[1], self.rank)[source[2]]
 
         def load(ref: Ref) -> torch.Tensor:

@@ -15,10 +15,24 @@ from .tape import Mark, Op, Ref, Tape
 _REDUCTIONS = {"aten.mean", "aten.var", "aten.var_mean", "aten.std", "aten.sum", "aten.linalg_vector_norm"}
 _WHOLE = {"aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"}
 _POINTWISE = {
-    "aten.add", "aten.sub", "aten.mul", "aten.div", "aten.pow", "aten.square", "aten.rsqrt", "aten.sqrt",
-    "aten.reciprocal", "aten.to", "aten._to_copy", "aten.neg", "aten.alias", "aten.detach", "aten.clone",
-    "aten.contiguous", "aten.rsub",
-}  # fmt: skip
+    "aten.add",
+    "aten.sub",
+    "aten.mul",
+    "aten.div",
+    "aten.pow",
+    "aten.square",
+    "aten.rsqrt",
+    "aten.sqrt",
+    "aten.reciprocal",
+    "aten.to",
+    "aten._to_copy",
+    "aten.neg",
+    "aten.alias",
+    "aten.detach",
+    "aten.clone",
+    "aten.contiguous",
+    "aten.rsub",
+}
 
 
 @dataclass(frozen=True, slots=True)

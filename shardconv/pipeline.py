@@ -1,4 +1,4 @@
-"""The stages of solving, called one after another: build, trace, analyse, solve, localise, annotate, check."""
+"""Solving, stage by stage: build, trace, fold, analyse, solve, localise, annotate, check."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from shardconv_runtime.norms import ShardedNorm
@@ -37,12 +38,8 @@ def fit_norm(module: nn.Module, site: NormSite, tape: Tape, axes: tuple[int, ...
     cases = {dtype: _case(module, size, dtype) for dtype in _TOLERANCES}
     for info in _variants(site, tape, names, size):
         if all(_agrees(info, *case, tolerance=_TOLERANCES[dtype]) for dtype, case in cases.items()):
-            return NormInfo(**{**_fields(info), "axes": axes})
+            return replace(info, axes=axes)
     return None
-
-
-def _fields(info: NormInfo) -> dict[str, object]:
-    return {name: getattr(info, name) for name in NormInfo.__slots__}
 
 
 def _variants(site: NormSite, tape: Tape, names: list[str], size: int) -> Iterator[NormInfo]:

@@ -159,11 +159,11 @@ def trace(
     return recorder.tape
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every ATen operator; owns the tape."""
 
     def __init__(self, keep: Collection[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
         self.tape = Tape()
         self.ids: dict[int, int] = {}
@@ -657,7 +657,7 @@ def _traced_config(config: Any, fqn: str, key: str) -> Any:
     kind = type(config)
 
     def read(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
+        value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if type(value) is int and not name.startswith("_"):
             return TracedInt(value, ("attr", fqn, f"{key}.{name}", value))
         return value

@@ -36,7 +36,7 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
             b.block_dim(x)
             b.block_dim(y)
     if mask is not None:
-        _mask(b, mask, list(q[:-1]) + [k[-2]])
+        _mask(b, mask, [*q[:-1], k[-2]])
     b.work([*q, k[-2]])
     b.set(op.outputs[0], [*q[:-1], v[-1]])
 

@@ -45,16 +45,39 @@ def needs_all(b: Builder, op: Op, args: Arguments) -> None:
 
 RULES = {
     **dict.fromkeys(
-        ("aten.histc", "aten.bincount", "aten.nonzero", "aten.one_hot", "aten.searchsorted", "aten.bucketize",
-         "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.multinomial"),
+        (
+            "aten.histc",
+            "aten.bincount",
+            "aten.nonzero",
+            "aten.one_hot",
+            "aten.searchsorted",
+            "aten.bucketize",
+            "aten._unique2",
+            "aten.unique_dim",
+            "aten.unique_consecutive",
+            "aten.multinomial",
+        ),
         needs_all,
     ),
     **dict.fromkeys(("aten.zeros", "aten.zeros_like", "aten.new_zeros"), like_zeros),
     **dict.fromkeys(
-        ("aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like", "aten.new_full",
-         "aten.empty", "aten.empty_like", "aten.new_empty", "aten.scalar_tensor", "aten.empty_strided",
-         "aten.new_empty_strided"),
+        (
+            "aten.ones",
+            "aten.ones_like",
+            "aten.new_ones",
+            "aten.full",
+            "aten.full_like",
+            "aten.new_full",
+            "aten.empty",
+            "aten.empty_like",
+            "aten.new_empty",
+            "aten.scalar_tensor",
+            "aten.empty_strided",
+            "aten.new_empty_strided",
+        ),
         constant,
     ),
-    **dict.fromkeys(("aten.arange", "aten.linspace", "aten.eye", "aten.rand", "aten.randn", "aten.randint"), sequence),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("aten.arange", "aten.linspace", "aten.eye", "aten.rand", "aten.randn", "aten.randint"), sequence
+    ),
+}

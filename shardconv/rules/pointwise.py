@@ -112,9 +112,23 @@ def zero_fill(b: Builder, op: Op, args: Arguments) -> None:
 
 RULES = {
     **dict.fromkeys(
-        ("aten.alias", "aten.detach", "aten.clone", "aten.contiguous", "aten.to", "aten._to_copy", "aten.neg",
-         "aten.positive", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.real", "aten.conj", "aten.resolve_conj",
-         "aten.dropout", "aten.fill.Tensor"),
+        (
+            "aten.alias",
+            "aten.detach",
+            "aten.clone",
+            "aten.contiguous",
+            "aten.to",
+            "aten._to_copy",
+            "aten.neg",
+            "aten.positive",
+            "aten.lift_fresh",
+            "aten.lift_fresh_copy",
+            "aten.real",
+            "aten.conj",
+            "aten.resolve_conj",
+            "aten.dropout",
+            "aten.fill.Tensor",
+        ),
         linear,
     ),
     "aten.add": additive,
@@ -126,5 +140,8 @@ RULES = {
     "aten.copy_": copy,
     "aten.zero_": zero_fill,
     "alias_write": alias_write,
-    **dict.fromkeys(("aten.fill", "aten.silu", "aten.gelu", "aten.bernoulli", "aten.nan_to_num", "aten.floor_divide"), nonlinear),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("aten.fill", "aten.silu", "aten.gelu", "aten.bernoulli", "aten.nan_to_num", "aten.floor_divide"),
+        nonlinear,
+    ),
+}

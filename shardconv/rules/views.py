@@ -166,8 +166,17 @@ def unfold(b: Builder, op: Op, args: Arguments) -> None:
 
 RULES = {
     **dict.fromkeys(
-        ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.view_as",
-         "aten.reshape_as", "aten._reshape_alias", "aten.ravel"),
+        (
+            "aten.view",
+            "aten.reshape",
+            "aten._unsafe_view",
+            "aten.flatten",
+            "aten.unflatten",
+            "aten.view_as",
+            "aten.reshape_as",
+            "aten._reshape_alias",
+            "aten.ravel",
+        ),
         view,
     ),
     "aten.permute": permute,
@@ -182,4 +191,4 @@ RULES = {
     **dict.fromkeys(("aten.flip", "aten.roll"), whole_along),
     **dict.fromkeys(("aten.constant_pad_nd",), pad),
     "aten.unfold": unfold,
-}  # fmt: skip
+}
