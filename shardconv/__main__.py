@@ -1,0 +1,5 @@
+"""``python -m shardconv``."""
+
+from .cli import main
+
+main()
