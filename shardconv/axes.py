@@ -214,8 +214,8 @@ def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
     """
     node = find(node)
     assert sum(sizes) == node.size
-    if len(sizes) == 1:
-        return [node]
+    if sum(1 for s in sizes if s) <= 1:
+        return [node if s else Node(0, True) for s in sizes]
     if node.kind == SUM:
         return _cut_sum(node, sizes)
     if node.kind == LEAF:

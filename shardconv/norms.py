@@ -96,6 +96,8 @@ def _is_norm(tape: Tape, ops: list[Op], rank: int) -> bool:
     reductions = [op for op, n in zip(ops, names, strict=True) if n in _REDUCTIONS]
     if any(n not in _WHOLE | _REDUCTIONS | _POINTWISE for n in names) or not (whole or reductions):
         return False
+    if any(len(op.args[1]) != 1 for op, n in zip(ops, names, strict=True) if n in _WHOLE):
+        return False
     return all(_over_last_dim(op, rank) for op in reductions)
 
 

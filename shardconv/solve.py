@@ -339,6 +339,7 @@ class _AxisProblem:
             if sharded is not None:
                 terms.append(sharded)
         terms += [v for p in contraction.inputs if (v := self.state(p)) is not None]
+        self.zero.update(v for v in terms if terms.count(v) > 1)
         terms = list(dict.fromkeys(terms))
         if output is None:
             self.zero.update(terms)

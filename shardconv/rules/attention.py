@@ -37,8 +37,9 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
             b.block_dim(y)
     if mask is not None:
         _mask(b, mask, [*q[:-1], k[-2]])
+    lead = [x if x.size >= y.size else y for x, y in zip(q[:-2], k[:-2], strict=True)]
     b.work([*q, k[-2]])
-    b.set(op.outputs[0], [*q[:-1], v[-1]])
+    b.set(op.outputs[0], [*lead, q[-2], v[-1]])
 
 
 def _mask(b: Builder, mask: int, scores: list[axes.Node]) -> None:

@@ -33,6 +33,8 @@ def einsum_dims(
     for tid, _ in operands:
         if tid in b.parametric:
             b.never_partial(tid)
+    if len(operands) == 2 and b.partial(operands[0][0]) is b.partial(operands[1][0]):
+        b.never_partial(operands[0][0])
     state = b.contract(contracted, *(tid for tid, _ in operands))
     b.work(list(by_label.values()))
     return [by_label[label] for label in output], state
@@ -52,7 +54,8 @@ def linear(b: Builder, op: Op, args: Arguments) -> None:
     """``x [..., I] @ weight [O, I].T + bias [O]``."""
     x, weight = op.inputs[0], op.inputs[1]
     lead = [f"b{i}" for i in range(len(b.shape(x)) - 1)]
-    dims, state = einsum_dims(b, [(x, [*lead, "i"]), (weight, ["o", "i"])], [*lead, "o"])
+    out = ["o"] * (len(b.shape(weight)) - 1)
+    dims, state = einsum_dims(b, [(x, [*lead, "i"]), (weight, [*out, "i"])], [*lead, *out])
     b.set(op.outputs[0], dims, _add_bias(b, dims, state, args.tensor("bias")))
 
 
@@ -75,9 +78,6 @@ def addmm(b: Builder, op: Op, args: Arguments) -> None:
     """``bias + x @ y`` (``addmm``, ``baddbmm``)."""
     bias, x, y = op.inputs[:3]
     dims, state = _matmul(b, x, y)
-    if args["beta"] == 0:
-        b.set(op.outputs[0], dims, state)
-        return
     b.set(op.outputs[0], dims, _add_bias(b, dims, state, bias))
 
 

@@ -59,13 +59,22 @@ def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
     if len(op.inputs) == 1:
         linear(b, op, args)
         return
+    for tid in op.inputs:
+        b.tensor(tid)
     _set_all(b, op, b.bilinear_partial(op.inputs[0], op.inputs[1]))
 
 
+def cast(b: Builder, op: Op, args: Arguments) -> None:
+    """Another dtype: linear, unless it cuts off what is behind the point."""
+    source, target = b.tape.tensors[op.inputs[0]].dtype, b.tape.tensors[op.outputs[0]].dtype
+    is_linear = target.is_floating_point or target.is_complex or target == source
+    (linear if is_linear else nonlinear)(b, op, args)
+
+
 def divisive(b: Builder, op: Op, args: Arguments) -> None:
-    """Linear in the dividend alone."""
+    """Linear in the dividend alone, and only without rounding."""
     b.never_partial(*op.inputs[1:])
-    if args.tensor("self") is None:
+    if args.tensor("self") is None or args["rounding_mode"]:
         b.never_partial(*op.inputs)
     _set_all(b, op, b.partial(op.inputs[0]))
 
@@ -117,8 +126,6 @@ RULES = {
             "aten.detach",
             "aten.clone",
             "aten.contiguous",
-            "aten.to",
-            "aten._to_copy",
             "aten.neg",
             "aten.positive",
             "aten.lift_fresh",
@@ -131,6 +138,7 @@ RULES = {
         ),
         linear,
     ),
+    **dict.fromkeys(("aten.to", "aten._to_copy"), cast),
     "aten.add": additive,
     "aten.sub": additive,
     "aten.mul": multiplicative,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import axes
 from ..axes import Node
+from . import pointwise
 
 if TYPE_CHECKING:
     from ..analysis import Arguments, Builder
@@ -45,7 +46,10 @@ def mean(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def reduce(b: Builder, op: Op, args: Arguments) -> None:
-    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …)."""
+    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …); ``max`` of two is none."""
+    if args.tensor("other") is not None:
+        pointwise.nonlinear(b, op, args)
+        return
     source = op.inputs[0]
     dims = list(b.tensor(source))
     reduced = _reduced(args, len(dims))

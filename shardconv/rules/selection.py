@@ -74,7 +74,7 @@ def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
     if step == 1:
         sizes = [n for n in (start, stop - start, size - stop) if n]
         return b.cut(dim, sizes)[1 if start else 0]
-    if size % step == 0 and start < step and stop > size - step:
+    if size % step == 0 and start < step and stop > size - step + start:
         outer, inner = b.split(dim, step)
         b.block_dim(inner)
         return outer
@@ -177,8 +177,11 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
     dims, places = list(b.tensor(source)), list(b.tensor(ids))
     b.never_partial(ids)
     for i, (x, y) in enumerate(zip(dims, places, strict=True)):
-        if i == args["dim"] % len(dims) or x.size != y.size:
+        if i == args["dim"] % len(dims):
             b.block_dim(x)
+        elif x.size != y.size:
+            b.block_dim(x)
+            b.block_dim(y)
         else:
             axes.unify(x, y)
     b.set(target, places, b.partial(source))

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 def view(b: Builder, op: Op, args: Arguments) -> None:
     """``view``/``reshape``/``flatten``…: runs of dims with equal products are regrouped."""
     source, target = op.inputs[0], op.outputs[0]
+    if op.name == "aten.view.dtype":
+        b.block(source)
+        b.set(target, b.blocked(*b.shape(target)))
+        return
     b.set(target, regroup(b, list(b.tensor(source)), b.shape(target)), b.partial(source))
 
 
@@ -60,7 +64,8 @@ def permute(b: Builder, op: Op, args: Arguments) -> None:
 def transpose(b: Builder, op: Op, args: Arguments) -> None:
     """``transpose``, ``swapaxes``."""
     dims = list(b.tensor(op.inputs[0]))
-    first, second = args["dim0"], args["dim1"]
+    names = ("axis0", "axis1") if args["dim0"] is None else ("dim0", "dim1")
+    first, second = args[names[0]], args[names[1]]
     dims[first], dims[second] = dims[second], dims[first]
     b.set(op.outputs[0], dims, b.partial(op.inputs[0]))
 
@@ -122,7 +127,8 @@ def movedim(b: Builder, op: Op, args: Arguments) -> None:
     """``movedim`` with ints or lists."""
     dims = b.tensor(op.inputs[0])
     rank = len(dims)
-    source, destination = args["source"], args["destination"]
+    given = (args["source"], args["destination"])
+    source, destination = ([x] if isinstance(x, int) else x for x in given)
     moved = {d % rank: s % rank for s, d in zip(source, destination, strict=True)}
     rest = iter(i for i in range(rank) if i not in moved.values())
     b.set(
@@ -145,8 +151,10 @@ def pad(b: Builder, op: Op, args: Arguments) -> None:
     """``constant_pad_nd``: padded dims must be whole."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
+    amounts = args["pad"]
     for index, size in enumerate(b.shape(target)):
-        if dims[index].size != size:
+        from_end = 2 * (len(dims) - 1 - index)
+        if any(amounts[from_end : from_end + 2]):
             b.block_dim(dims[index])
             dims[index] = axes.leaf(size, True)
     if args["value"]:
