@@ -24,18 +24,20 @@ def main(source: str, converted: str) -> None:
         expected = original(ids).logits
         difference = ((model(ids).logits - expected).abs().max() / expected.abs().max()).item()
     tokens, expected_tokens = (greedy(m, ids[:1]) for m in (model, original))
-    held = torch.tensor([sum(p.numel() for p in model.parameters())])
-    everyone = [torch.empty_like(held) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, held)
     if dist.get_rank() == 0:
-        print(f"parameters         {sum(p.numel() for p in original.parameters()):,} in the original")
-        print(f"                   {', '.join(f'{int(n):,}' for n in everyone)} on the ranks")
+        print(f"parameters         {count(original):,} in the original, {count(model):,} on rank 0")
         print(f"logits             differ by {difference:.1e} of the largest one")
         print(f"tokens, original   {expected_tokens}")
         print(f"tokens, sharded    {tokens}")
+    dist.barrier()
     dist.destroy_process_group()
     if difference > TOLERANCE or tokens != expected_tokens:
         sys.exit("error: the sharded model does not compute what the original computes")
+
+
+def count(model: Any) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def greedy(model: Any, ids: torch.Tensor) -> list[int]:
