@@ -127,7 +127,7 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
 def _reason(solution: Solution, tid: int) -> str:
     """Why a parameter is whole on every rank."""
     leaves = [x for dim in solution.analysis.dims[tid] for x in axes.leaves(dim)]
-    for leaf in leaves:
+    for leaf in (x for y in leaves for x in (y, *y.links)):
         if id(find(leaf)) in solution.unlocalizable:
             return f"no attribute edit makes it local: {solution.unlocalizable[id(find(leaf))]}"
     free = [x for x in leaves if not x.blocked]

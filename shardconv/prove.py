@@ -17,6 +17,7 @@ from shardconv_runtime.norms import ShardedNorm
 from shardconv_runtime.plan import NormInfo
 from torch import nn
 
+from .analysis import Arguments
 from .norms import NormSite
 from .simulate import run_ranks
 from .tape import Op, Tape
@@ -61,12 +62,12 @@ def _variants(site: NormSite, tape: Tape, names: list[str], size: int) -> Iterat
 
 
 def _epsilons(site: NormSite, tape: Tape) -> list[float]:
-    """Small numbers among the operators' arguments."""
+    """Small numbers among the operators' arguments, defaults too."""
     found: dict[float, None] = {}
     for index in site.events:
         op = tape.events[index]
         if isinstance(op, Op):
-            for value in (*op.args, *op.kwargs.values()):
+            for value in Arguments(op).values.values():
                 if isinstance(value, float) and 0 <= value < 1e-2:
                     found[value] = None
     return list(found) or [0.0]
