@@ -141,9 +141,13 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
 
 
 def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
-    """Python modules whose source the plan depends on: those of the model's classes and of its calls."""
+    """Python modules whose source the plan depends on: those of the model's classes and of its calls.
+
+    Code of a model repository is copied beside the plan, and the manifest has its checksums.
+    """
     names = set(tape.sources()) | {type(m).__module__ for m in model.modules()}
-    return sorted(n for n in names if not n.startswith(("torch.", "shardconv")) and n in sys.modules)
+    foreign = ("torch.", "shardconv", "transformers_modules.", "__main__")
+    return sorted(n for n in names if not n.startswith(foreign) and n in sys.modules)
 
 
 def _notes(analysis: Analysis) -> tuple[str, ...]:

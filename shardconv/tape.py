@@ -409,11 +409,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.tape.calls[self.stack[-1]].fqn if self.stack else ""
 
     def wrap(self, model: nn.Module) -> Callable[[], None]:
-        """Hook every submodule and wrap its int attributes; returns what undoes it."""
+        """Hook every submodule and wrap its int attributes; returns what undoes it.
+
+        The forward pass may store tensors on modules (caches of positions, say): that is undone too.
+        """
         handles: list[Any] = []
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for fqn, module in model.named_modules():
-            saved.append((module.__dict__, dict(module.__dict__)))
+            for attributes in (module.__dict__, module._buffers, module._parameters):
+                saved.append((attributes, dict(attributes)))
             _wrap_ints(module, fqn)
         for fqn, module in model.named_modules():
             hook = _ModuleHook(self, module, fqn)
@@ -424,8 +428,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
             for attributes, before in saved:
-                for key, value in before.items():
-                    attributes[key] = value
+                attributes.clear()
+                attributes.update(before)
 
         return undo
 

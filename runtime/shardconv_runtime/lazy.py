@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -247,7 +248,33 @@ def build_model(
             model = cls(config)
     with _building:
         _fill(model, lazy)
+    _keep_float32(model, dtype)
     return model.eval()
+
+
+def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give float32 to what the class keeps in float32 when a half precision checkpoint is loaded.
+
+    The names are private attributes of transformers' base class, and part of what ``from_pretrained`` does.
+    """
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for_half = getattr(model, "_keep_in_fp32_modules", None) or ()
+    kept = [
+        *(always if dtype in (torch.float16, torch.bfloat16) else ()),
+        *(for_half if dtype == torch.float16 else ()),
+    ]
+    if not kept:
+        return
+    wanted = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in kept))
+    for tensors in (model.named_parameters(), _persistent_buffer_names(model)):
+        for name, tensor in tensors:
+            if wanted.search(name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+
+
+def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    stored = {id(t) for t in _persistent_buffers(model)}
+    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored)
 
 
 def find_class(name: str) -> type[nn.Module]:
