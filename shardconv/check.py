@@ -65,9 +65,13 @@ _SHAPED = frozenset(
         "aten.randn",
         "aten.layer_norm",
         "aten.rms_norm",
+        "aten.embedding",
     }
 )
-"""Operators whose ints only decide their output's shape, which is compared anyway."""
+"""Operators whose ints only decide their output's shape, which is compared anyway.
+
+Or they matter to gradients alone: a rank that lacks the padding row of an embedding has no padding id.
+"""
 
 
 # Retrace -------------------------------------------------------------------------------------------
