@@ -42,7 +42,8 @@ class Problem:
     def solve(self) -> list[int]:
         """The assignment of least cost; 0 where nothing decides."""
         solution = [0] * self.num_variables
-        _eliminate(dict(self._tables), solution)
+        cost = _eliminate(dict(self._tables), solution)
+        assert cost < np.inf, "all zeros is always feasible"
         return solution
 
 
@@ -120,6 +121,6 @@ def _condition(
             cost += _eliminate(reduced, trial)
         if cost < best:
             best, best_solution = cost, trial
-    assert best_solution is not None, "all zeros is always feasible"
-    solution[:] = best_solution
+    if best_solution is not None:
+        solution[:] = best_solution
     return float(best)
