@@ -1,0 +1,113 @@
+"""Converted directories that somebody has changed: every rank says what is wrong, and none hangs.
+
+The errors of a launch and of single files are tested with hand-made plans elsewhere; here are those
+that need a second conversion.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import shardconv_runtime
+import torch
+from checkpoints import save_causal
+from distributed import run_errors
+from shardconv_runtime import CheckpointError, PlanError, ShardconvError
+from shardconv_runtime.manifest import rank_directory
+
+import shardconv
+
+
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories ``llama-2``, ``llama-4`` and ``qwen2-2``."""
+    root = tmp_path_factory.mktemp("conversions")
+    for model_type, sizes in (("llama", (2, 4)), ("qwen2", (2,))):
+        path = save_causal(model_type, root / model_type)
+        for tp in sizes:
+            shardconv.convert(path, root / f"{model_type}-{tp}", tp=tp)
+    return root
+
+
+def lose_common(out: Path, root: Path) -> None:
+    shutil.rmtree(out / "common")
+
+
+def take_rank_of_other_tp(out: Path, root: Path) -> None:
+    for file in (root / "llama-4" / rank_directory(1, 4)).iterdir():
+        shutil.copy(file, out / rank_directory(1, 2) / file.name)
+
+
+def take_rank_of_other_model(out: Path, root: Path) -> None:
+    shutil.rmtree(out / rank_directory(1, 2))
+    shutil.copytree(root / "qwen2-2" / rank_directory(1, 2), out / rank_directory(1, 2))
+
+
+def take_plan_of_other_tp(out: Path, root: Path) -> None:
+    shutil.copy(root / "llama-4" / "plan.json", out)
+
+
+def take_plan_and_manifest_of_other_tp(out: Path, root: Path) -> None:
+    take_plan_of_other_tp(out, root)
+    shutil.copy(root / "llama-4" / "manifest.json", out)
+
+
+def lose_manifest(out: Path, root: Path) -> None:
+    (out / "manifest.json").unlink()
+
+
+def change_config(out: Path, root: Path) -> None:
+    text = (out / "config.json").read_text()
+    assert '"num_hidden_layers": 2' in text
+    (out / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (lose_common, CheckpointError, "common"),
+        (take_rank_of_other_tp, CheckpointError, rank_directory(1, 2)),
+        (take_rank_of_other_model, CheckpointError, rank_directory(1, 2)),
+        (take_plan_of_other_tp, ShardconvError, "plan.json"),
+        (take_plan_and_manifest_of_other_tp, CheckpointError, rank_directory(0, 4)[-8:]),
+        (lose_manifest, CheckpointError, "manifest.json"),
+        (change_config, ShardconvError, "config.json"),
+    ],
+)
+def test_every_rank_raises(
+    conversions: Path,
+    tmp_path: Path,
+    change: Callable[[Path, Path], None],
+    kind: type[ShardconvError],
+    says: str,
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(conversions / "llama-2", out)
+    change(out, conversions)
+    begin = time.monotonic()
+    errors = run_errors(2, shardconv_runtime.load, out)
+    assert time.monotonic() - begin < 60
+    assert any(isinstance(error, kind) for error in errors)
+    for error in errors:
+        assert isinstance(error, ShardconvError)
+        assert says in str(error)
+        assert "\n" not in str(error)
+        assert len(str(error)) < 500
+
+
+def train(path: Path) -> None:
+    model = shardconv_runtime.load(path)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
+
+
+def test_a_plan_for_inference_is_not_trained(conversions: Path) -> None:
+    """Its gradients would be wrong."""
+    for error in run_errors(2, train, conversions / "llama-2"):
+        assert isinstance(error, PlanError)
+        assert "inference" in str(error)
