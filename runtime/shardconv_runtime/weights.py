@@ -15,7 +15,16 @@ from .dtypes import STORED_NAME
 from .errors import CheckpointError
 from .header import StoredTensor
 from .layout_hash import is_common, layout_sha256
-from .manifest import COMMON_DIRECTORY, FileEntry, Manifest, check_shard, check_sizes, resolve
+from .manifest import (
+    COMMON_DIRECTORY,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    check_shard,
+    check_sizes,
+    resolve,
+    sha256_of,
+)
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
 
 _REMEDY = "copy the directory again, or convert the model again"
@@ -31,11 +40,19 @@ class RankFiles:
 def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
     """Check, from sizes and headers alone, that ``rank`` will find each of its tensors exactly once.
 
+    What says how to compute with them, the config and the model's own code, is checked byte by byte.
+
     Raises:
-        CheckpointError: a file is missing, truncated or another rank's, or a tensor is missing, extra,
-            twice there, or of another shape or dtype than the plan says.
+        CheckpointError: a file is missing, truncated, changed or another rank's, or a tensor is missing,
+            extra, twice there, or of another shape or dtype than the plan says.
     """
     check_sizes(directory, manifest, rank)
+    for entry in manifest.files_of(rank):
+        if _is_code(entry) and sha256_of(resolve(directory, entry.path)) != entry.sha256:
+            raise CheckpointError(
+                f"{directory}: {entry.path} is not the one that was converted (its sha256 is not that in "
+                f"{MANIFEST_NAME}); {_REMEDY}"
+            )
     layout = layout_sha256(plan)
     found: dict[str, tuple[StoredTensor, FileEntry]] = {}
     shards = [entry for entry in manifest.files_of(rank) if _is_shard(entry)]
@@ -111,6 +128,10 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
+
+
+def _is_code(entry: FileEntry) -> bool:
+    return entry.path == "config.json" or entry.path.endswith(".py")
 
 
 def _is_shard(entry: FileEntry) -> bool:
