@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardconv_runtime import slices
+from shardconv_runtime.build import stored_tensors
 from shardconv_runtime.names import compress
 from shardconv_runtime.plan import Boundary, Edit, LogitsInfo, ModulePlan, NormInfo, ParameterPlan
 from shardconv_runtime.slices import Dim
@@ -57,7 +58,10 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     entries: dict[tuple[str, ParameterPlan], list[str]] = {}
     stand_ins = solution.folded.representatives()
     known: dict[str, ParameterPlan] = {}
+    aliases = dict(tied_names(model))
     for name, tensor in stored_tensors(model):
+        if name in aliases:
+            continue
         shown = _stand_in(name, stand_ins)
         entry = known.get(shown)
         if entry is None:
@@ -75,12 +79,6 @@ def _stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
         if name[: max(end, 0)] in stand_ins:
             return stand_ins[name[:end]] + name[end:]
     return name
-
-
-def stored_tensors(model: nn.Module) -> list[tuple[str, Any]]:
-    """Parameters and persistent buffers by their first name."""
-    persistent = set(model.state_dict(keep_vars=True))
-    return [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -1,278 +1,48 @@
-"""Proves a plan before a byte is written.
+"""Simulates the ranks on numbers, before a byte is written.
 
-Two independent proofs. ``retrace`` runs the local model on meta tensors: its tape must agree with the
-global one operator by operator, every shape being the expected local shape and every position being
-the expected local position. ``simulate`` runs all ranks in one process on random weights, in float64, and
-compares what they return with the unsharded model.
+All ranks run in one process, on random weights, in float64, and must return what the unsharded model
+returns. Layers of a kind that is there already are bypassed, so that deep models fit.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from shardconv_runtime.build import owner_of, parallelize, retie
+from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import Dim, axes_of, ranges, size
+from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.slices import axes_of, size
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .annotate import stored_tensors
-from .axes import Node, leaves
 from .exact import Float64
 from .inputs import TraceInputs
-from .layout import Layouts
-from .localize import Unlocalizable
-from .rules import RULES, views
+from .shallow import Bypass, bypass
 from .simulate import run_ranks
-from .tape import Mark, Op, Tape, trace
 from .writer import local_tensor
 
 TOLERANCE = 1e-9
 """Largest difference of the outputs, relative to the largest output, in float64."""
-MAX_SIMULATED_BYTES = 3 * 2**30
-"""A model whose float64 copies (whole, and all ranks) need more than this is not simulated."""
-
-_SHAPED = frozenset(
-    {
-        "aten.view",
-        "aten.reshape",
-        "aten._unsafe_view",
-        "aten.expand",
-        "aten.repeat",
-        "aten.zeros",
-        "aten.ones",
-        "aten.full",
-        "aten.empty",
-        "aten.new_zeros",
-        "aten.new_ones",
-        "aten.new_full",
-        "aten.new_empty",
-        "aten.split",
-        "aten.split_with_sizes",
-        "aten.chunk",
-        "aten.unflatten",
-        "aten.flatten",
-        "aten.new_empty_strided",
-        "aten.empty_strided",
-        "aten.rand",
-        "aten.randn",
-        "aten.layer_norm",
-        "aten.rms_norm",
-        "aten.embedding",
-    }
-)
-"""Operators whose ints only decide their output's shape, which is compared anyway.
-
-Or they matter to gradients alone: a rank that lacks the padding row of an embedding has no padding id.
-"""
+MAX_SIMULATED_BYTES = 16 * 2**30
+"""Above this, or half of the free memory, a model is not simulated."""
 
 
-# Retrace -------------------------------------------------------------------------------------------
-
-
-class _ShapeCommunicator(Communicator):
-    """Collectives as functions of shapes, on meta tensors."""
-
-    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(x)
-
-    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
-
-
-def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> None:
-    """Compare the tape of one rank's model with the global one.
-
-    Args:
-        plan: what the rank's model is built from.
-        layouts: expected dims of every tensor of the global tape.
-        model: the global model, on meta; it is copied.
-        inputs: as for the global trace.
-
-    Raises:
-        Unlocalizable: a shape or a position differs; with the dims that are sharded there.
-    """
-    for rank in sorted({0, plan.tp - 1}) if layouts.ranks_differ() else [0]:
-        local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
-        changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
-        try:
-            tape = trace(local, inputs.tensors, RULES, inputs.options)
-        except SolveError as error:
-            raise Unlocalizable(_sharded_near(layouts, str(error).partition(":")[0]), str(error)) from error
-        _Comparison(layouts, layouts.analysis.tape, tape, changed, rank).run()
-
-
-def _sharded_near(layouts: Layouts, fqn: str) -> list[Node]:
-    """Sharded leaves of the tensors that a module makes."""
-    tape = layouts.analysis.tape
-    found: dict[Node, None] = {}
-    for event in tape.events:
-        if isinstance(event, Op) and tape.calls[event.call].fqn == fqn:
-            for tid in event.outputs:
-                for dim in layouts.analysis.dims.get(tid, ()):
-                    found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
-    return list(found)
-
-
-class _Comparison:
-    """Global tape against the tape of one rank."""
-
-    def __init__(self, layouts: Layouts, whole: Tape, local: Tape, changed: set[str], rank: int) -> None:
-        self.layouts = layouts
-        self.whole = whole
-        self.local = local
-        self.changed = changed
-        self.rank = rank
-
-    def run(self) -> None:
-        """Raises ``Unlocalizable`` at the first difference."""
-        expected, found = self._by_call(self.whole), self._by_call(self.local)
-        for key, events in expected.items():
-            self._align(key[0], events, found.get(key, []))
-
-    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> None:
-        """Pair the operators of one call. A rank may leave out views: repeating a group of one, say."""
-        position = 0
-        skipped: list[Op | Mark] = []
-        for event in events:
-            other = mine[position] if position < len(mine) else None
-            if other is not None and self._same_kind(event, other) and not self._is_skipped(event, other):
-                self._compare(fqn, event, other)
-                position += 1
-            elif isinstance(event, Op) and self._moves_only(event):
-                skipped.append(event)
-            else:
-                what = "nothing more" if other is None else _label(other)
-                self._fail(
-                    fqn, [*skipped, event], f"runs {what} on a rank where the whole runs {_label(event)}"
-                )
-        if position < len(mine):
-            self._fail(
-                fqn, skipped or events, f"runs {_label(mine[position])} on a rank, which the whole does not"
-            )
-
-    @staticmethod
-    def _same_kind(event: Op | Mark, other: Op | Mark) -> bool:
-        if isinstance(event, Mark) or isinstance(other, Mark):
-            return isinstance(event, Mark) and isinstance(other, Mark) and event.slots == other.slots
-        return event.name == other.name and len(event.outputs) == len(other.outputs)
-
-    def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
-        """Whether a view belongs to a later one on the rank: its shape is not the expected one."""
-        if not isinstance(event, Op) or not isinstance(other, Op) or not self._moves_only(event):
-            return False
-        want = [self.layouts.local_shape(t, self.rank) for t in event.outputs]
-        return want != [self.local.tensors[t].shape for t in other.outputs]
-
-    def _moves_only(self, op: Op) -> bool:
-        base = op.name.rsplit(".", 1)[0]
-        if base == "aten.slice":
-            return self.whole.tensors[op.inputs[0]].shape == self.whole.tensors[op.outputs[0]].shape
-        return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
-
-    def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
-        """Events of each module call; of replaced modules, only what they return."""
-        out: dict[tuple[str, int], list[Op | Mark]] = {}
-        for event in tape.events:
-            call = tape.calls[event.call]
-            if isinstance(event, Op):
-                if call.fqn in self.changed or event.origin.startswith("shardconv"):
-                    continue
-            elif call.fqn in self.changed and not event.is_output:
-                continue
-            out.setdefault((call.fqn, call.index), []).append(event)
-        return out
-
-    def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> None:
-        if isinstance(event, Mark) or isinstance(other, Mark):
-            if isinstance(event, Mark) and isinstance(other, Mark):
-                self._compare_tensor(fqn, event, event.target, other.target)
-            return
-        for want, got in zip(event.outputs, other.outputs, strict=True):
-            self._compare_tensor(fqn, event, want, got)
-        if event.name.rsplit(".", 1)[0] not in _SHAPED and event.outputs[0] in self.layouts.analysis.dims:
-            self._compare_numbers(fqn, event, other)
-
-    def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> None:
-        if want not in self.layouts.analysis.dims:
-            return
-        expected = self.layouts.local_shape(want, self.rank)
-        if self.local.tensors[got].shape != expected:
-            shape = self.local.tensors[got].shape
-            self._fail(
-                fqn, [event], f"{_label(event)} has shape {shape} on rank {self.rank}, expected {expected}"
-            )
-
-    def _compare_numbers(self, fqn: str, event: Op, other: Op) -> None:
-        want = self._positions(event) if event.name == "aten.slice.Tensor" else _numbers(event)
-        got = self._local_positions(other) if event.name == "aten.slice.Tensor" else _numbers(other)
-        if want != got:
-            self._fail(fqn, [event], f"{event.name} is given {got} on rank {self.rank}, expected {want}")
-
-    def _positions(self, op: Op) -> list[int]:
-        """Local start, stop and step of a slice."""
-        dim, start, stop, step = _slice(op, self.whole.tensors[op.inputs[0]].shape)
-        layout = self.layouts.dims(op.inputs[0])[dim]
-        if not axes_of(layout) or step != 1:
-            size = self.layouts.local_shape(op.inputs[0], self.rank)[dim]
-            whole = self.whole.tensors[op.inputs[0]].shape[dim]
-            return [start, stop if stop != whole else size, step]
-        return [self._below(layout, start), self._below(layout, stop), step]
-
-    def _local_positions(self, op: Op) -> list[int]:
-        return list(_slice(op, self.local.tensors[op.inputs[0]].shape)[1:])
-
-    def _below(self, layout: Dim, position: int) -> int:
-        """How many positions below a global one the rank holds."""
-        held = ranges(layout, self.layouts.mesh, self.rank)
-        return sum(max(0, min(stop, position) - start) for start, stop in held)
-
-    def _fail(self, fqn: str, events: Iterable[Op | Mark], what: str) -> None:
-        nodes: dict[Node, None] = {}
-        for event in events:
-            tids = (
-                (event.source, event.target) if isinstance(event, Mark) else (*event.inputs, *event.outputs)
-            )
-            for tid in tids:
-                for dim in self.layouts.analysis.dims.get(tid, ()):
-                    nodes |= {x: None for x in leaves(dim) if self.layouts.assignment.axes(x)}
-        raise Unlocalizable(list(nodes), f"{fqn} {what}")
-
-
-def _label(event: Op | Mark) -> str:
-    return event.name if isinstance(event, Op) else event.slots[0]
-
-
-def _numbers(op: Op) -> list[Any]:
-    values = pytree.tree_leaves((op.args, op.kwargs))
-    return [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
-
-
-def _slice(op: Op, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    names = ("dim", "start", "end", "step")
-    given = dict(zip(names, op.args[1:], strict=False)) | {k: v for k, v in op.kwargs.items() if k in names}
-    dim = given.get("dim", 0) % len(shape)
-    start, stop, step = slice(given.get("start"), given.get("end"), given.get("step")).indices(shape[dim])
-    return dim, start, max(start, stop), step
-
-
-# Simulation ----------------------------------------------------------------------------------------
-
-
-def simulate(plan: Plan, model: nn.Module, inputs: TraceInputs) -> float | None:
+def simulate(
+    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass] | None = None
+) -> float | None:
     """Run every rank in this process and compare with the unsharded model.
 
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
         inputs: what it is called with.
+        bypassed: layers to leave out, on both sides.
 
     Returns:
         The largest difference of an output, relative to the largest value; None if the model is too
@@ -281,25 +51,24 @@ def simulate(plan: Plan, model: nn.Module, inputs: TraceInputs) -> float | None:
     Raises:
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
-    stored = sum(t.numel() for _, t in stored_tensors(model))
-    if 8 * stored * (2 + _replication(plan)) > MAX_SIMULATED_BYTES:
+    skipped = bypassed or {}
+    whole = bypass(copy.deepcopy(model).double(), skipped)
+    entries = {name: entry for name, entry in parameter_plans(plan).items() if not _inside(name, skipped)}
+    if _needed_bytes(entries, plan) > _budget():
         return None
-    whole = copy.deepcopy(model).double()
-    weights = {name: _random(name, tensor) for name, tensor in stored_tensors(whole)}
-    _fill(whole, weights, plan)
+    shapes = {name: t for name, t in stored_tensors(whole) if name in entries}
+    weights = {name: _random(name, tensor) for name, tensor in shapes.items()}
+    entries = {name: replace(entries[name], dtype=str(w.dtype)[6:]) for name, w in weights.items()}
+    _fill(whole, weights)
     want = _outputs(whole, inputs)
-    del whole
-
-    entries = {n: replace(e, dtype=str(weights[n].dtype)[6:]) for n, e in parameter_plans(plan).items()}
 
     def rank_outputs(comm: Communicator) -> list[Tensor]:
-        local = parallelize(copy.deepcopy(model).double(), plan, comm)
-        parts = {n: local_tensor(entries[n], w, plan.mesh, comm.rank) for n, w in weights.items()}
-        _fill(local, parts, plan)
+        local = bypass(parallelize(copy.deepcopy(model).double(), plan, comm), skipped)
+        _fill(local, {n: local_tensor(entries[n], w, plan.mesh, comm.rank) for n, w in weights.items()})
         return _outputs(local, inputs)
 
     try:
-        results = run_ranks(plan.mesh or (1,), rank_outputs) if plan.tp > 1 else [want]
+        results = run_ranks(plan.mesh, rank_outputs) if plan.tp > 1 else [want]
     except PlanError:
         raise
     except Exception as error:
@@ -314,38 +83,51 @@ def simulate(plan: Plan, model: nn.Module, inputs: TraceInputs) -> float | None:
     return worst
 
 
-def _replication(plan: Plan) -> float:
-    """Bytes of all ranks together, relative to the model's."""
-    whole = held = 0
-    for entry in parameter_plans(plan).values():
-        numel = math.prod(d for d in _sizes(entry.dims))
-        axes = {a for d in entry.dims for a in axes_of(d)}
-        whole += numel
-        held += numel * plan.tp // math.prod(plan.mesh[a] for a in axes)
-    return held / max(whole, 1)
+def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
+    """Whether a parameter belongs to one of the layers."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
 
 
-def _sizes(dims: tuple[Dim, ...]) -> list[int]:
-    return [size(d) for d in dims]
+def _needed_bytes(entries: Mapping[str, ParameterPlan], plan: Plan) -> int:
+    """Float64 copies of the whole model and of all ranks."""
+    total = 0
+    for entry in entries.values():
+        numel = math.prod(size(d) for d in entry.dims)
+        split = math.prod(plan.mesh[a] for a in {a for d in entry.dims for a in axes_of(d)})
+        total += 8 * numel * (1 + plan.tp // split)
+    return total
+
+
+def _budget() -> int:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(MAX_SIMULATED_BYTES, free // 2)
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:
+    """Weights of a size that keeps activations in range; norms and biases are random as well."""
     generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name))
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
-        return torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 0.5
-    return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / math.sqrt(tensor.shape[-1])
+        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor], plan: Plan) -> None:
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set parameters and buffers, and every other name of one that is tied."""
+    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            aliases.setdefault(id(parameter), []).append((module, attribute))
     for name, tensor in tensors.items():
         owner, attribute = owner_of(model, name)
         if attribute in owner._parameters:
-            owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+            real = nn.Parameter(tensor, requires_grad=False)
+            for module, alias in aliases[id(owner._parameters[attribute])]:
+                module._parameters[alias] = real
         else:
             owner._buffers[attribute] = tensor
-    retie(model, plan)
 
 
 def _outputs(model: nn.Module, inputs: TraceInputs) -> list[Tensor]:
@@ -357,8 +139,16 @@ def _outputs(model: nn.Module, inputs: TraceInputs) -> list[Tensor]:
 def _difference(got: list[Tensor], want: list[Tensor]) -> float:
     if [t.shape for t in got] != [t.shape for t in want]:
         return math.inf
-    worst = 0.0
-    for x, y in zip(got, want, strict=True):
-        scale = y.double().abs().max().clamp_min(1e-30)
-        worst = max(worst, float(((x.double() - y.double()).abs().max() / scale).nan_to_num(nan=math.inf)))
-    return worst
+    return max((_relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)), default=0.0)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    """Largest difference over the largest value; the same infinity or NaN is no difference."""
+    finite = y.isfinite()
+    if y.numel() == 0:
+        return 0.0
+    if not finite.any():
+        return math.inf  # nothing to compare: nothing is proven
+    same = (x == y) | (x.isnan() & y.isnan())
+    error = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+    return float(error.max() / y[finite].abs().max().clamp_min(1e-30))

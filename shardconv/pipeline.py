@@ -18,13 +18,15 @@ from . import annotate
 from .analysis import Analysis, analyse
 from .annotate import Solution
 from .axes import Node, find, leaves
-from .check import retrace, simulate
+from .check import simulate
 from .fold import Folded, fold
 from .inputs import TraceInputs, make_inputs
 from .layout import Layouts
 from .localize import Unlocalizable, localize
 from .prove import fit_norm
+from .retrace import retrace
 from .rules import RULES
+from .shallow import find_bypasses
 from .solve import Assignment, solve
 from .sources import ModelSpec
 from .tape import Tape, trace
@@ -74,8 +76,9 @@ def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) 
     plan = _solved(spec, tp, model, folded, inputs if check else None)
     if check:
         tell("simulating the ranks")
-        if simulate(plan, model, inputs) is None:
-            tell("the model is too large to be simulated here: only its shapes were checked")
+        bypassed = find_bypasses(tape, folded.representatives())
+        if simulate(plan, model, inputs, bypassed) is None:
+            tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
     return plan
 
 
