@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
+from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.norms import ShardedNorm
 from shardconv_runtime.plan import NormInfo
 from torch import nn
 
 from .analysis import Arguments
+from .exact import Float64
 from .norms import NormSite
 from .simulate import run_ranks
 from .tape import Op, Tape
@@ -37,10 +42,12 @@ def fit_norm(module: nn.Module, site: NormSite, tape: Tape, axes: tuple[int, ...
     size = tape.tensors[site.input].shape[-1]
     names = [tape.tensors[t].name.rpartition(".")[2] for t in site.parameters]
     cases = {dtype: _case(module, size, dtype) for dtype in _TOLERANCES}
+    best: tuple[float, NormInfo] | None = None
     for info in _variants(site, tape, names, size):
-        if all(_agrees(info, *case, tolerance=_TOLERANCES[dtype]) for dtype, case in cases.items()):
-            return replace(info, axes=axes)
-    return None
+        error = sum(_error(info, *case) / _TOLERANCES[dtype] for dtype, case in cases.items())
+        if error <= 1 and (best is None or error < best[0]):
+            best = error, info
+    return replace(best[1], axes=axes) if best else None
 
 
 def _variants(site: NormSite, tape: Tape, names: list[str], size: int) -> Iterator[NormInfo]:
@@ -80,17 +87,24 @@ def _case(module: nn.Module, size: int, dtype: torch.dtype) -> tuple[nn.Module, 
     for parameter in real.parameters():
         parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(dtype)
     x = (torch.randn(5, 3, size, generator=generator, dtype=torch.float64) * 2 + 0.3).to(dtype)
-    with torch.inference_mode():
+    with torch.inference_mode(), _precision(dtype):
         return real, x, real(x)
 
 
-def _agrees(info: NormInfo, real: nn.Module, x: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
-    def compute(comm: object) -> torch.Tensor:
-        with torch.inference_mode():
-            result: torch.Tensor = ShardedNorm(info, real, comm)(x)  # type: ignore[arg-type]
+def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """In float64, casts to float32 are left out on both sides: what they do shows in the other dtypes."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def _error(info: NormInfo, real: nn.Module, x: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference from the module's output, relative to its largest value."""
+
+    def compute(comm: Communicator) -> torch.Tensor:
+        with torch.inference_mode(), _precision(x.dtype):
+            result: torch.Tensor = ShardedNorm(info, real, comm)(x)
             return result
 
     (got,) = run_ranks((1,), compute)
     if got.dtype != want.dtype:
-        return False
-    return bool((got.double() - want.double()).abs().max() <= tolerance * want.double().abs().max())
+        return math.inf
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())

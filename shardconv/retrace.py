@@ -34,6 +34,7 @@ _SHAPED = frozenset(
         "aten._unsafe_view",
         "aten.expand",
         "aten.repeat",
+        "aten.repeat_interleave",
         "aten.zeros",
         "aten.ones",
         "aten.full",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -219,7 +220,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mutated = self.stale.pop(id(tensor))
         old = self.ids[id(tensor)]
         new = self.new(tensor)
-        self._emit(Op("alias_write", (Ref(old), Ref(mutated)), {}, (old, mutated), (new,), self.stack[-1]))
+        whole = tensor.numel() == _storage_size(tensor) == math.prod(self.tape.tensors[mutated].shape)
+        self._emit(Op("alias_write", (whole,), {}, (old, mutated), (new,), self.stack[-1]))
 
     def register_model(self, model: nn.Module) -> None:
         """Parameters and buffers become tensors of the tape; tied ones keep their first name."""
@@ -318,7 +320,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (NotImplementedError, RuntimeError):
             real = self._evaluate_op(func, refs, kwrefs)
             if real is None:
-                raise
+                real = self._guess(func, facts.name, refs, kwrefs)
             return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), real)
 
     def _cached(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -377,15 +379,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.real[out] = leaf
         return self.real.get(tid)
 
-    def _evaluate_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _guess(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result if all that depends on parameters were zero, and true."""
+        self.tape.guesses.append(f"{self.current_fqn()}: the result of {name}, which depends on data")
+        return self._evaluate_op(func, args, kwargs, guessing=True)
+
+    def _plausible(self, tid: int) -> torch.Tensor:
+        info = self.tape.tensors[tid]
+        return torch.full(info.shape, int(info.dtype == torch.bool), dtype=info.dtype, device="cpu")
+
+    def _evaluate_op(self, func: Any, args: Any, kwargs: Any, guessing: bool = False) -> Any:
         missing = False
 
         def load(ref: Ref) -> torch.Tensor:
             nonlocal missing
             real = self.value(ref.tid)
             if real is None:
-                missing = True
-                return torch.empty(0)
+                missing = not guessing
+                return self._plausible(ref.tid) if guessing else torch.empty(0)
             return real.clone() if func._schema.is_mutable else real
 
         def restore(value: Any) -> Any:
@@ -492,6 +503,11 @@ def _geometry(value: Any) -> Any:
     return type(value), value
 
 
+def _storage_size(tensor: torch.Tensor) -> int:
+    """Number of elements in the memory that a tensor is a view of."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments and in lists of them."""
     out: list[torch.Tensor] = []
@@ -592,6 +608,8 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SIZES:
             return self._size(func(*args, **kwargs), args, kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
+            return self._converted(func, args, kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
             return func(*args, **kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
@@ -602,6 +620,17 @@ class _Functions(TorchFunctionMode):
             Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
         )
         return result
+
+    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``tolist`` and the like: of the true value, if it does not depend on parameters."""
+        recorder = self.recorder
+        tid = recorder.tid(args[0])
+        real = recorder.value(tid)
+        if real is None:
+            recorder.tape.guesses.append(f"{recorder.current_fqn()}: the values of a {args[0].dtype} tensor")
+            real = recorder._plausible(tid)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return func(real, *args[1:], **kwargs)
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -620,6 +649,7 @@ class _Functions(TorchFunctionMode):
 
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
+_CONVERSIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
 def _has_traced(values: Any) -> bool:

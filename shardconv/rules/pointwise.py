@@ -66,9 +66,12 @@ def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
 
 def cast(b: Builder, op: Op, args: Arguments) -> None:
     """Another dtype: linear, unless it cuts off what is behind the point."""
-    source, target = b.tape.tensors[op.inputs[0]].dtype, b.tape.tensors[op.outputs[0]].dtype
-    is_linear = target.is_floating_point or target.is_complex or target == source
-    (linear if is_linear else nonlinear)(b, op, args)
+    (linear if _keeps_fractions(b, op.inputs[0], op.outputs[0]) else nonlinear)(b, op, args)
+
+
+def _keeps_fractions(b: Builder, source: int, target: int) -> bool:
+    before, after = b.tape.tensors[source].dtype, b.tape.tensors[target].dtype
+    return after.is_floating_point or after.is_complex or after == before
 
 
 def divisive(b: Builder, op: Op, args: Arguments) -> None:
@@ -101,13 +104,16 @@ def copy(b: Builder, op: Op, args: Arguments) -> None:
     """``self.copy_(src)``: the value of ``src`` in the shape of ``self``."""
     target, source = op.inputs[0], op.inputs[1]
     dims = broadcast(b, [target, source], len(b.shape(target)))
+    if not _keeps_fractions(b, source, op.outputs[0]):
+        b.never_partial(source)
     b.set(op.outputs[0], dims, b.partial(source))
 
 
 def alias_write(b: Builder, op: Op, args: Arguments) -> None:
     """A tensor whose memory was written through another: its dims stay, and it must be whole."""
     old, written = op.inputs
-    if b.shape(old) == b.shape(written):
+    is_whole = op.args[0]
+    if is_whole and b.shape(old) == b.shape(written):
         b.set(op.outputs[0], b.tensor(old), b.partial(written))
         return
     b.never_partial(old, written)

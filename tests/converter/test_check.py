@@ -14,10 +14,11 @@ from shardconv_runtime.slices import Leaf, Product, Sum, to_text
 from torch import nn
 
 from shardconv import pipeline
-from shardconv.check import TOLERANCE, retrace, simulate
+from shardconv.check import TOLERANCE, simulate
 from shardconv.inputs import TraceInputs
 from shardconv.layout import Layouts
 from shardconv.localize import Unlocalizable
+from shardconv.retrace import retrace
 
 
 @dataclass(frozen=True)

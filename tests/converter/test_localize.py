@@ -59,9 +59,6 @@ def test_more_ranks_than_key_value_heads() -> None:
     assert plan.mesh == (2, 2, 2) or plan.mesh == (4, 2)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the retrace compares the count of repeat_interleave with the global one"
-)
 def test_more_ranks_than_heads_that_are_repeated_by_an_attribute() -> None:
     """``repeat_interleave(many // few)`` repeats as often as the rank's heads need."""
     plan = models.plan_of(models.FusedModel, 8)
