@@ -68,10 +68,19 @@ AutoModelForCausalLM._model_mapping[type(config)]
 def _pinned(command: list[str]) -> tuple[float, str]:
     """Wall seconds and output of a command on one core."""
     core = {min(os.sched_getaffinity(0))}
+
+    def pin() -> None:
+        os.sched_setaffinity(0, core)
+
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=env, preexec_fn=lambda: os.sched_setaffinity(0, core)
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+        preexec_fn=lambda: os.sched_setaffinity(0, core),
     )
     return time.perf_counter() - start, done.stdout
 
@@ -91,7 +100,9 @@ def measure(name: str, runs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
     options = parser.parse_args()

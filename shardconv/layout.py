@@ -8,7 +8,8 @@ from shardconv_runtime.slices import Dim, Leaf, Product, Sum
 from . import axes
 from .analysis import Analysis
 from .axes import LEAF, Node, find
-from .solve import Assignment, frozen_leaves
+from .solve import Assignment
+from .structure import frozen_leaves
 
 
 class Layouts:

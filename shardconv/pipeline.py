@@ -29,7 +29,8 @@ from .rules import RULES
 from .shallow import find_bypasses
 from .solve import Assignment, solve
 from .sources import ModelSpec
-from .tape import Tape, trace
+from .tape import Tape
+from .trace import trace
 
 MAX_ROUNDS = 32
 

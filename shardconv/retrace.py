@@ -25,7 +25,8 @@ from .inputs import TraceInputs
 from .layout import Layouts
 from .localize import Unlocalizable
 from .rules import RULES, views
-from .tape import Mark, Op, Tape, trace
+from .tape import Mark, Op, Tape
+from .trace import trace
 
 _SHAPED = frozenset(
     {

@@ -101,6 +101,14 @@ def outer(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, state)
 
 
+def _keep_aligned(b: Builder, dim: Node, itemsize: int) -> None:
+    """The kernels want rows of whole 16 bytes, and know no float64: shares come in units of that."""
+    unit = 16 // min(itemsize, 4)
+    if dim.size % unit == 0:
+        _, inner = b.split(dim, unit)
+        b.block_dim(inner)
+
+
 def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     """Rows ``x [S, I]``, sorted by group, times their group's matrix of ``weight [E, I, O]``."""
     x, weight = op.inputs[0], op.inputs[1]
@@ -109,6 +117,8 @@ def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*op.inputs[2:])
     for tid in op.inputs[2:]:
         b.block(tid)
+    for dim in b.tensor(weight)[1:]:
+        _keep_aligned(b, dim, b.tape.tensors[weight].dtype.itemsize)
     dims, state = einsum_dims(b, [(x, ["s", "i"]), (weight, ["s1", "i", "o"])], ["s", "o", "s1"])
     b.set(op.outputs[0], dims[:2], state)
 

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardconv.analysis import Analysis, Arguments, analyse
+from shardconv.axis_problem import AxisProblem, Graph
 from shardconv.fold import Folded
 from shardconv.layout import Layouts
 from shardconv.rules import RULES, views
-from shardconv.solve import Assignment, _AxisProblem, _Graph
-from shardconv.tape import Mark, Op, Ref, Tape, trace
+from shardconv.solve import Assignment
+from shardconv.tape import Mark, Op, Ref, Tape
+from shardconv.trace import trace
 
 MODES = ("parameter", "summed")
 """What the operands are: parameters; or activations, which are sums that may be partial."""
@@ -104,9 +106,9 @@ def body_dims(analysis: Analysis) -> list[str]:
 
 def assignments(analysis: Analysis, extent: int) -> Iterator[Assignment]:
     """For every variable, one assignment that uses it with little else, and one with much else."""
-    graph = _Graph(analysis, (), Folded(analysis.tape))
+    graph = Graph(analysis, (), Folded(analysis.tape))
     generator = np.random.default_rng(extent)
-    problem = _AxisProblem(graph, extent, {})
+    problem = AxisProblem(graph, extent, {})
     num, num_costs = len(problem.keys), len(problem.costs)
     seen: set[tuple[Any, ...]] = set()
     for wanted, much in itertools.product(range(num), (False, True)):

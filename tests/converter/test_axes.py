@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardconv import axes
 from shardconv.axes import PRODUCT, SUM, Conflict, Node, find, leaf
-from shardconv.solve import corresponding_leaves
+from shardconv.structure import corresponding_leaves
 
 # Known structures ----------------------------------------------------------------------------------
 

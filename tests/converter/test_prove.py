@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardconv.norms import NormSite, find_norms
 from shardconv.prove import fit_norm
 from shardconv.rules import RULES
-from shardconv.tape import Tape, trace
+from shardconv.tape import Tape
+from shardconv.trace import trace
 
 
 class Holder(nn.Module):

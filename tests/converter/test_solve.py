@@ -14,8 +14,9 @@ from shardconv.analysis import Analysis, analyse
 from shardconv.axes import leaf
 from shardconv.layout import Layouts
 from shardconv.rules import RULES
-from shardconv.solve import corresponding_leaves, multiplying_pairs, prime_factors, solve
-from shardconv.tape import trace
+from shardconv.solve import prime_factors, solve
+from shardconv.structure import corresponding_leaves, multiplying_pairs
+from shardconv.trace import trace
 
 WIDTH = 64
 

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import ModelOutput
 from shardconv.analysis import analyse
 from shardconv.ints import TracedInt, traced_ints
 from shardconv.rules import RULES
-from shardconv.tape import Mark, Op, Tape, trace
+from shardconv.tape import Mark, Op, Tape
+from shardconv.trace import trace
 
 
 class Call(nn.Module):

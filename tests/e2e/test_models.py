@@ -24,6 +24,7 @@ import shardconv
 CASES = [
     *((model_type, tp) for model_type in CONFIGS for tp in (1, 2, 4)),
     *((model_type, 3) for model_type in ("llama", "gemma2", "gpt2")),  # 8 heads and 256 rows: uneven shares
+    ("mixtral", 3),  # shares of expert matrices that its kernel takes
     ("llama", 8),  # 4 key/value heads: each on two ranks
 ]
 MANY_PER_LAYER = {"olmo2": 4}
