@@ -6,6 +6,7 @@ shardconv itself.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -258,6 +259,7 @@ def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: boo
 @contextmanager
 def _working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
+    gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
     from .chatter import quiet_libraries
     from .progress import for_terminal
 
