@@ -15,7 +15,8 @@ from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
 from torch import nn
 
 from . import annotate
-from .analysis import Analysis, analyse
+from .analyse import analyse
+from .analysis import Analysis
 from .annotate import Solution
 from .axes import Node, find, leaves
 from .check import simulate

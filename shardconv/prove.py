@@ -21,7 +21,7 @@ from shardconv_runtime.norms import ShardedNorm
 from shardconv_runtime.plan import NormInfo
 from torch import nn
 
-from .analysis import Arguments
+from .builder import Arguments
 from .exact import Float64
 from .norms import NormSite
 from .simulate import run_ranks

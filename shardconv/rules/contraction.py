@@ -9,7 +9,8 @@ from .. import axes
 from ..axes import Node
 
 if TYPE_CHECKING:
-    from ..analysis import Arguments, Builder, Partial
+    from ..analysis import Partial
+    from ..builder import Arguments, Builder
     from ..tape import Op
 
 

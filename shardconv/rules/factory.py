@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .. import axes
 
 if TYPE_CHECKING:
-    from ..analysis import Arguments, Builder
+    from ..builder import Arguments, Builder
     from ..tape import Op
 
 

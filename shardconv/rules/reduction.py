@@ -9,7 +9,7 @@ from ..axes import Node
 from . import pointwise
 
 if TYPE_CHECKING:
-    from ..analysis import Arguments, Builder
+    from ..builder import Arguments, Builder
     from ..tape import Op
 
 

@@ -11,7 +11,7 @@ from ..tape import Ref
 from .pointwise import broadcast
 
 if TYPE_CHECKING:
-    from ..analysis import Arguments, Builder
+    from ..builder import Arguments, Builder
     from ..tape import Op
 
 

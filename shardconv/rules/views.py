@@ -8,7 +8,7 @@ from .. import axes
 from ..axes import Node
 
 if TYPE_CHECKING:
-    from ..analysis import Arguments, Builder
+    from ..builder import Arguments, Builder
     from ..tape import Op
 
 

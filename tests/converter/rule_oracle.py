@@ -19,8 +19,10 @@ from shardconv_runtime.slices import Dim
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardconv.analysis import Analysis, Arguments, analyse
+from shardconv.analyse import analyse
+from shardconv.analysis import Analysis
 from shardconv.axis_problem import AxisProblem, Graph
+from shardconv.builder import Arguments
 from shardconv.fold import Folded
 from shardconv.layout import Layouts
 from shardconv.rules import RULES, views

@@ -14,7 +14,8 @@ from rule_cases import CASES, Case, f, ints
 from rule_oracle import MODES, Program, Wrong, body_dims, check
 from torch import Tensor
 
-from shardconv.analysis import Analysis, analyse
+from shardconv.analyse import analyse
+from shardconv.analysis import Analysis
 from shardconv.rules import RULES, factory, pointwise, views
 from shardconv.solve import solve
 from shardconv.tape import Op

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardconv import axes
-from shardconv.analysis import Analysis, analyse
+from shardconv.analyse import analyse
+from shardconv.analysis import Analysis
 from shardconv.axes import leaf
 from shardconv.layout import Layouts
 from shardconv.rules import RULES

@@ -13,7 +13,7 @@ from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from shardconv.analysis import analyse
+from shardconv.analyse import analyse
 from shardconv.ints import TracedInt, traced_ints
 from shardconv.rules import RULES
 from shardconv.tape import Mark, Op, Tape

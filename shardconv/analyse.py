@@ -1,0 +1,74 @@
+"""Tape and rules give the axes of every tensor and what the solver must respect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import axes
+from .analysis import Analysis
+from .builder import Arguments, Builder
+from .norms import NormSite, find_norms
+from .rules import POINTWISE, RULES
+from .tape import Mark, Op, Tape
+
+
+def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
+    """Apply the rules to every operator of the tape, in order.
+
+    Args:
+        tape: of the global model.
+        ties: pairs of tensors whose dims must have the same structure.
+    """
+    builder = Builder(tape)
+    norms = find_norms(tape)
+    skip: dict[int, NormSite] = {index: site for site in norms for index in site.events}
+    for index, event in enumerate(tape.events):
+        if isinstance(event, Mark):
+            builder.mark(event)
+            continue
+        site = skip.get(index)
+        if site is None:
+            _apply(builder, event)
+        elif index == site.events[-1]:
+            builder.norm(site)
+    for tid in tape.outputs:
+        builder.tensor(tid)
+    dims = builder.result.dims
+    for a, b in ties:
+        if a in dims and b in dims:
+            for x, y in zip(dims[a], dims[b], strict=True):
+                axes.link(x, y)
+    return builder.result
+
+
+def _apply(builder: Builder, op: Op) -> None:
+    """Apply the rule of an operator; without one, block all that it touches."""
+    base = op.name.rsplit(".", 1)[0]
+    where = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", builder.tape.calls[op.call].fqn) or "the model"
+    builder.why = f"{base.partition('.')[2]} in {where} needs all of it"
+    rule = RULES.get(base) or RULES.get(base.rstrip("_"))
+    if rule is None and op.overload is not None and _is_pointwise(op.overload):
+        rule = POINTWISE
+    if rule is None:
+        builder.result.unknown.setdefault(op.name, builder.tape.calls[op.call].fqn)
+        builder.block(*op.inputs)
+        for tid in op.outputs:
+            builder.set(tid, builder.blocked(*builder.shape(tid)))
+        return
+    rule(builder, op, Arguments(op))
+    if op.inputs and builder.parametric.issuperset(op.inputs):
+        builder.parametric.update(op.outputs)
+
+
+_POINTWISE_TAG: dict[Any, bool] = {}
+
+
+def _is_pointwise(overload: Any) -> bool:
+    known = _POINTWISE_TAG.get(overload)
+    if known is None:
+        known = _POINTWISE_TAG[overload] = torch.Tag.pointwise in overload.tags
+    return known
