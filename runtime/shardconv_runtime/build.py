@@ -52,7 +52,9 @@ def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits:
     parameters = parameter_plans(plan)
     if not gather_logits:
         modules = _without_logits_gather(modules, plan.logits)
-        model.register_forward_pre_hook(_LabelsRefused(forward_signature(model)), with_kwargs=True)
+        _refuse(model, "labels", _WHY_NO_LABELS)
+    if plan.modules and plan.tp > 1:
+        _refuse(model, "output_attentions", _WHY_NO_ATTENTIONS)
     _check_names(model, plan, parameters)
     targets = {fqn: _submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
@@ -67,6 +69,11 @@ def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits:
     _shrink(model, parameters, comm)
     retie(model, plan)
     return model
+
+
+def _refuse(model: nn.Module, argument: str, why: str) -> None:
+    hook = _Refused(forward_signature(model), argument, why)
+    model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def retie(model: nn.Module, plan: Plan) -> None:
@@ -304,21 +311,34 @@ def _without_logits_gather(
     return {**modules, logits.module: replace(entry, outputs=outputs, gather_output=False)}
 
 
-class _LabelsRefused:
-    """Forward pre-hook of a model whose logits stay sharded: its own loss would be wrong."""
+class _Refused:
+    """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
 
-    def __init__(self, signature: inspect.Signature) -> None:
+    def __init__(self, signature: inspect.Signature, argument: str, why: str) -> None:
         names = list(signature.parameters)
-        self._position = names.index("labels") if "labels" in names else None
+        self._argument = argument
+        self._position = names.index(argument) if argument in names else None
+        self._why = why
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        by_position = self._position is not None and self._position < len(args)
-        labels = args[self._position] if by_position else kwargs.get("labels")  # type: ignore[index]
-        if labels is not None:
-            raise PlanError(
-                "labels were given to a model that was loaded with gather_logits=False: its loss would be "
-                "that of a shard of the vocabulary; load with gather_logits=True"
-            )
+        if self._position is not None and self._position < len(args):
+            value = args[self._position]
+        else:
+            value = kwargs.get(self._argument)
+        if value is None:
+            value = getattr(getattr(module, "config", None), self._argument, None)
+        if value is not None and value is not False:
+            raise PlanError(f"{self._argument} was given to a model {self._why}")
+
+
+_WHY_NO_LABELS = (
+    "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
+    "with gather_logits=True"
+)
+_WHY_NO_ATTENTIONS = (
+    "whose heads are split over ranks: each rank would return the weights of its own; run the unsharded "
+    "model to look at attention weights"
+)
 
 
 def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:

@@ -116,6 +116,21 @@ def test_logits_may_stay_sharded_and_labels_are_then_refused() -> None:
         assert torch.allclose(torch.cat(run_ranks((2,), rank), -1), model(IDS).logits)
 
 
+def test_attention_weights_of_one_rank_are_refused() -> None:
+    model = random_llama()
+    plan, state = llama_plan(model.config, (2,)), model.state_dict()
+
+    def rank(comm: Communicator) -> None:
+        part = build(plan, comm)
+        fill(part, plan, state, comm.rank)
+        with torch.no_grad():
+            part(IDS, output_attentions=False)
+            with pytest.raises(PlanError, match="split over ranks"):
+                part(IDS, output_attentions=True)
+
+    run_ranks((2,), rank)
+
+
 def test_a_plan_without_logits_gather_has_no_shard_to_return() -> None:
     plan = dataclasses.replace(llama_plan(small_config(), (2,)), logits=None)
     with pytest.raises(PlanError, match="gathers no logits"):
