@@ -10,13 +10,14 @@ import copy
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, size
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -51,52 +52,98 @@ def simulate(
     Raises:
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
-    skipped = bypassed or {}
-    whole = bypass(copy.deepcopy(model).double(), skipped)
-    entries = {name: entry for name, entry in parameter_plans(plan).items() if not _inside(name, skipped)}
-    if _needed_bytes(entries, plan) > _budget():
+    simulation = _Simulation(plan, model, inputs, bypassed or {})
+    if simulation.needed_bytes() > _budget():
         return None
-    shapes = {name: t for name, t in stored_tensors(whole) if name in entries}
-    weights = {name: _random(name, tensor) for name, tensor in shapes.items()}
-    entries = {name: replace(entries[name], dtype=str(w.dtype)[6:]) for name, w in weights.items()}
-    _fill(whole, weights)
-    want = _outputs(whole, inputs)
-
-    def rank_outputs(comm: Communicator) -> list[Tensor]:
-        local = bypass(parallelize(copy.deepcopy(model).double(), plan, comm), skipped)
-        _fill(local, {n: local_tensor(entries[n], w, plan.mesh, comm.rank) for n, w in weights.items()})
-        return _outputs(local, inputs)
-
+    precision, want = simulation.reference()
     try:
-        results = run_ranks(plan.mesh, rank_outputs) if plan.tp > 1 else [want]
+        results = (
+            run_ranks(plan.mesh, lambda comm: simulation.rank(comm, precision)) if plan.tp > 1 else [want]
+        )
     except PlanError:
         raise
     except Exception as error:
         raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
     worst = max((_difference(got, want) for got in results), default=0.0)
-    if not worst <= TOLERANCE:
+    if not worst <= precision.tolerance:
         raise SolveError(
             f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
-            f"largest output (allowed: {TOLERANCE:.0e}). Nothing was written. This is a bug in shardconv; "
-            "please report it."
+            f"largest output (allowed: {precision.tolerance:.0e}). Nothing was written. This is a bug in "
+            "shardconv; please report it."
         )
     return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Precision:
+    dtype: torch.dtype
+    tolerance: float
+
+    def computing(self) -> AbstractContextManager[object]:
+        """In float64, casts to float32 inside of the model are left out."""
+        return Float64() if self.dtype == torch.float64 else nullcontext()
+
+
+_PRECISIONS = (_Precision(torch.float64, TOLERANCE), _Precision(torch.float32, 1e-4))
+"""The second is for the few models whose code insists on float32 somewhere."""
+
+
+class _Simulation:
+    """One model, one plan: the unsharded run and that of each rank, on the same random weights."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, inputs: TraceInputs, skipped: Mapping[str, Bypass]
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.inputs = inputs
+        self.skipped = skipped
+        self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
+
+    def needed_bytes(self) -> int:
+        """Float64 copies of the whole model and of all ranks."""
+        total = 0
+        for entry in self.entries.values():
+            numel = math.prod(size(d) for d in entry.dims)
+            split = math.prod(self.plan.mesh[a] for a in {a for d in entry.dims for a in axes_of(d)})
+            total += 8 * numel * (1 + self.plan.tp // split)
+        return total
+
+    def reference(self) -> tuple[_Precision, list[Tensor]]:
+        """What the unsharded model returns, in the best precision that its code bears."""
+        problem: Exception | None = None
+        for precision in _PRECISIONS:
+            whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
+            self.weights = {n: _random(n, t) for n, t in stored_tensors(whole) if n in self.entries}
+            _fill(whole, self.weights)
+            try:
+                want = _outputs(whole, self.inputs, precision)
+                if all(t.isfinite().any() for t in want if t.numel()):
+                    return precision, want
+                problem = problem or ArithmeticError("an output has no finite value")
+            except Exception as error:
+                problem = problem or error
+        raise SolveError(
+            f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
+            f"{problem}; pass --no-check (check=False) to rely on shapes and positions"
+        ) from problem
+
+    def rank(self, comm: Communicator, precision: _Precision) -> list[Tensor]:
+        """What one rank returns."""
+        local = parallelize(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
+        local = bypass(local, self.skipped)
+        parts = {}
+        for name, weight in self.weights.items():
+            entry = replace(self.entries[name], dtype=str(weight.dtype).removeprefix("torch."))
+            parts[name] = local_tensor(entry, weight, self.plan.mesh, comm.rank)
+        _fill(local, parts)
+        return _outputs(local, self.inputs, precision)
 
 
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
     """Whether a parameter belongs to one of the layers."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
-
-
-def _needed_bytes(entries: Mapping[str, ParameterPlan], plan: Plan) -> int:
-    """Float64 copies of the whole model and of all ranks."""
-    total = 0
-    for entry in entries.values():
-        numel = math.prod(size(d) for d in entry.dims)
-        split = math.prod(plan.mesh[a] for a in {a for d in entry.dims for a in axes_of(d)})
-        total += 8 * numel * (1 + plan.tp // split)
-    return total
 
 
 def _budget() -> int:
@@ -130,8 +177,8 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             owner._buffers[attribute] = tensor
 
 
-def _outputs(model: nn.Module, inputs: TraceInputs) -> list[Tensor]:
-    with torch.inference_mode(), Float64():
+def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:
+    with torch.inference_mode(), precision.computing():
         result = model(**inputs.tensors, **inputs.options)
     return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from shardconv_runtime.errors import SolveError
+from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
@@ -69,7 +69,7 @@ def _no_collection() -> Iterator[None]:
 
 def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) -> Plan:
     tell("building the model")
-    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    model = _built(spec)
     inputs = make_inputs(model)
     tell("tracing")
     tape = trace(model, inputs.tensors, RULES, inputs.options)
@@ -82,6 +82,18 @@ def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) 
         if simulate(plan, model, inputs, bypassed) is None:
             tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
     return plan
+
+
+def _built(spec: ModelSpec) -> nn.Module:
+    try:
+        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{spec.name}: {spec.model_class.__name__} cannot be built from its config: {error}; "
+            "correct config.json"
+        ) from error
 
 
 def _solved(spec: ModelSpec, tp: int, model: nn.Module, folded: Folded, inputs: TraceInputs | None) -> Plan:
