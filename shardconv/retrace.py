@@ -36,6 +36,7 @@ _SHAPED = frozenset(
         "aten.expand",
         "aten.repeat",
         "aten.repeat_interleave",
+        "aten.convolution",
         "aten.zeros",
         "aten.ones",
         "aten.full",

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, contraction, factory, pointwise, reduction, selection, views
+from . import attention, contraction, convolution, factory, pointwise, reduction, selection, views
 
 Rule = Callable[[Any, Any, Any], None]
 
 RULES: dict[str, Rule] = {
     **pointwise.RULES,
     **contraction.RULES,
+    **convolution.RULES,
     **views.RULES,
     **selection.RULES,
     **reduction.RULES,

@@ -314,6 +314,13 @@ def _factory(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> l
     return _run(op, (), values, local)
 
 
+def _convolution(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> list[Tensor]:
+    """With as many groups as the rank holds, as an edited attribute would say."""
+    source, weight = local[op.inputs[0]], local[op.inputs[1]]
+    channels = _shapes(op, layouts, rank)[0][1] if Arguments(op)["transposed"] else source.shape[1]
+    return _run(op, (*op.args[:-1], channels // weight.shape[1]), op.kwargs, local)
+
+
 def _embedding(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> list[Tensor]:
     """Rows that the rank does not hold are zero."""
     table, ids = local[op.inputs[0]], local[op.inputs[1]]
@@ -328,6 +335,7 @@ def _embedding(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) ->
 
 _LOCAL: dict[str, Callable[[Op, Layouts, dict[int, Tensor], int], list[Tensor]]] = {
     **{name: _view for name, rule in views.RULES.items() if rule is views.view or rule is views.squeeze},
+    "aten.convolution": _convolution,
     **{name: _expand for name, rule in views.RULES.items() if rule is views.expand},
     **dict.fromkeys(("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split"), _split),
     "aten.repeat": _repeat,
