@@ -155,7 +155,16 @@ RULES = {
     "aten.zero_": zero_fill,
     "alias_write": alias_write,
     **dict.fromkeys(
-        ("aten.fill", "aten.silu", "aten.gelu", "aten.bernoulli", "aten.nan_to_num", "aten.floor_divide"),
+        (
+            "aten.fill",
+            "aten.silu",
+            "aten.gelu",
+            "aten.bernoulli",
+            "aten.nan_to_num",
+            "aten.floor_divide",
+            "aten.polar",
+            "aten.complex",
+        ),
         nonlinear,
     ),
 }

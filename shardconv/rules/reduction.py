@@ -120,7 +120,21 @@ def group_norm(b: Builder, op: Op, args: Arguments) -> None:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
+def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
+    """Systems of equations, one for each position of the leading dims."""
+    b.never_partial(*op.inputs)
+    for tid in op.inputs:
+        for dim in b.tensor(tid)[-2:]:
+            b.block_dim(dim)
+    matrix, right = (list(b.tensor(t)) for t in op.inputs[:2])
+    for x, y in zip(matrix[:-2], right[:-2], strict=True):
+        axes.unify(x, y)
+    lead = [x if x.size >= y.size else y for x, y in zip(matrix[:-2], right[:-2], strict=True)]
+    b.set(op.outputs[0], [*lead, *right[-2:]])
+
+
 RULES = {
+    "aten.linalg_solve_triangular": solve_triangular,
     "aten.sum": sum_,
     "aten.mean": mean,
     **dict.fromkeys(

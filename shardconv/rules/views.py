@@ -172,7 +172,21 @@ def unfold(b: Builder, op: Op, args: Arguments) -> None:
     b.set(target, [*dims, axes.leaf(shape[-1], True)], b.partial(source))
 
 
+def as_complex(b: Builder, op: Op, args: Arguments) -> None:
+    """``view_as_complex``: the last dim, of 2, becomes the parts of one number."""
+    dims = b.tensor(op.inputs[0])
+    b.block_dim(dims[-1])
+    b.set(op.outputs[0], dims[:-1], b.partial(op.inputs[0]))
+
+
+def as_real(b: Builder, op: Op, args: Arguments) -> None:
+    """``view_as_real``: a last dim of 2, whole."""
+    b.set(op.outputs[0], [*b.tensor(op.inputs[0]), *b.blocked(2)], b.partial(op.inputs[0]))
+
+
 RULES = {
+    "aten.view_as_complex": as_complex,
+    "aten.view_as_real": as_real,
     **dict.fromkeys(
         (
             "aten.view",

@@ -115,6 +115,20 @@ CONTRACTION = [
     Case("linear bias", lambda x, w, b: F.linear(x, w, b), (f(3, 4), f(6, 4), f(6)), "3 6"),
     Case("linear of a vector", lambda x, w, b: F.linear(x, w, b), (f(4), f(6, 4), f(6)), "6"),
     Case("linear, weight a vector", lambda x, w: F.linear(x, w), (f(3, 4), f(4)), "3"),
+    Case(
+        "view_as_complex",
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * 2j),
+        (f(3, 4, 2),),
+        "3 4 2!",
+    ),
+    Case("polar", lambda x, y: torch.view_as_real(torch.polar(x, y)), (f(3, 4), f(3, 4)), "3 4 2!"),
+    Case("complex", lambda x, y: torch.view_as_real(torch.complex(x, y)), (f(3, 4), f(3, 4)), "3 4 2!"),
+    Case(
+        "solve_triangular",
+        lambda a, x: torch.linalg.solve_triangular(a + 3 * torch.eye(4, dtype=a.dtype), x, upper=False),
+        (f(3, 4, 4), f(3, 4, 5)),
+        "3 4! 5!",
+    ),
     Case("conv1d", lambda x, w, b: F.conv1d(x, w, b), (f(2, 4, 9), f(6, 4, 3), f(6)), "2 6 7!"),
     Case(
         "conv1d depthwise",

@@ -177,7 +177,7 @@ def terms(x: Tensor, count: int) -> list[Tensor]:
     if x.dtype == torch.bool:
         raise Wrong("a bool tensor is partial")
     generator = torch.Generator().manual_seed(x.numel())
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         parts = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(count - 1)]
     else:
         parts = [torch.randint(-9, 9, x.shape, generator=generator, dtype=x.dtype) for _ in range(count - 1)]
@@ -228,13 +228,17 @@ def _compare(op: Op, layouts: Layouts, tid: int, whole: Tensor, got: list[Tensor
     if _is_partial(layouts, tid):
         if any(g.shape != whole.shape for g in got):
             raise Wrong(f"{_describe(op, layouts)}: partial, with shapes {[tuple(g.shape) for g in got]}")
-        if not torch.allclose(sum(g.double() for g in got), whole.double(), atol=1e-9):  # type: ignore[arg-type]
+        if not torch.allclose(sum(_real(g) for g in got), _real(whole), atol=1e-9):  # type: ignore[arg-type]
             raise Wrong(f"{_describe(op, layouts)}: the ranks' terms do not sum to the whole")
         return
     for rank, mine in enumerate(got):
         want = part(whole, layouts.dims(tid), layouts.mesh, rank)
-        if mine.shape != want.shape or not torch.allclose(mine.double(), want.double(), atol=1e-9):
+        if mine.shape != want.shape or not torch.allclose(_real(mine), _real(want), atol=1e-9):
             raise Wrong(f"{_describe(op, layouts)}: wrong on rank {rank}")
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x.double()
 
 
 def _describe(op: Op, layouts: Layouts) -> str:
