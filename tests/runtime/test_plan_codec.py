@@ -381,3 +381,13 @@ def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
     except PlanError:
         return
     assert codec.loads(codec.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    [("parameters/0/dims/0", "?*8@0"), ("modules/0/inputs/0/layout", "?*101@0")],
+    ids=["parameter", "table"],
+)
+def test_open_factors_are_for_activations_alone(place: str, layout: str) -> None:
+    with pytest.raises(PlanError, match=re.escape("?")):
+        codec.loads(edit_golden(place, layout))

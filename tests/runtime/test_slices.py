@@ -236,3 +236,24 @@ def test_segments_may_share_an_axis_but_dims_may_not() -> None:
     slices.validate_tensor((fused, Leaf(4096, (1,))), (2, 2))
     with pytest.raises(PlanError, match="axis 0 splits more than one dim"):
         slices.validate_tensor((fused, Leaf(4096, (0,))), (2,))
+
+
+@pytest.mark.parametrize("text", ["?*8@0", "8@0*?", "4*?*8@0"])
+def test_an_open_factor_leaves_the_known_parts(text: str) -> None:
+    dim = slices.parse(text)
+    assert slices.to_text(dim) == text
+    parts = slices.open_parts(dim)
+    assert parts is not None
+    outer, _, inner = text.partition("?")
+    known = [slices.size(slices.parse(t.strip("*"))) if t else 1 for t in (outer, inner)]
+    assert [slices.size(p) for p in parts] == known
+
+
+def test_a_known_dim_has_no_open_part() -> None:
+    assert slices.open_parts(slices.parse("4@0*8")) is None
+
+
+@pytest.mark.parametrize("text", ["?*?*8@0", "?*8@0 + 3", "(?*2 + 4)*8@0"])
+def test_an_open_factor_in_another_place_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="only one factor"):
+        slices.open_parts(slices.parse(text))
