@@ -51,8 +51,16 @@ def solve_plan(
         SolveError: the model cannot be traced, or its plan failed the check.
     """
     tell = progress or (lambda _: None)
-    with _no_collection():
-        return _stages(spec, tp, check, tell)
+    try:
+        with _no_collection():
+            return _stages(spec, tp, check, tell)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise SolveError(
+            f"{spec.name}: no plan could be made ({type(error).__name__}: {error}); this is a gap in "
+            "shardconv, please report it with the model's config.json"
+        ) from error
 
 
 @contextmanager

@@ -385,7 +385,7 @@ def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("place", "layout"),
-    [("parameters/0/dims/0", "?*8@0"), ("modules/0/inputs/0/layout", "?*101@0")],
+    [("parameters/0/dims/0", "?*8@0"), ("modules/1/inputs/0/layout", "?*101@0")],
     ids=["parameter", "table"],
 )
 def test_open_factors_are_for_activations_alone(place: str, layout: str) -> None:
