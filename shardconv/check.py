@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
@@ -147,8 +148,16 @@ def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
 
 
 def _budget() -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(MAX_SIMULATED_BYTES, free // 2)
+    return min(MAX_SIMULATED_BYTES, _available_bytes() // 2)
+
+
+def _available_bytes() -> int:
+    """Memory that is free or can be freed (caches), where the system tells; else what is free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:
