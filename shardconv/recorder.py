@@ -55,8 +55,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.tensors.append(TensorInfo(tuple(tensor.shape), tensor.dtype, kind, name))
         self.ids[id(tensor)] = tid
         self.alive.append(tensor)
-        if kind == "value":
-            self.by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         return tid
 
     def tid(self, tensor: torch.Tensor) -> int:
@@ -81,6 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 twin = self.twins[id(tensor)] = torch.empty_like(tensor, device=META)
             self.ids[id(twin)] = self.tid(tensor)
             self.alive.append(twin)
+            self.by_storage.setdefault(twin.untyped_storage()._cdata, []).append(tensor)
         return twin
 
     def _refresh(self, tensor: torch.Tensor) -> None:

@@ -333,3 +333,20 @@ def test_the_rotary_table_of_a_tied_model_is_named_once() -> None:
     names = [i.name for i in tape.tensors if i.kind == "parameter"]
     assert "lookup.weight" in names
     assert "speak.weight" not in names
+
+
+def test_a_buffer_that_is_written_through_a_view_has_a_new_value() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(4, 3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen[:2].copy_(x)
+            return self.seen + 1
+
+    tape = trace(Counter(), {"x": torch.ones(2, 3)}, RULES)
+    writes = [e for e in tape.events if isinstance(e, Op) and e.name == "alias_write"]
+    assert len(writes) == 1
+    (add,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.add"))
+    assert add.inputs == writes[0].outputs
