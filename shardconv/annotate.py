@@ -23,7 +23,7 @@ from torch import nn
 from . import axes
 from .analysis import Analysis
 from .axes import Node, find
-from .fold import Folded
+from .fold import Folded, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit, Unlocalizable
 from .rules import contraction
@@ -73,12 +73,8 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
 
 def _stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
     """The parameter of a layer that was solved, for one of a layer like it."""
-    end = len(name) if stand_ins else 0
-    while end > 0:
-        end = name.rfind(".", 0, end)
-        if name[: max(end, 0)] in stand_ins:
-            return stand_ins[name[:end]] + name[end:]
-    return name
+    layer = next((p for p in prefixes(name) if p in stand_ins), "")
+    return stand_ins[layer] + name[len(layer) :] if layer else name
 
 
 def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -36,9 +36,6 @@ class Graph:
         self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
         self.tokens = math.prod(analysis.tape.tensors[analysis.tape.inputs[0]].shape[:2]) or 1
         self.width = _width(analysis)
-        self.states: dict[int, Partial] = {}
-        self.nodes: dict[int, Node] = {}
-        self.tensor_counts: Counter[int] = Counter()
         self.signatures = self._signatures()
 
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
@@ -69,6 +66,14 @@ def _width(analysis: Analysis) -> int:
 
 
 class AxisProblem:
+    """Variables, constraints and costs of one axis.
+
+    Args:
+        graph: what all axes share.
+        extent: size of the mesh axis.
+        taken: ``id`` of a leaf -> into how many parts earlier axes split it.
+    """
+
     def __init__(self, graph: Graph, extent: int, taken: dict[int, int]) -> None:
         self.graph = graph
         self.extent = extent
@@ -151,6 +156,10 @@ class AxisProblem:
     def _add(self, variables: Sequence[int], table: np.ndarray) -> None:
         self.costs.append((tuple(variables), table))
 
+    def _charge(self, variable: int, cost: float) -> None:
+        """Add ``cost`` where the variable is 1."""
+        self._add((variable,), np.array([0.0, cost]))
+
     def _exclude(self, a: int, b: int) -> None:
         if a == b:
             self.zero.add(a)
@@ -167,11 +176,11 @@ class AxisProblem:
         variables = [v for dim in dims for v in self.leaves(dim)]
         partial = self.state(state)
         for v in variables:
-            self._add((v,), np.array([0.0, EPSILON * count * self.latency]))
+            self._charge(v, EPSILON * count * self.latency)
             if partial is not None:
                 self._exclude(v, partial)
         if partial is not None:
-            self._add((partial,), np.array([0.0, 10 * EPSILON * count * self.latency]))
+            self._charge(partial, 10 * EPSILON * count * self.latency)
 
     def _contraction(self, contraction: Contraction) -> None:
         output = self.state(contraction.output)
@@ -227,7 +236,7 @@ class AxisProblem:
         if before is not None:
             reduce = weight * (2 * volume + self.latency)
             if after is None:
-                self._add((before,), np.array([0.0, reduce]))
+                self._charge(before, reduce)
             else:
                 self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
         elif after is not None:
@@ -241,9 +250,9 @@ class AxisProblem:
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
             for v in self.leaves(before):
-                self._add((v,), np.array([0.0, gather]))
+                self._charge(v, gather)
             for v in self.leaves(after):
-                self._add((v,), np.array([0.0, slice_]))
+                self._charge(v, slice_)
             return
         for x, y in dict.fromkeys(pairs):
             a, b = self.leaf(x), self.leaf(y)
@@ -251,9 +260,9 @@ class AxisProblem:
                 if a != b:
                     self._add((a, b), np.array([[0.0, slice_], [gather, 0.0]]))
             elif a is not None:
-                self._add((a,), np.array([0.0, gather]))
+                self._charge(a, gather)
             elif b is not None:
-                self._add((b,), np.array([0.0, slice_]))
+                self._charge(b, slice_)
 
     def _savings(self, tid: int) -> None:
         dims = self.graph.analysis.dims[tid]
@@ -267,23 +276,23 @@ class AxisProblem:
                 if v is not None:
                     have = node.size / self.taken.get(id(node), 1)
                     saved = 1 - math.ceil(have / self.extent) / have
-                    self._add((v,), np.array([0.0, -worth * numel * share * saved]))
+                    self._charge(v, -worth * numel * share * saved)
 
     def _statistic(self, dim: Node, weight: float) -> None:
         for v in self.leaves(dim):
-            self._add((v,), np.array([0.0, weight * self.latency]))
+            self._charge(v, weight * self.latency)
 
     def _lookup(self, lookup: TableLookup) -> None:
         """Rows before columns: what is summed can be reduce-scattered, and a tied head needs rows."""
         analysis = self.graph.analysis
         volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
         for v in self.leaves(analysis.dims[lookup.table][0]):
-            self._add((v,), np.array([0.0, -1.1 * volume]))
+            self._charge(v, -1.1 * volume)
 
     def _reward(self, dims: Sequence[Node]) -> None:
         for dim in dims:
             for v in self.leaves(dim):
-                self._add((v,), np.array([0.0, -1e-3 * self.latency]))
+                self._charge(v, -1e-3 * self.latency)
 
     def _tie(self, a: int, b: int) -> None:
         """Corresponding tensors of layers of one kind: the same choice."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .exact import Float64
+from .fold import prefixes
 from .inputs import TraceInputs
 from .shallow import Bypass, bypass
 from .simulate import run_ranks
@@ -143,8 +144,7 @@ class _Simulation:
 
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
     """Whether a parameter belongs to one of the layers."""
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in layers for i in range(1, len(parts)))
+    return any(p in layers for p in prefixes(name))
 
 
 def _budget() -> int:

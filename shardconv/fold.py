@@ -37,12 +37,7 @@ class Folded:
 
     def layer_of(self, fqn: str) -> str:
         """The layer that stays and contains this module or parameter; empty if there is none."""
-        end = len(fqn)
-        while end > 0:
-            if fqn[:end] in self.instances:
-                return fqn[:end]
-            end = fqn.rfind(".", 0, end)
-        return ""
+        return next((p for p in prefixes(fqn) if p in self.instances), "")
 
     def names(self, fqn: str) -> tuple[str, ...]:
         """All modules or parameters that this one stands for."""
@@ -242,7 +237,7 @@ def _classify(tape: Tape, segments: list[_Segment]) -> None:
     replays: dict[str, list[Replay]] = {}
     names = {s.fqn for s in segments}
     for replay in tape.replays:
-        layer = next((p for p in _prefixes(replay.fqn) if p in names), None)
+        layer = next((p for p in prefixes(replay.fqn) if p in names), None)
         if layer is not None:
             replays.setdefault(layer, []).append(replay)
     signatures = [_Signature(tape, s).compute(replays.get(s.fqn, ())) for s in segments]
@@ -260,7 +255,8 @@ def _classify(tape: Tape, segments: list[_Segment]) -> None:
         segment.kind = kinds.setdefault((signature, shared), len(kinds))
 
 
-def _prefixes(fqn: str) -> Iterator[str]:
+def prefixes(fqn: str) -> Iterator[str]:
+    """A name and the modules that contain it, innermost first."""
     while fqn:
         yield fqn
         fqn = fqn.rpartition(".")[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from shardconv_runtime import slices
 from shardconv_runtime.slices import Dim, Leaf, Product, Sum
 
@@ -28,27 +31,21 @@ class Layouts:
         node = find(node)
         known = self._dims.get(id(node))
         if known is None:
-            known = self._dims[id(node)] = _simplified(self._tree(node))
+            known = self._dims[id(node)] = _simplified(self._tree(node, open_leaves=frozenset()))
         return known
 
-    def _tree(self, node: Node) -> Dim:
+    def _tree(self, node: Node, open_leaves: Collection[int]) -> Dim:
+        """The tree of a dim; leaves whose ``id`` is among ``open_leaves`` have no size."""
         node = find(node)
         if node.kind == LEAF:
-            return Leaf(node.size, self.assignment.axes(node))
-        children = tuple(self._tree(c) for c in node.children)
+            size = 0 if id(node) in open_leaves else node.size
+            return Leaf(size, self.assignment.axes(node))
+        children = tuple(self._tree(c, open_leaves) for c in node.children)
         return Product(children) if node.kind == axes.PRODUCT else Sum(children)
 
     def open_dim(self, node: Node) -> Dim:
         """The layout of an activation's dim: parts that depend on the input's size are left open."""
-        return _simplified(self._open_tree(find(node)))
-
-    def _open_tree(self, node: Node) -> Dim:
-        node = find(node)
-        if node.kind == LEAF:
-            size = 0 if id(node) in self._frozen else node.size
-            return Leaf(size, self.assignment.axes(node))
-        children = tuple(self._open_tree(c) for c in node.children)
-        return Product(children) if node.kind == axes.PRODUCT else Sum(children)
+        return _simplified(self._tree(node, open_leaves=self._frozen))
 
     def dims(self, tid: int) -> tuple[Dim, ...]:
         """The layouts of a tensor's dims."""
@@ -78,10 +75,7 @@ class Layouts:
         for dims in self.analysis.dims.values():
             for node in dims:
                 for leaf in slices.leaves(self.dim(node)):
-                    parts = 1
-                    for axis in leaf.axes:
-                        parts *= self.mesh[axis]
-                    if leaf.size % parts:
+                    if leaf.size % math.prod(self.mesh[axis] for axis in leaf.axes):
                         return True
         return False
 

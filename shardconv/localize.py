@@ -9,6 +9,7 @@ each attribute.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +52,7 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit]:
     Raises:
         Unlocalizable: some call cannot be made right.
     """
-    num_ranks = 1
-    for extent in layouts.mesh:
-        num_ranks *= extent
-    ranks = range(num_ranks) if layouts.ranks_differ() else range(1)
+    ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
     per_rank = [_Localizer(layouts, rank).edits() for rank in ranks]
     values: dict[Attribute, int] = {}
     for edits in per_rank:
