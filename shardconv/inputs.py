@@ -20,8 +20,12 @@ class TraceInputs:
     options: dict[str, Any]
 
 
-def make_inputs(model: nn.Module) -> TraceInputs:
+def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:
     """Token ids with a left-padded attention mask, and what else the model's forward asks for.
+
+    Args:
+        model: on any device.
+        seed: other values, and other sizes than those of seed 0, for a second run on numbers.
 
     Raises:
         SolveError: the model is not called with token ids.
@@ -33,20 +37,22 @@ def make_inputs(model: nn.Module) -> TraceInputs:
             f"{type(model).__name__} takes {main}, not input_ids; only text models can be converted so far"
         )
     batch, length = _sizes(model)
-    tensors = {"input_ids": _ids(model, batch, length)}
+    if seed:
+        batch, length = batch - 1, length - 3
+    tensors = {"input_ids": _ids(model, batch, length, seed)}
     if "attention_mask" in parameters:
         mask = torch.ones(batch, length, dtype=torch.long)
         mask[0, :2] = 0
         tensors["attention_mask"] = mask
     if "decoder_input_ids" in parameters:
-        tensors["decoder_input_ids"] = _ids(model, batch, length - 5)
+        tensors["decoder_input_ids"] = _ids(model, batch, length - 5, seed + 1)
     options = {"use_cache": False} if "use_cache" in parameters else {}
     return TraceInputs(tensors, options)
 
 
-def _ids(model: nn.Module, batch: int, length: int) -> torch.Tensor:
+def _ids(model: nn.Module, batch: int, length: int, seed: int) -> torch.Tensor:
     table = model.get_input_embeddings()  # type: ignore[operator]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(
         min(3, table.weight.shape[0] - 1), table.weight.shape[0], (batch, length), generator=generator
     )

@@ -1,0 +1,268 @@
+"""Plans one model of the zoo, runs its ranks on numbers and says how it went.
+
+The converter proves a plan by itself before it writes. Here the plan is judged again, by other means: other
+weights, other inputs of another length and batch, in plain float64, all outputs compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shardconv_runtime.build import owner_of, parallelize, stored_tensors
+from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.lazy import build_model
+from shardconv_runtime.names import expand_all
+from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.slices import axes_of, size
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardconv.exact import Float64
+from shardconv.inputs import TraceInputs, make_inputs
+from shardconv.pipeline import solve_plan
+from shardconv.simulate import run_ranks
+from shardconv.sources import ModelSpec
+from shardconv.writer import local_tensor
+
+from .models import ZooModel
+
+TOLERANCE = 1e-9
+"""Largest difference of any output in float64, relative to the largest value."""
+FLOAT32_TOLERANCE = 1e-5
+"""The same where the model's own code computes in float32."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one model came out at one tp size."""
+
+    family: str
+    type: str
+    variant: str
+    tp: int
+    status: str
+    """``equal``, ``float32`` (equal, but for float32 inside of the model), ``wrong``, ``refused``."""
+    message: str = ""
+    error: float = math.nan
+    """Largest difference of an output, relative to the largest value, in plain float64."""
+    exact_error: float = math.nan
+    """The same where the model's casts to float32 keep float64."""
+    parameters: int = 0
+    sharded: float = 0.0
+    """Fraction of the elements of parameters of two or more dims that are split, of those that a forward
+    pass can reach."""
+    unused: float = 0.0
+    """Fraction of the elements that no forward pass of this model reads."""
+    edits: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Of one forward pass, by kind."""
+    per_layer: float = 0.0
+    replicated: dict[str, str] = field(default_factory=dict)
+    """Parameters of two or more dims that every rank holds whole, numbers as ``*``, and why."""
+    notes: tuple[str, ...] = ()
+    plan_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
+    """Plan ``model`` for ``tp`` ranks, run them, compare."""
+    start = time.perf_counter()
+    about = {"family": model.family, "type": model.type, "variant": variant, "tp": tp}
+    spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
+    try:
+        plan = solve_plan(spec, tp)
+    except Exception as error:
+        return Result(
+            **about, status="refused", message=_line(error), seconds=time.perf_counter() - start
+        )
+    planned = time.perf_counter()
+    try:
+        error, exact, counts = judge(plan, model)
+        status, message = _verdict(error, exact), ""
+    except Exception as problem:
+        error = exact = math.nan
+        counts, status, message = Counter(), "wrong", _line(problem)
+    return Result(
+        **about,
+        status=status,
+        message=message,
+        error=error,
+        exact_error=exact,
+        **_facts(plan),
+        collectives=dict(counts),
+        notes=plan.notes,
+        plan_seconds=planned - start,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+
+
+def _verdict(error: float, exact: float) -> str:
+    if error <= TOLERANCE:
+        return "equal"
+    return "float32" if error <= FLOAT32_TOLERANCE and not exact > TOLERANCE else "wrong"
+
+
+# What the plan says ------------------------------------------------------------------------------
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    entries = parameter_plans(plan)
+    numel = {n: math.prod(size(d) for d in e.dims) for n, e in entries.items()}
+    unused = {n for n, e in entries.items() if "not used" in e.reason}
+    wide = [n for n, e in entries.items() if len(e.dims) > 1 and n not in unused]
+    split = {n for n in wide if any(axes_of(d) for d in entries[n].dims)}
+    replicated = {_template(n): entries[n].reason for n in wide if n not in split}
+    layers = {m[0] for n in entries if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
+    inside = sum(
+        sum(1 for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather"))
+        + (1 if m.norm else 0)
+        for m in plan.modules
+        for name in expand_all(m.names, 10**6)
+        if any(name == x or name.startswith(x + ".") for x in layers)
+    )
+    total = sum(numel[n] for n in wide)
+    return {
+        "parameters": plan.model.num_parameters,
+        "sharded": sum(numel[n] for n in split) / total if total else 1.0,
+        "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
+        "edits": len({(_template(x), e.attribute) for m in plan.modules for x in m.names for e in m.edits}),
+        "per_layer": inside / len(layers) if layers else float(inside),
+        "replicated": replicated,
+    }
+
+
+def _template(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|\{[^}]*\}", "*", name)
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+def judge(plan: Plan, model: ZooModel, seed: int = 7) -> tuple[float, float, Counter[str]]:
+    """Largest difference of the ranks' outputs in plain float64 and in exact float64, and the
+    collectives of one rank's forward pass."""
+    whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
+    if hasattr(whole, "set_experts_implementation"):
+        whole.set_experts_implementation("eager")  # torch's grouped product has no float64 kernel on CPUs
+    entries = parameter_plans(plan)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: _random(tensor, generator) for name, tensor in stored_tensors(whole) if name in entries
+    }
+    inputs = make_inputs(whole, seed=seed)
+    reference = fill(copy.deepcopy(whole), weights)
+    errors, counts = [], Counter[str]()
+    for exact in (False, True):
+        want = _run(reference, inputs, exact)
+        counts = Counter()
+
+        def rank(comm: Communicator, exact: bool = exact, counts: Counter[str] = counts) -> list[Tensor]:
+            local = parallelize(copy.deepcopy(whole), plan, comm)
+            if comm.rank == 0:
+                _count(comm, counts)
+            return _run(fill(local, local_weights(weights, entries, plan, comm.rank)), inputs, exact)
+
+        results = run_ranks(plan.mesh, rank) if plan.tp > 1 else [want]
+        errors.append(max(difference(got, want) for got in results))
+        if errors[-1] <= TOLERANCE:
+            break
+    return errors[0], errors[-1], counts
+
+
+def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Matrices of a gain of one, vectors (norms, biases, decays) about one half: none is zero or one."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    value = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    if tensor.dim() < 2:
+        value = 0.5 + 0.2 * value
+    else:
+        value /= math.sqrt(max(1, tensor.shape[-1]))
+    return value.to(tensor.dtype)
+
+
+def local_weights(
+    weights: Mapping[str, Tensor], entries: Mapping[str, ParameterPlan], plan: Plan, rank: int
+) -> dict[str, Tensor]:
+    """What a rank holds of each parameter, in the dtype that it has."""
+    from dataclasses import replace
+
+    return {
+        name: local_tensor(
+            replace(entries[name], dtype=str(w.dtype).removeprefix("torch.")), w, plan.mesh, rank
+        )
+        for name, w in weights.items()
+    }
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Set parameters and buffers under all of their names; return ``model``."""
+    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            aliases.setdefault(id(parameter), []).append((module, attribute))
+    for name, tensor in tensors.items():
+        owner, attribute = owner_of(model, name)
+        if attribute in owner._parameters:
+            real = nn.Parameter(tensor, requires_grad=False)
+            for module, alias in aliases[id(owner._parameters[attribute])]:
+                module._parameters[alias] = real
+        else:
+            owner._buffers[attribute] = tensor
+    return model.eval()
+
+
+def _run(model: nn.Module, inputs: TraceInputs, exact: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        if exact:
+            with Float64():
+                result = model(**inputs.tensors, **inputs.options)
+        else:
+            result = model(**inputs.tensors, **inputs.options)
+    return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+
+
+def _count(comm: Communicator, counts: Counter[str]) -> None:
+    """Count what this rank's communicator is asked for."""
+    reduce, concatenate = comm._sum, comm._concatenate
+
+    def counted_sum(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        counts["all_reduce"] += 1
+        return reduce(x, axes)
+
+    def counted_concatenate(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        counts["all_gather"] += 1
+        return concatenate(x, axes)
+
+    comm._sum, comm._concatenate = counted_sum, counted_concatenate  # type: ignore[method-assign]
+
+
+def difference(got: list[Tensor], want: list[Tensor]) -> float:
+    """Largest difference over the largest value of the same output; infinite where nothing is finite."""
+    if [t.shape for t in got] != [t.shape for t in want] or not want:
+        return math.inf
+    worst = 0.0
+    for x, y in zip(got, want, strict=True):
+        if not y.numel():
+            continue
+        x, y = x.double(), y.double()
+        finite = y.isfinite()
+        if not finite.any():
+            return math.inf
+        same = (x == y) | (x.isnan() & y.isnan())
+        error = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+        worst = max(worst, float(error.max() / y[finite].abs().max().clamp_min(1e-30)))
+    return worst
