@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .collectives import Communicator, Gather, Inner, Reduce, Slice
 from .errors import PlanError
 from .plan import Boundary, ModulePlan
+from .plan_checks import LOCAL_ROWS
 from .slices import Dim, open_parts, ranges, size
 
 Step = Callable[[Tensor], Tensor]
@@ -46,18 +47,24 @@ def step(boundary: Boundary, comm: Communicator) -> Step:
 class RowIds:
     """Global row ids of a table to local ones, for any layout of its rows.
 
+    Args:
+        comm: this rank.
+        layout: of the rows.
+        past_end: foreign ids become ``num_rows``, one past the last local row, instead of 0.
+
     Attributes:
         num_rows: local number of rows.
     """
 
-    def __init__(self, comm: Communicator, layout: Dim) -> None:
+    def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
         held = ranges(layout, comm.mesh, comm.rank)
         self.num_rows = sum(stop - start for start, stop in held)
+        self._foreign_id = self.num_rows if past_end else 0
         self._range = held[0] if len(held) == 1 else None
         self._table = _row_table(size(layout), held) if len(held) > 1 else None
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local ids, 0 where the row is another rank's, and the mask of those; both of ``ids``' shape."""
+        """Local ids, and the mask of those rows that are other ranks'; both of ``ids``' shape."""
         if self._table is not None:
             local = self._table_on(ids.device)[ids]
             foreign = local < 0
@@ -65,7 +72,7 @@ class RowIds:
             start, stop = self._range or (0, 0)
             local = ids - start
             foreign = (ids < start) | (ids >= stop)
-        return local.masked_fill(foreign, 0).to(ids.dtype), foreign
+        return local.masked_fill(foreign, self._foreign_id).to(ids.dtype), foreign
 
     def local(self, row: int) -> int | None:
         """The local id of one row; None if another rank holds it."""
@@ -133,7 +140,7 @@ def replace_at(value: Any, path: _Path, function: Step, slot: str) -> Any:
 
 
 class _Mask:
-    """Which ids were foreign, from a module's input to its output."""
+    """Which ids were foreign, from one input of a module to another one or to its output."""
 
     def __init__(self) -> None:
         self.foreign: Tensor | None = None
@@ -205,11 +212,13 @@ def _input_action(
     boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask
 ) -> _InputAction:
     _, name, *path = boundary.slot.split(".")
-    if boundary.op == "local_rows" and boundary.layout is not None:
-        rows = RowIds(comm, boundary.layout)
+    if boundary.op in LOCAL_ROWS and boundary.layout is not None:
+        rows = RowIds(comm, boundary.layout, past_end=boundary.op == "local_rows_or_end")
         if not rows.num_rows:
             raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold no row of the table")
         function: Step = _LocalRows(rows, mask)
+    elif boundary.op == "zero_foreign":
+        function = _ZeroForeign(mask)
     else:
         function = step(boundary, comm)
     return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)

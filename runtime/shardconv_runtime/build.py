@@ -60,6 +60,7 @@ def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits:
     for fqn, entry in modules.items():
         with _at(fqn):
             apply_edits(targets[fqn], entry.edits, comm.rank)
+            raise_flags(targets[fqn], entry.flags)
     replaced = {}
     for fqn, entry in modules.items():
         with _at(fqn):
@@ -122,6 +123,18 @@ def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
     for edit in edits:
         value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
         _set_int(module, edit.attribute.split("."), edit, value, copied)
+
+
+def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
+    """Set bool attributes of a module.
+
+    Raises:
+        PlanError: there is no such bool attribute, or it is set already.
+    """
+    for flag in flags:
+        if getattr(module, flag, None) is not False:
+            raise PlanError(f"cannot set {flag}: it is {getattr(module, flag, 'missing')}, and was False")
+        setattr(module, flag, True)
 
 
 def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:

@@ -66,8 +66,10 @@ class Boundary:
     - ``slice``: dim ``dim``, whole, becomes this rank's part of ``layout``,
     - ``local_rows``: global row ids (of a table whose dim 0 is laid out as ``layout``) become local
       row ids; foreign ids become 0 and are remembered,
-    - ``zero_foreign``: zero the positions whose ids were foreign (the output has the shape of the ids
-      plus trailing dims).
+    - ``local_rows_or_end``: as ``local_rows``, but foreign ids become the number of local rows, one past
+      the last: for modules of experts that leave those out,
+    - ``zero_foreign``: zero the positions whose ids were foreign (the tensor has the shape of the ids
+      plus trailing dims): an output, or another input, the weights of experts.
     """
 
     slot: str
@@ -133,6 +135,8 @@ class ModulePlan:
     """Row, vocab, experts: the Partial output is reduced here."""
     sequence_parallel: bool = False
     norm: NormInfo | None = None
+    flags: tuple[str, ...] = ()
+    """Experts: bool attributes that are set, so that the module leaves ids past the last expert out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,8 @@ class Plan:
     tied: tuple[tuple[str, str], ...] = ()
     """(alias, name) of parameters that are the same tensor."""
     logits: LogitsInfo | None = None
+    experts: str = "tp"
+    """How mixture-of-experts layers are split: ``tp``, inside of each expert, or ``ep``, whole experts."""
     notes: tuple[str, ...] = ()
     """What a person should know: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION

@@ -28,17 +28,19 @@ BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
     "all_gather": frozenset({"dim", "layout"}),
     "slice": frozenset({"dim", "layout"}),
     "local_rows": frozenset({"layout"}),
+    "local_rows_or_end": frozenset({"layout"}),
     "zero_foreign": frozenset(),
 }
 """Which of ``axes``, ``dim`` and ``layout`` each op of a boundary has; it has no others."""
 
-ONE_SIDED_OPS: Mapping[str, str] = {"local_rows": "input", "zero_foreign": "output"}
+LOCAL_ROWS = ("local_rows", "local_rows_or_end")
+"""The ops that remember which ids were foreign, for inputs only."""
 
 CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
     "column": frozenset({"gather_output"}),
     "row": frozenset({"input_is_parallel", "reduce_output"}),
     "vocab": frozenset({"gather_output", "reduce_output"}),
-    "experts": frozenset({"reduce_output"}),
+    "experts": frozenset({"reduce_output", "flags"}),
     "norm": frozenset({"norm"}),
     "boundary": frozenset(),
 }
@@ -46,6 +48,8 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
 
 FLAG_STEPS: Mapping[str, str] = {"gather_output": "all_gather", "reduce_output": "all_reduce"}
 """The op among the outputs which a flag announces."""
+
+EXPERT_MODES = ("tp", "ep")
 
 MAX_TENSOR_DIMS = 16
 
@@ -65,6 +69,7 @@ def check_plan(plan: Plan) -> None:
         _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
     for index, module in enumerate(plan.modules):
         _check_module(f"modules[{index}]", module, plan)
+    _check_experts(plan)
     _check_tied(plan.tied, parameter_plans(plan))
     modules = module_plans(plan)
     if plan.logits is not None:
@@ -115,7 +120,7 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
         _fail(f"{where}.names", "a module entry needs a name")
     if entry.category not in CATEGORY_FIELDS:
         _fail(f"{where}.category", _one_of(entry.category, CATEGORY_FIELDS))
-    for field in ("gather_output", "input_is_parallel", "reduce_output", "norm"):
+    for field in ("gather_output", "input_is_parallel", "reduce_output", "norm", "flags"):
         if getattr(entry, field) and field not in CATEGORY_FIELDS[entry.category]:
             _fail(f"{where}.{field}", f'a module of the category "{entry.category}" has none')
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
@@ -124,8 +129,7 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     for field, op in FLAG_STEPS.items():
         if getattr(entry, field) and not _has_op(entry.outputs, op):
             _fail(f"{where}.{field}", f"there is no {op} among the outputs")
-    if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
-        _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
+    _check_foreign(where, entry)
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
     if entry.category == "norm":
         if entry.norm is None:
@@ -133,12 +137,35 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
         _check_norm(f"{where}.norm", entry.norm, plan.mesh)
 
 
+def _check_foreign(where: str, entry: ModulePlan) -> None:
+    """Which ids are foreign must be known where something is zeroed for it."""
+    remembers = False
+    for index, step in enumerate(entry.inputs):
+        if step.op == "zero_foreign" and not remembers:
+            _fail(f"{where}.inputs[{index}]", "zero_foreign needs a local_rows before it")
+        remembers |= step.op in LOCAL_ROWS
+    if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
+        _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
+    if flags := [flag for flag in entry.flags if not (flag.isidentifier() and _is_step(flag))]:
+        _fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
+    if len(set(entry.flags)) < len(entry.flags):
+        _fail(f"{where}.flags", "an attribute is named twice")
+
+
+def _check_experts(plan: Plan) -> None:
+    if plan.experts not in EXPERT_MODES:
+        _fail("experts", _one_of(plan.experts, EXPERT_MODES))
+    has_experts = any(entry.category == "experts" for entry in plan.modules)
+    if plan.experts == "ep" and plan.tp > 1 and not has_experts:
+        _fail("experts", 'it is "ep", but no module has the category "experts"')
+
+
 def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
     _check_slot(f"{where}.slot", step.slot, side)
     if step.op not in BOUNDARY_FIELDS:
         _fail(f"{where}.op", _one_of(step.op, BOUNDARY_FIELDS))
-    if ONE_SIDED_OPS.get(step.op, side) != side:
-        _fail(f"{where}.op", f"{step.op} is for an {ONE_SIDED_OPS[step.op]} only")
+    if step.op in LOCAL_ROWS and side != "input":
+        _fail(f"{where}.op", f"{step.op} is for an input only")
     given = {"axes": bool(step.axes), "dim": step.dim is not None, "layout": step.layout is not None}
     for field, is_given in given.items():
         if is_given != (field in BOUNDARY_FIELDS[step.op]):
@@ -228,7 +255,7 @@ def _check_layout(where: str, step: Boundary, layout: Dim, mesh: Mesh) -> None:
         parts = open_parts(layout)
     except PlanError as error:
         raise MalformedError(where, str(error)) from error
-    if parts is not None and (step.op == "local_rows" or all(map(axes_of, parts))):
+    if parts is not None and (step.op in LOCAL_ROWS or all(map(axes_of, parts))):
         _fail(where, f"{to_text(layout)}: an open factor is not possible here")
     _check_dims(where, parts or (layout,), mesh)
 

@@ -225,7 +225,7 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/inputs/0/layout", 50257, "expected a string, got 50257"),
         ("modules/1/inputs/0/dim", 0, r"inputs\[0\]\.dim: local_rows has none"),
         ("modules/1/inputs", ..., "zero_foreign needs a local_rows"),
-        ("modules/1/inputs/0/op", "zero_foreign", "zero_foreign is for an output only"),
+        ("modules/1/inputs/0", {"slot": "input.0", "op": "zero_foreign"}, "needs a local_rows before it"),
         ("modules/1/outputs/0/op", "local_rows", "local_rows is for an input only"),
         ("modules/1/outputs/1", ..., r"^modules\[1\]\.reduce_output: there is no all_reduce among"),
         ("modules/6/outputs", ..., r"^modules\[6\]\.gather_output: there is no all_gather among"),
