@@ -120,7 +120,7 @@ def _verdict(error: float, exact: float) -> str:
 def _facts(plan: Plan) -> dict[str, Any]:
     entries = parameter_plans(plan)
     numel = {n: math.prod(size(d) for d in e.dims) for n, e in entries.items()}
-    unused = {n for n, e in entries.items() if "not used" in e.reason}
+    unused = {n for n, e in entries.items() if "does not use it" in e.reason}
     wide = [n for n, e in entries.items() if len(e.dims) > 1 and n not in unused]
     split = {n for n in wide if any(axes_of(d) for d in entries[n].dims)}
     replicated = {_template(n): entries[n].reason for n in wide if n not in split}

@@ -48,6 +48,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(attention_chunk_size|keep_window_size|sliding_window_size)", 16),
     (r"(state_size|mamba_d_state|ssm_state_size|mamba_state_dim)", 8),
     (r"(hidden_size_per_layer_input|embedding_rank|laurel_rank|adapter_rank|router_hidden_size)", 16),
+    (r"(mamba_)?chunk_size", 8),
     (r"num_mel_bins", 16),
 )
 
