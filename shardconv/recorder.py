@@ -113,8 +113,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _emit(self, op: Op) -> None:
         self.tape.events.append(op)
-        for tid in op.outputs:
-            self.producer[tid] = op
+        self._remember(op)
+
+    def _remember(self, op: Op) -> None:
+        """Keep what makes these tensors, unless it depends on parameters: then nobody can ask for values."""
+        if op.overload is not None and all(t in self.real or t in self.producer for t in op.inputs):
+            self.producer.update(dict.fromkeys(op.outputs, op))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self.facts.get(func)
@@ -237,7 +241,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tid in self.real:
             return self.real[tid]
         op = self.producer.get(tid)
-        if op is None or op.overload is None:
+        if op is None:
             return None
         result = self._evaluate_op(op.overload, op.args, op.kwargs)
         if result is None:
@@ -306,9 +310,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source in self.real:
                 self.real[target] = self.real[source]
             else:
-                self.producer[target] = Op(
-                    "mark", (Ref(source),), {}, (source,), (target,), call, _identity()
-                )
+                self._remember(Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity()))
             self.tape.events.append(Mark(call, tuple(names[key]), source, target))
 
 

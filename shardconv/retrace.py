@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from shardconv_runtime.build import parallelize
+from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
-from shardconv_runtime.errors import SolveError
+from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.plan import Plan
 from shardconv_runtime.slices import Dim, axes_of, ranges
 from torch import Tensor, nn
@@ -86,15 +86,25 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
 
     Raises:
         Unlocalizable: a shape or a position differs; with the dims that are sharded there.
+        PlanError: a parameter has another dtype in the plan than in the model.
     """
     for rank in sorted({0, plan.tp - 1}) if layouts.ranks_differ() else [0]:
         local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
+        _require_dtypes(model, local)
         changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
         try:
             tape = trace(local, inputs.tensors, RULES, inputs.options)
         except SolveError as error:
             raise Unlocalizable(_sharded_near(layouts, str(error).partition(":")[0]), str(error)) from error
         _Comparison(layouts, layouts.analysis.tape, tape, changed, rank).run()
+
+
+def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
+    """Numbers do not show this: simulated ranks have all parameters in one dtype."""
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)}
+    for name, tensor in stored_tensors(local):
+        if tensor.dtype != dtypes[name]:
+            raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
 
 
 def _sharded_near(layouts: Layouts, fqn: str) -> list[Node]:
@@ -191,12 +201,14 @@ class _Comparison:
     def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> None:
         if want not in self.layouts.analysis.dims:
             return
-        expected = self.layouts.local_shape(want, self.rank)
-        if self.local.tensors[got].shape != expected:
-            shape = self.local.tensors[got].shape
-            self._fail(
-                fqn, [event], f"{_label(event)} has shape {shape} on rank {self.rank}, expected {expected}"
-            )
+        found, expected = self.local.tensors[got], self.layouts.local_shape(want, self.rank)
+        if found.shape != expected:
+            what = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
+            self._fail(fqn, [event], what)
+        dtype = self.whole.tensors[want].dtype
+        if found.dtype != dtype:
+            what = f"{_label(event)} has dtype {found.dtype} on rank {self.rank}, expected {dtype}"
+            self._fail(fqn, [event], what)
 
     def _compare_numbers(self, fqn: str, event: Op, other: Op) -> None:
         want = self._positions(event) if event.name == "aten.slice.Tensor" else _numbers(event)

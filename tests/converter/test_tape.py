@@ -202,6 +202,22 @@ def test_a_value_that_depends_on_parameters_is_a_guess() -> None:
     assert "scalar" in tape.guesses[0]
 
 
+def test_a_question_behind_many_residual_layers_is_a_guess_at_once() -> None:
+    """Each of the tensors is read three times by the next: they must not be walked again for each reader."""
+    linear = nn.Linear(3, 3, device="meta")
+    seen: list[Any] = []
+
+    def function(linear: nn.Module, x: Tensor) -> Tensor:
+        x = linear(x)
+        for _ in range(300):
+            x = x * x + x
+        seen.append(bool(x.any()))
+        return x
+
+    assert len(tape_of(Call(function, linear)).guesses) == 1
+    assert seen == [False]
+
+
 def test_buffers_are_constants_with_values() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
