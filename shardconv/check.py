@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .exact import Float64
 from .fold import prefixes
 from .inputs import TraceInputs
-from .shallow import Bypass, bypass
+from .shallow import Bypass, bypass, planned_alike
 from .simulate import run_ranks
 from .writer import local_tensor
 
@@ -45,7 +45,8 @@ def simulate(
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
         inputs: what it is called with.
-        bypassed: layers to leave out, on both sides.
+        bypassed: layers to leave out, on both sides, if the plan says of them what it says of those
+            that stand for them.
 
     Returns:
         The largest difference of an output, relative to the largest value; None if the model is too
@@ -54,7 +55,7 @@ def simulate(
     Raises:
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
-    simulation = _Simulation(plan, model, inputs, bypassed or {})
+    simulation = _Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}))
     if simulation.needed_bytes() > _budget():
         return None
     precision, want = simulation.reference()

@@ -1,18 +1,20 @@
 """Leaves out layers that others stand for, so that a deep model can be run on numbers.
 
 A layer that takes the previous layer's output as one of its inputs and returns one tensor can be
-bypassed by returning that input.
+bypassed by returning that input. It is, if the plan says of it what it says of the layer that stands for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardconv_runtime.boundary import forward_signature
+from shardconv_runtime.plan import Plan, module_plans, parameter_plans
 from torch import Tensor, nn
 
+from .fold import prefixes
 from .tape import Mark, Tape
 
 
@@ -22,16 +24,18 @@ class Bypass:
 
     argument: str
     """Name in the signature of its forward."""
+    like: str
+    """FQN of the layer that stands for it, and is run."""
 
 
-def find_bypasses(tape: Tape, layers: Iterable[str]) -> dict[str, Bypass]:
+def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     """How each of these layers is bypassed; empty unless all of them can be.
 
     Args:
         tape: of the whole model, not folded.
-        layers: FQNs of layers of a stack; each one follows another layer of that stack.
+        layers: FQNs of layers of a stack, each with the layer that stands for it; each one follows
+            another layer of that stack.
     """
-    wanted = set(layers)
     returned: dict[int, str] = {}
     entries: dict[str, list[Mark]] = {}
     exits: dict[str, list[Mark]] = {}
@@ -42,15 +46,29 @@ def find_bypasses(tape: Tape, layers: Iterable[str]) -> dict[str, Bypass]:
             if event.is_output:
                 returned[event.target] = fqn
     out: dict[str, Bypass] = {}
-    for fqn in wanted:
+    for fqn, like in layers.items():
         stack = fqn.rpartition(".")[0]
         passed = [m for m in entries.get(fqn, ()) if returned.get(m.source, "").rpartition(".")[0] == stack]
         results = exits.get(fqn, [])
         plain = len(passed) == 1 and passed[0].slots[0].count(".") == 1
         if not plain or [m.slots for m in results] != [("output",)]:
             return {}
-        out[fqn] = Bypass(passed[0].slots[0].partition(".")[2])
+        out[fqn] = Bypass(passed[0].slots[0].partition(".")[2], like)
     return out
+
+
+def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
+    """Those of the layers for which the plan is that of the layer that stands for them."""
+    modules, parameters = module_plans(plan), parameter_plans(plan)
+    said: dict[str, object] = {name: replace(entry, names=()) for name, entry in modules.items()}
+    said |= {f"{name}=": replace(entry, names=()) for name, entry in parameters.items()}
+    said |= {f"{alias}=": name for alias, name in plan.tied}
+    inside: dict[str, dict[str, object]] = {}
+    wanted = {fqn for layer, how in layers.items() for fqn in (layer, how.like)}
+    for name, entry in said.items():
+        for layer in wanted.intersection(prefixes(name)):
+            inside.setdefault(layer, {})[name[len(layer) :]] = entry
+    return {fqn: how for fqn, how in layers.items() if inside.get(fqn) == inside.get(how.like)}
 
 
 def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
