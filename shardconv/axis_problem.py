@@ -20,6 +20,9 @@ TOKENS_PER_WIDTH = 1 / 8
 """Tokens of a step for each unit of the model's width: 1024 at a width of 8192."""
 SPARE = 3 / 16
 """What an element of a sharded matrix saves beyond the cost of gathering its output."""
+UNEVEN = 0.1
+"""How much of what the largest rank holds beyond an even share counts: attention by heads is worth uneven
+heads, where its matrices could be split more evenly and gathered."""
 LATENCY = 0.4 * SPARE
 """Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
 EPSILON = 1e-7
@@ -49,9 +52,11 @@ class Graph:
             first.setdefault(key, (tuple(find(d) for d in dims), state))
         return [(*first[key], n) for key, n in counts.items()]
 
-    def solve_axis(self, extent: int, taken: dict[int, int]) -> tuple[list[int], list[int]]:
+    def solve_axis(
+        self, extent: int, taken: dict[int, int], saving_weight: float = 1.0
+    ) -> tuple[list[int], list[int]]:
         """Leaves and states that use an axis of this extent."""
-        return AxisProblem(self, extent, taken).solve()
+        return AxisProblem(self, extent, taken, saving_weight).solve()
 
 
 def _width(analysis: Analysis) -> int:
@@ -72,12 +77,16 @@ class AxisProblem:
         graph: what all axes share.
         extent: size of the mesh axis.
         taken: ``id`` of a leaf -> into how many parts earlier axes split it.
+        saving_weight: factor of what a split element of a parameter is worth.
     """
 
-    def __init__(self, graph: Graph, extent: int, taken: dict[int, int]) -> None:
+    def __init__(
+        self, graph: Graph, extent: int, taken: dict[int, int], saving_weight: float = 1.0
+    ) -> None:
         self.graph = graph
         self.extent = extent
         self.taken = taken
+        self.saving_weight = saving_weight
         self.variables: dict[int, int] = {}
         self.keys: list[int] = []
         self.is_leaf: list[bool] = []
@@ -266,7 +275,7 @@ class AxisProblem:
 
     def _savings(self, tid: int) -> None:
         dims = self.graph.analysis.dims[tid]
-        worth = TOKENS_PER_WIDTH + SPARE
+        worth = (TOKENS_PER_WIDTH + SPARE) * self.saving_weight
         numel = math.prod(d.size for d in dims) * self.graph.folded.weight(
             self.graph.analysis.tape.tensors[tid].name
         )
@@ -275,7 +284,9 @@ class AxisProblem:
                 v = self.leaf(node)
                 if v is not None:
                     have = node.size / self.taken.get(id(node), 1)
-                    saved = 1 - math.ceil(have / self.extent) / have
+                    largest = math.ceil(have / self.extent) / have
+                    even = 1 / self.extent
+                    saved = 1 - even - UNEVEN * (largest - even)
                     self._charge(v, -worth * numel * share * saved)
 
     def _statistic(self, dim: Node, weight: float) -> None:

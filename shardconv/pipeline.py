@@ -161,7 +161,7 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
         modules=modules,
         tied=annotate.tied_names(model),
         logits=annotate.logits_info(solution, modules),
-        notes=_notes(analysis),
+        notes=_notes(analysis, solution.layouts.assignment),
     )
 
 
@@ -175,10 +175,15 @@ def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
     return sorted(n for n in names if not n.startswith(foreign) and n in sys.modules)
 
 
-def _notes(analysis: Analysis) -> tuple[str, ...]:
+def _notes(analysis: Analysis, assignment: Assignment) -> tuple[str, ...]:
     unknown = [
         f"no rule for {name} (in {fqn}): all that it touches is replicated"
         for name, fqn in sorted(analysis.unknown.items())
     ]
     guesses = [f"guessed: {g}" for g in dict.fromkeys(analysis.tape.guesses)]
-    return (*unknown, *guesses)
+    now, fewest = assignment.replicated
+    split = [
+        f"with the fewest collectives, {fewest:.0%} of the matrices would be whole on every rank; more "
+        f"collectives were accepted, so that {now:.0%} are"
+    ]
+    return (*unknown, *guesses, *(split if now < fewest else ()))
