@@ -17,7 +17,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EXPERTS = 64, 8, 4, 8, 256, 4
 
 _SIZES: tuple[tuple[str, int], ...] = (
-    (r"(hidden_size|n_embd|d_model|dim|dim_model|embed_dim|embedding_size|word_embed_proj_dim|emb_dim)", HIDDEN),
+    (
+        r"(hidden_size|n_embd|d_model|dim|dim_model|embed_dim|embedding_size|word_embed_proj_dim|emb_dim)",
+        HIDDEN,
+    ),
     (r"(attention_hidden_size|pooler_hidden_size|decoder_hidden_size|encoder_hidden_size)", HIDDEN),
     (r"(input|output)_embedding_size|backbone_hidden_size|cross_attention_hidden_size", HIDDEN),
     (r"(prediction_head_size|text_hidden_size|vision_hidden_size|audio_hidden_size|lru_width)", HIDDEN),
@@ -46,18 +49,28 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"max_(source|target)_positions|max_(encoder|decoder)_position_embeddings|model_max_length", 128),
     (r"(sliding_window|attention_window_size|attention_window|local_attention|window_size)", 16),
     (r"(attention_chunk_size|keep_window_size|sliding_window_size)", 16),
+    (r"mamba_n_heads|mamba_num_heads", HEADS),
+    (r"mamba_d_ssm", 128),
+    (r"first_k_dense_replace", 1),
     (r"(state_size|mamba_d_state|ssm_state_size|mamba_state_dim)", 8),
     (r"(hidden_size_per_layer_input|embedding_rank|laurel_rank|adapter_rank|router_hidden_size)", 16),
     (r"(mamba_)?chunk_size", 8),
     (r"num_mel_bins", 16),
+    (r"index_topk", 8),
+    (r"(image_size|crop_size)", 32),
+    (r"patch_size", 8),
 )
 
 _LAYER_COUNTS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
-_KV_HEADS = re.compile(r"(.*_)?(num_)?(key_value_heads|kv_heads|kv_n_heads|query_groups)|multi_query_group_num")
+_KV_HEADS = re.compile(
+    r"(.*_)?(num_)?(key_value_heads|kv_heads|kv_n_heads|query_groups)|multi_query_group_num"
+)
 _TOKEN_ID = re.compile(r".*_(token_id|token_index|id|index)")
 
 
-def tiny_config(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def tiny_config(
+    config_class: type[PreTrainedConfig], overrides: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
     """A config of a few hundred thousand parameters.
 
     Args:
