@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .axes import Node
+from .experts import ExpertSite
 from .norms import NormSite
 from .tape import Tape
 
@@ -41,6 +42,8 @@ class Contraction:
     output: Partial
     dims: tuple[Node, ...]
     inputs: tuple[Partial, ...]
+    has_weight: bool = False
+    """Whether a factor is computed from parameters alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Analysis:
     works: list[Work] = field(default_factory=list)
     norms: list[NormSite] = field(default_factory=list)
     lookups: list[TableLookup] = field(default_factory=list)
+    experts: list[tuple[ExpertSite, Node]] = field(default_factory=list)
+    """Modules of experts that are one operator, with the dim that counts the experts."""
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
     parametric: set[int] = field(default_factory=set)

@@ -143,6 +143,7 @@ class _Entry:
     outputs: list[Boundary] = field(default_factory=list)
     edits: list[Edit] = field(default_factory=list)
     norm: NormInfo | None = None
+    flags: tuple[str, ...] = ()
     nodes: list[Node] = field(default_factory=list)
 
 
@@ -182,6 +183,7 @@ def _module_plan(entry: _Entry) -> ModulePlan:
         input_is_parallel=entry.category == "row" and not slices_input,
         reduce_output=reduces and entry.category in ("row", "vocab", "experts"),
         norm=entry.norm,
+        flags=entry.flags,
     )
 
 
@@ -201,6 +203,24 @@ def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
                 entry.inputs.append(Boundary(lookup.slot, "local_rows", layout=rows, per_token=1))
                 width = _per_token(analysis, lookup.output)
                 entry.outputs.append(Boundary(lookup.output_slot, "zero_foreign", per_token=width))
+    _collect_experts(solution, entries)
+
+
+def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
+    """Of each module whose experts are split: local ids, and no weight for those of other ranks."""
+    for site, count in solution.analysis.experts:
+        layout = solution.layouts.dim(count)
+        entry = entries.setdefault(site.where.fqn, _Entry())
+        if slices.axes_of(layout) and entry.category != "experts":
+            entry.category, entry.flags = "experts", site.split.flags
+            op = "local_rows_or_end" if site.split.past_end else "local_rows"
+            ids, weights = site.where.inputs[1:]
+            entry.inputs += [
+                Boundary(site.where.ids, op, layout=layout, per_token=_per_token(solution.analysis, ids)),
+                Boundary(
+                    site.where.weights, "zero_foreign", per_token=_per_token(solution.analysis, weights)
+                ),
+            ]
 
 
 def _category(solution: Solution, op: Op) -> str:

@@ -96,7 +96,8 @@ class Builder:
         """The state of an output in which ``dims`` are summed over; it is linear in ``inputs``."""
         states = [s for s in {id(p): p for p in map(self.partial, inputs)}.values() if not s.zero]
         output = Partial()
-        self.result.contractions.append(Contraction(output, tuple(dims), tuple(states)))
+        has_weight = not self.parametric.isdisjoint(inputs)
+        self.result.contractions.append(Contraction(output, tuple(dims), tuple(states), has_weight))
         return output
 
     def work(self, dims: Sequence[Node]) -> None:

@@ -7,6 +7,7 @@ keep float64, so that a sharded model must agree with the unsharded one to float
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class Float64(TorchFunctionMode):
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     """Rows ``x [S, I]``, sorted by group, times ``weight [E, I, O]`` of their group, which torch
-    has no float64 kernel for."""
+    has no float64 kernel for. The kernels leave rows past the last group as they find them: here, NaN."""
     ends = offs.tolist()
     parts = [x[start:end] @ weight[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-    rest = x.new_zeros(x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1])
+    rest = x.new_full((x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1]), math.nan)
     return torch.cat([*parts, rest])

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
@@ -20,6 +21,7 @@ from .analysis import Analysis
 from .annotate import Solution
 from .axes import Node, find, leaves
 from .check import simulate
+from .expert_parallel import ExpertParallel, isolate_experts
 from .fold import Folded, fold
 from .inputs import TraceInputs, make_inputs
 from .layout import Layouts
@@ -37,13 +39,19 @@ MAX_ROUNDS = 32
 
 
 def solve_plan(
-    spec: ModelSpec, tp: int, *, check: bool = True, progress: Callable[[str], None] | None = None
+    spec: ModelSpec,
+    tp: int,
+    *,
+    experts: str = "tp",
+    check: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The plan of a model for ``tp`` ranks.
 
     Args:
         spec: the resolved model; only its config is used.
         tp: number of ranks.
+        experts: ``tp`` splits each expert of a mixture, ``ep`` gives whole experts to each rank.
         check: retrace the local model and compare simulated ranks with the unsharded model.
         progress: told the name of each stage.
 
@@ -53,7 +61,7 @@ def solve_plan(
     tell = progress or (lambda _: None)
     try:
         with _no_collection():
-            return _stages(spec, tp, check, tell)
+            return _stages(spec, tp, experts, check, tell)
     except ShardconvError:
         raise
     except Exception as error:
@@ -75,7 +83,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) -> Plan:
+def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[[str], None]) -> Plan:
     tell("building the model")
     model = _built(spec)
     inputs = make_inputs(model)
@@ -83,7 +91,10 @@ def _stages(spec: ModelSpec, tp: int, check: bool, tell: Callable[[str], None]) 
     tape = trace(model, inputs.tensors, RULES, inputs.options)
     tell("solving")
     folded = fold(tape)
-    plan = _solved(spec, tp, model, folded, inputs if check else None)
+    if experts == "ep":
+        tell("proving the experts")
+        folded = isolate_experts(folded, model)
+    plan = _solved(spec, tp, model, folded, inputs if check else None, experts)
     if check:
         tell("simulating the ranks")
         bypassed = find_bypasses(tape, folded.representatives())
@@ -104,18 +115,24 @@ def _built(spec: ModelSpec) -> nn.Module:
         ) from error
 
 
-def _solved(spec: ModelSpec, tp: int, model: nn.Module, folded: Folded, inputs: TraceInputs | None) -> Plan:
+def _solved(
+    spec: ModelSpec, tp: int, model: nn.Module, folded: Folded, inputs: TraceInputs | None, experts: str
+) -> Plan:
     """Solve, and again without what turns out not to be possible, until all fits."""
     analysis = analyse(folded.tape, folded.ties)
+    parallel = ExpertParallel(analysis) if experts == "ep" else None
     ruled_out: dict[int, str] = {}
-    forbidden: list[Node] = []
+    forbidden: list[Node] = parallel.forbidden() if parallel else []
     for _ in range(MAX_ROUNDS):
         assignment = solve(analysis, tp, forbidden, folded)
         try:
             layouts = Layouts(analysis, assignment)
             norms = _norms(model, analysis, assignment)
-            solution = Solution(layouts, localize(layouts), norms, folded, ruled_out)
+            edits = localize(layouts) | (parallel.edits(layouts) if parallel else {})
+            solution = Solution(layouts, edits, norms, folded, ruled_out)
             plan = _plan(spec, tp, model, solution)
+            if parallel:
+                plan = replace(plan, experts=experts, notes=(*plan.notes, *parallel.notes(layouts)))
             if inputs is not None:
                 retrace(plan, layouts, model, inputs)
             return plan

@@ -6,6 +6,7 @@ output: the only places where the runtime can put a collective.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,11 @@ class Replay:
 Event = Op | Mark
 
 
+def starred(fqn: str) -> str:
+    """``fqn`` with a star for every number, so that the layers of a stack are named alike."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)
+
+
 @dataclass(slots=True)
 class Tape:
     """What one forward pass did, in order."""
@@ -98,7 +104,15 @@ class Tape:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     guesses: list[str] = field(default_factory=list)
+    """Questions that were answered by a guess, for the plan's notes."""
+    answers: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    """(FQN, index) of a module call -> the guesses that it was given, in order."""
+    opaque: dict[tuple[str, int], str] = field(default_factory=dict)
+    """(FQN, index) of a module call that could not be traced -> why."""
+    inner_sources: frozenset[str] = frozenset()
+    """Of operators that took the place of several others: names of the Python modules that called those."""
 
     def sources(self) -> frozenset[str]:
         """Names of the Python modules whose code called torch."""
-        return frozenset(e.origin for e in self.events if isinstance(e, Op) and e.origin)
+        called = frozenset(e.origin for e in self.events if isinstance(e, Op) and e.origin)
+        return called | self.inner_sources

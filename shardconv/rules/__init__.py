@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, contraction, convolution, factory, pointwise, reduction, selection, views
+from . import attention, contraction, convolution, experts, factory, pointwise, reduction, selection, views
 
 Rule = Callable[[Any, Any, Any], None]
 
@@ -22,6 +22,7 @@ RULES: dict[str, Rule] = {
     **selection.RULES,
     **reduction.RULES,
     **attention.RULES,
+    **experts.RULES,
     **factory.RULES,
 }
 """By the name of the operator without overload, ``aten.linear``."""
