@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,12 @@ import torch
 
 from . import axes
 from .analysis import Analysis
+from .axes import Conflict
 from .builder import Arguments, Builder
 from .norms import NormSite, find_norms
 from .rules import POINTWISE, RULES
-from .tape import Mark, Op, Tape
+from .opaque import OPAQUE
+from .tape import Mark, Op, Tape, starred
 
 
 def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
@@ -48,20 +49,34 @@ def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
 def _apply(builder: Builder, op: Op) -> None:
     """Apply the rule of an operator; without one, block all that it touches."""
     base = op.name.rsplit(".", 1)[0]
-    where = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", builder.tape.calls[op.call].fqn) or "the model"
-    builder.why = f"{base.partition('.')[2]} in {where} needs all of it"
-    rule = RULES.get(base) or RULES.get(base.rstrip("_"))
+    where = starred(builder.tape.calls[op.call].fqn) or "the model"
+    builder.why = f"{base.partition('.')[2] or 'code'} in {where} needs all of it"
+    if base == OPAQUE:
+        builder.why = f"{where} could not be traced"
+    rule = RULES.get(op.name) or RULES.get(base) or RULES.get(base.rstrip("_"))
     if rule is None and op.overload is not None and _is_pointwise(op.overload):
         rule = POINTWISE
     if rule is None:
-        builder.result.unknown.setdefault(op.name, builder.tape.calls[op.call].fqn)
-        builder.block(*op.inputs)
-        for tid in op.outputs:
-            builder.set(tid, builder.blocked(*builder.shape(tid)))
+        _block_all(builder, op, op.name)
         return
-    rule(builder, op, Arguments(op))
+    try:
+        rule(builder, op, Arguments(op))
+    except (Conflict, LookupError, TypeError, ValueError, AssertionError):
+        # A call that the rule's author did not think of. What it has said so far only constrains.
+        _block_all(builder, op, f"{op.name} as it is called")
+        return
     if op.inputs and builder.parametric.issuperset(op.inputs):
         builder.parametric.update(op.outputs)
+
+
+def _block_all(builder: Builder, op: Op, what: str) -> None:
+    builder.result.unknown.setdefault(what, builder.tape.calls[op.call].fqn)
+    builder.block(*op.inputs)
+    for tid in op.outputs:
+        if tid in builder.result.dims:
+            builder.block(tid)
+        else:
+            builder.set(tid, builder.blocked(*builder.shape(tid)))
 
 
 _POINTWISE_TAG: dict[Any, bool] = {}

@@ -91,8 +91,13 @@ def masked_fill(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def where(b: Builder, op: Op, args: Arguments) -> None:
-    """Chooses between two that are both partial or both not."""
+    """Chooses between two that are both partial or both not; with a condition alone, its positions."""
     condition = args.tensor("condition")
+    if op.name == "aten.where.default":
+        b.block(*op.inputs)
+        for tid in op.outputs:
+            b.set(tid, b.blocked(*b.shape(tid)))
+        return
     if condition is None or args.tensor("self") is None or args.tensor("other") is None:
         nonlinear(b, op, args)
         return

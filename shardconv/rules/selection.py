@@ -19,6 +19,9 @@ def cat(b: Builder, op: Op, args: Arguments) -> None:
     """Laid end to end along one dim; all others are the same."""
     tids = [t for t in args.tensors("tensors") if b.shape(t) != (0,)]
     target = op.outputs[0]
+    if not tids:
+        b.set(target, b.blocked(*b.shape(target)))
+        return
     rank = len(b.shape(target))
     dim = args["dim"] % rank
     dims = list(b.tensor(tids[0]))

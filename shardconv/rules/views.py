@@ -166,10 +166,11 @@ def unfold(b: Builder, op: Op, args: Arguments) -> None:
     """``unfold``: windows of a dim, which must be whole."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
-    b.block_dim(dims[args["dimension"]])
-    shape = b.shape(target)
-    dims[args["dimension"]] = axes.leaf(shape[args["dimension"]], True)
-    b.set(target, [*dims, axes.leaf(shape[-1], True)], b.partial(source))
+    position = args["dimension"] % len(dims)
+    b.block_dim(dims[position])
+    *outer, window = b.shape(target)
+    dims[position] = axes.leaf(outer[position], True)
+    b.set(target, [*dims, axes.leaf(window, True)], b.partial(source))
 
 
 def as_complex(b: Builder, op: Op, args: Arguments) -> None:
