@@ -1,0 +1,196 @@
+"""The packages know no architecture: no model type, model class or layer name is in their code.
+
+Types and classes are looked for in the whole text, comments and docstrings included; names of layers and of
+config attributes in code alone (identifiers and strings), since a docstring may show what a name looks like.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("shardconv", "runtime/shardconv_runtime")
+
+ORDINARY = {
+    "align": "an English verb: operators of two tapes are aligned",
+    "dinat": "a part of the word 'coordinates'",
+}
+"""Model types that may be in the text all the same, each with the reason."""
+
+SHORT = 5
+"""A type of at least so many letters is looked for inside of words too."""
+
+LAYERS = """
+    q_proj k_proj v_proj o_proj qkv_proj gate_proj up_proj down_proj gate_up_proj out_proj in_proj lm_head
+    c_attn c_proj c_fc c_mlp q_attn fc1 fc2 fc_in fc_out mlp ffn self_attn self_attention cross_attn
+    encoder_attn query_key_value dense_h_to_4h dense_4h_to_h Wqkv W_pack w1 w2 w3 embed_tokens embed_in
+    embed_out wte wpe word_embeddings token_type_embeddings ln_f ln_1 ln_2
+    input_layernorm post_attention_layernorm final_layernorm q_norm k_norm shared_expert block_sparse_moe
+    rotary_emb score_head x_proj dt_proj conv1d A_log mixer
+""".split()  # noqa: SIM905
+
+ATTRIBUTES = """
+    num_attention_heads num_key_value_heads num_heads num_key_value_groups n_head n_heads n_embd n_inner
+    hidden_size intermediate_size head_dim head_size d_model d_ff d_kv d_inner
+    num_local_experts num_experts_per_tok model_type architectures
+""".split()  # noqa: SIM905
+
+HUB_FORMAT = {
+    ("shardconv/sources/config.py", "model_type"): "config.json says there of what type it is",
+    ("shardconv/sources/config.py", "architectures"): "config.json names the model's class there",
+    ("shardconv/sources/weights.py", "architectures"): "its error message speaks of config.json",
+}
+"""Attributes that every config.json has, where the file itself is read."""
+
+
+# The search ------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> tuple[str, ...]:
+    """``LlamaMLP``, ``llama_mlp`` and ``llama-mlp`` are the same words; digits are words of their own."""
+    return tuple(w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", text))
+
+
+def has_words(text: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+    """Whether these words follow each other in the text."""
+    return any(text[i : i + len(wanted)] == wanted for i in range(len(text) - len(wanted) + 1))
+
+
+@cache
+def model_types() -> dict[tuple[str, ...], str]:
+    """The words of every model type."""
+    return {words(name): name for name in CONFIG_MAPPING_NAMES if name not in ORDINARY}
+
+
+@cache
+def model_classes() -> frozenset[str]:
+    """Every class that an auto class of transformers knows, and every config class."""
+    found: set[str] = set(CONFIG_MAPPING_NAMES.values())
+    for name in dir(modeling_auto):
+        if name.endswith("MAPPING_NAMES"):
+            for value in getattr(modeling_auto, name).values():
+                found.update([value] if isinstance(value, str) else [v for v in value if v])
+    return frozenset(found)
+
+
+def types_in(text: str) -> Iterator[tuple[int, str]]:
+    """(line, type) of model types and classes anywhere in a source text."""
+    classes, types = model_classes(), model_types()
+    by_first: dict[str, list[tuple[str, ...]]] = {}
+    for wanted in types:
+        by_first.setdefault(wanted[0], []).append(wanted)
+    long = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in types.values()]
+    inside = re.compile("|".join(sorted(n for n in long if len(n) >= SHORT)))
+    for number, line in enumerate(text.splitlines(), 1):
+        yield from ((number, name) for name in re.findall(r"\w+", line) if name in classes)
+        for chunk in re.findall(r"[\w-]+", line):
+            split = words(chunk)
+            candidates = [wanted for word in split for wanted in by_first.get(word, ())]
+            yield from ((number, types[wanted]) for wanted in candidates if has_words(split, wanted))
+            yield from ((number, m) for m in inside.findall(re.sub(r"[^a-z0-9]", "", chunk.lower())))
+
+
+def code_strings(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of the identifiers and strings of a source, without docstrings and comments."""
+    tree = ast.parse(text)
+    prose = {
+        id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and id(node) not in prose:
+                yield line, node.value
+            continue
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value: Any = getattr(node, field, None)
+            if isinstance(value, str):
+                yield line, value
+
+
+def layers_in(text: str, names: list[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of such names in code."""
+    wanted = {name: words(name) for name in names}
+    for line, found in code_strings(text):
+        for chunk in re.findall(r"[\w]+", found):
+            split = words(chunk)
+            yield from ((line, name) for name, parts in wanted.items() if has_words(split, parts))
+
+
+def sources() -> list[Path]:
+    """The Python files of both packages."""
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+# The packages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_architecture_is_named(path: Path) -> None:
+    text, name = path.read_text(), str(path.relative_to(ROOT))
+    assert not list(types_in(text))
+    assert not list(layers_in(text, LAYERS))
+    found = [(line, n) for line, n in layers_in(text, ATTRIBUTES) if (name, n) not in HUB_FORMAT]
+    assert not found
+
+
+def test_what_is_searched() -> None:
+    assert len(sources()) > 60
+    assert len(CONFIG_MAPPING_NAMES) > 500
+    assert {"llama", "gpt2", "t5", "bert"} <= set(CONFIG_MAPPING_NAMES)
+    assert len(model_classes()) > 1500
+    assert "LlamaForCausalLM" in model_classes()
+
+
+def test_the_exceptions_are_needed() -> None:
+    text = "\n".join(path.read_text() for path in sources()).lower()
+    assert all(name in text for name in ORDINARY)
+    assert set(ORDINARY) <= set(CONFIG_MAPPING_NAMES)
+    for (path, name), _ in HUB_FORMAT.items():
+        assert name in [n for _, n in layers_in((ROOT / path).read_text(), [name])]
+
+
+# The search itself -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if type(module).__name__ == "LlamaAttention": pass',
+        'if config.model_type in ("qwen3_moe",): pass',
+        'KIND = "gpt-neox"',
+        "def is_mixtral(config): ...",
+        "class OPTThing: ...",
+        "isllama = True",
+        "from transformers.models.t5 import modeling_t5",
+        "# bloom does this in another way",
+        '"""As in gemma2."""',
+        "x = BertForMaskedLM",
+        "Llama4Fix = 1",
+    ],
+)
+def test_a_planted_architecture_is_found(line: str) -> None:
+    assert list(types_in(f"import math\n\n{line}\n"))
+    assert next(types_in(f"import math\n\n{line}\n"))[0] == 3
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_planted_layer_is_found(name: str) -> None:
+    for line in (f"y = x.{name}", f'y = "layers.0.{name}.weight"', f"def of_{name}(x): ..."):
+        assert (2, name) in list(layers_in(f"import math\n{line}\n", LAYERS))
+    assert not list(layers_in(f'"""An example: ``{name}``."""\nx = 1  # {name}\n', LAYERS))
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_planted_attribute_is_found(name: str) -> None:
+    for line in (f"y = config.{name}", f'y = getattr(config, "{name}")', f"f({name}=1)"):
+        assert (1, name) in list(layers_in(line, ATTRIBUTES))
