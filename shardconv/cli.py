@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import click
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.plan_checks import EXPERT_MODES
 
 from .convert import convert, parse_size, plan, require_tp
 from .replan import replan
@@ -99,6 +100,14 @@ def hub_options(command: Command) -> Command:
 
 tp_option = click.option("--tp", type=int, required=True, metavar="N", help="Number of ranks to shard for.")
 
+experts_option = click.option(
+    "--experts",
+    type=click.Choice(EXPERT_MODES),
+    default="tp",
+    show_default=True,
+    help="Split mixture-of-experts layers inside of each expert, or keep experts whole (ep).",
+)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="shardconv", message="shardconv %(version)s")
@@ -125,6 +134,7 @@ def cli() -> None:
 @click.argument("model")
 @click.argument("out", type=click.Path())
 @tp_option
+@experts_option
 @click.option(
     "--max-file-size",
     default="5GB",
@@ -150,6 +160,7 @@ def convert_command(
     Examples:
       shardconv convert ./my-model --tp 2 out/
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
+      shardconv convert org/mixture --tp 8 --experts ep out/
     """
     from .report import human_bytes
     from .summary import summarize
@@ -169,6 +180,7 @@ def convert_command(
 @cli.command("plan")
 @click.argument("model")
 @tp_option
+@experts_option
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself, as in plan.json.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan (JSON) to FILE."

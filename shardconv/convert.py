@@ -12,6 +12,7 @@ from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.plan_checks import EXPERT_MODES
 
 from .output import Output
 from .progress import Progress, Silent
@@ -27,6 +28,7 @@ def convert(
     out: str | os.PathLike[str],
     tp: int,
     *,
+    experts: str = "tp",
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -44,6 +46,8 @@ def convert(
         model: directory or Hub id of a transformers model.
         out: directory to make; it must not exist, or be empty, unless ``overwrite``.
         tp: number of ranks.
+        experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
+            whole experts on each rank.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
@@ -63,6 +67,7 @@ def convert(
     """
     progress = progress or Silent()
     require_tp(tp)
+    require_experts(experts)
     limit = parse_size(max_file_size)
     output = Output.prepare(out, overwrite=overwrite, source=model)
 
@@ -81,7 +86,7 @@ def convert(
         dtype=dtype,
         need_weights=True,
     )
-    solved: Plan = solve_plan(spec, tp, check=check, progress=progress.stage)
+    solved: Plan = solve_plan(spec, tp, experts=experts, check=check, progress=progress.stage)
     progress.stage("loading the weights")
     weights = read_weights(spec, parameter_plans(solved).keys())
     with output.building() as directory:
@@ -93,6 +98,7 @@ def plan(
     model: str | os.PathLike[str] | Any,
     tp: int,
     *,
+    experts: str = "tp",
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -107,6 +113,8 @@ def plan(
     Args:
         model: a directory, a Hub id or a transformers config object.
         tp: number of ranks.
+        experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
+            whole experts on each rank.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters; by default what the config says.
         trust_remote_code: import the repository's own Python code.
@@ -120,6 +128,7 @@ def plan(
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
     require_tp(tp)
+    require_experts(experts)
 
     from .pipeline import solve_plan
     from .sources import resolve
@@ -134,7 +143,8 @@ def plan(
         dtype=dtype,
         need_weights=False,
     )
-    solved: Plan = solve_plan(spec, tp, check=check, progress=(progress or Silent()).stage)
+    tell = (progress or Silent()).stage
+    solved: Plan = solve_plan(spec, tp, experts=experts, check=check, progress=tell)
     return solved
 
 
@@ -142,6 +152,12 @@ def require_tp(tp: int) -> None:
     """Raises ``ShardconvError`` unless ``tp`` is an int of 1 or more."""
     if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
         raise ShardconvError(f"tp must be a whole number of 1 or more, got {tp!r}")
+
+
+def require_experts(experts: str) -> None:
+    """Raises ``ShardconvError`` unless this is a way to split experts."""
+    if experts not in EXPERT_MODES:
+        raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
 
 
 def parse_size(size: int | str) -> int:

@@ -53,7 +53,8 @@ def replan(
     from .writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
-    new: Plan = solve_plan(spec, old.tp, check=check, progress=(progress or Silent()).stage)
+    tell = (progress or Silent()).stage
+    new: Plan = solve_plan(spec, old.tp, experts=old.experts, check=check, progress=tell)
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}

@@ -71,6 +71,8 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
     for kind in kinds:
         size = human_bytes(kind.rank_bytes) if kind.tensors else ""
         yield from _kind_rows(kind, size)
+        if plan.experts == "ep" and kind.category == "experts":
+            yield f"{'':<12}expert parallel: each rank holds whole experts"
         yield from _aligned([_tensor(plan, line) for line in kind.tensors])
         if kind.edits:
             yield from _wrapped("edits  ", ", ".join(map(_edit, kind.edits)))

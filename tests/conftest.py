@@ -30,7 +30,12 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put ``hand_plan`` in the place of the solver, so that a test is about what lies around it."""
 
     def solve_plan(
-        spec: Any, tp: int, *, check: bool = True, progress: Callable[[str], None] | None = None
+        spec: Any,
+        tp: int,
+        *,
+        experts: str = "tp",
+        check: bool = True,
+        progress: Callable[[str], None] | None = None,
     ) -> Plan:
         return hand_plan(spec.config, tp, spec.dtype)
 

@@ -18,6 +18,7 @@ from shardconv import cli
 COMMANDS = {
     "convert": {
         "--tp",
+        "--experts",
         "--max-file-size",
         "--overwrite",
         "--no-check",
@@ -32,6 +33,7 @@ COMMANDS = {
     },
     "plan": {
         "--tp",
+        "--experts",
         "--json",
         "--output",
         "--check",
