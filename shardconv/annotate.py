@@ -27,6 +27,7 @@ from .fold import Folded, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit, Unlocalizable
 from .rules import contraction
+from .structure import num_tokens
 from .tape import Mark, Op
 
 
@@ -295,8 +296,7 @@ def _step(slot: str, op: str, dim: int, layout: Dim, per_token: int) -> Boundary
 
 
 def _per_token(analysis: Analysis, tid: int) -> int:
-    tokens = math.prod(analysis.tape.tensors[analysis.tape.inputs[0]].shape[:2])
-    return math.ceil(math.prod(analysis.tape.tensors[tid].shape) / tokens)
+    return math.ceil(math.prod(analysis.tape.tensors[tid].shape) / num_tokens(analysis.tape))
 
 
 def _fqn(solution: Solution, event: Op | Mark) -> str:
@@ -334,7 +334,9 @@ def _may_stay_sharded(solution: Solution, mark: Mark, gathered: Boundary) -> boo
     }
     for event in tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:
-            leaves |= {id(x): x for x in axes.leaves(analysis.dims[event.target][gathered.dim])}
+            for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
+                if any(id(x) in leaves for x in axes.leaves(before)):
+                    leaves |= {id(x): x for x in axes.leaves(after)}
             region |= {
                 t
                 for t, dims in analysis.dims.items()

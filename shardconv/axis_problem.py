@@ -13,7 +13,7 @@ from .analysis import Analysis, Contraction, Partial, TableLookup, find_partial
 from .axes import LEAF, SUM, Node, find
 from .elimination import Problem
 from .fold import Folded
-from .structure import corresponding_leaves, frozen_leaves, multiplying_pairs
+from .structure import corresponding_leaves, frozen_leaves, multiplying_pairs, num_tokens, width
 from .tape import Mark
 
 TOKENS_PER_WIDTH = 1 / 8
@@ -37,8 +37,8 @@ class Graph:
         self.folded = folded
         self.frozen = frozen_leaves(analysis)
         self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
-        self.tokens = math.prod(analysis.tape.tensors[analysis.tape.inputs[0]].shape[:2]) or 1
-        self.width = _width(analysis)
+        self.tokens = num_tokens(analysis.tape)
+        self.width = width(analysis.tape)
         self.signatures = self._signatures()
 
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
@@ -57,17 +57,6 @@ class Graph:
     ) -> tuple[list[int], list[int]]:
         """Leaves and states that use an axis of this extent."""
         return AxisProblem(self, extent, taken, saving_weight).solve()
-
-
-def _width(analysis: Analysis) -> int:
-    """The last size that most marked floating point tensors have: the model's hidden size."""
-    tensors = analysis.tape.tensors
-    sizes = Counter(
-        tensors[e.source].shape[-1]
-        for e in analysis.tape.events
-        if isinstance(e, Mark) and tensors[e.source].shape and tensors[e.source].dtype.is_floating_point
-    )
-    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 class AxisProblem:

@@ -188,6 +188,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:
+    inputs = inputs.to(precision.dtype)
     with torch.inference_mode(), precision.computing():
         result = model(**inputs.tensors, **inputs.options)
     return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]

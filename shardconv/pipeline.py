@@ -95,6 +95,7 @@ def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[
         tell("proving the experts")
         folded = isolate_experts(folded, model)
     plan = _solved(spec, tp, model, folded, inputs if check else None, experts)
+    plan = replace(plan, notes=(*inputs.notes, *plan.notes))
     if check:
         tell("simulating the ranks")
         bypassed = find_bypasses(tape, folded.representatives())

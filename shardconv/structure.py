@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from . import axes
 from .analysis import Analysis
 from .axes import LEAF, PRODUCT, SUM, Node, find
-from .tape import Mark
+from .tape import Mark, Tape
 
 
 def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
@@ -47,6 +49,25 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
             return None
         out += pairs
     return out
+
+
+def width(tape: Tape) -> int:
+    """The last size that most marked floating point tensors have: the model's hidden size."""
+    sizes = Counter(shape[-1] for shape in _marked(tape))
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def num_tokens(tape: Tape) -> int:
+    """How many rows of the hidden size most marked tensors have: batch times sequence length."""
+    wide = width(tape)
+    rows = Counter(math.prod(shape[:-1]) for shape in _marked(tape) if shape[-1] == wide)
+    return max(1, rows.most_common(1)[0][0]) if rows else 1
+
+
+def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
+    """Shapes of the floating point tensors that cross a module's boundary."""
+    tensors = (tape.tensors[e.source] for e in tape.events if isinstance(e, Mark))
+    return (t.shape for t in tensors if t.shape and t.dtype.is_floating_point)
 
 
 def frozen_leaves(analysis: Analysis) -> set[int]:

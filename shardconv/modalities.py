@@ -1,0 +1,244 @@
+"""Images and sounds to call a model with, in the forms in which models take them.
+
+A forward method says by the names of its parameters what it takes, and the config says how large that is.
+Which of the forms is meant cannot be read off with certainty: they are tried in order (``inputs.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMAGES = ("pixel_values", "image_pixel_values")
+"""Names of the parameter that takes images."""
+SOUNDS = ("input_features", "audio_input_features", "input_values")
+"""Names of the parameter that takes sounds: spectra, or samples."""
+STATES = ("encoder_hidden_states", "cross_attention_states")
+"""Names of the parameter that takes the states of an encoder."""
+
+_GRIDS = ("image_grid_thw", "image_grid_hw")
+_PATCH_PLACES = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
+_FRAME_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask")
+_MEL_BINS = (
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_per_channel",
+    "feature_projection_input_dim",
+    "input_size",
+    "input_dim",
+)
+_MERGES = (
+    "spatial_merge_size",
+    "merge_size",
+    "pooling_kernel_size",
+    "downsample_factor",
+    "adapter_merge_size",
+)
+_NUM_STATES = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way of giving a model one kind of input."""
+
+    kind: str
+    """``image``, ``audio`` or ``states``."""
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What the forms of a model's inputs depend on."""
+
+    parameters: Collection[str]
+    """Names of the forward method's parameters."""
+    config: Any
+    dtype: torch.dtype
+    batch: int
+    seed: int
+
+    def kinds(self) -> list[str]:
+        """The kinds of input, beside tokens, that the model may be given."""
+        names = {"image": IMAGES, "audio": SOUNDS}
+        kinds = [kind for kind, known in names.items() if self._first(known)]
+        return kinds + (["states"] if self._takes_states() else [])
+
+    def forms(self, kind: str) -> Iterator[Form]:
+        """The forms of one kind, likelier ones first."""
+        makers = {"image": self._images, "audio": self._sounds, "states": self._states}
+        return (Form(kind, tensors) for tensors in makers[kind]())
+
+    def _first(self, names: Collection[str]) -> str:
+        return next((n for n in names if n in self.parameters), "")
+
+    def _random(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    # Images -----------------------------------------------------------------------------------
+
+    def _images(self) -> Iterator[dict[str, Tensor]]:
+        name = self._first(IMAGES)
+        image = _Image.of(self.config)
+        if self._first(_GRIDS):
+            yield self._grids(name, image)
+        if self._first(_PATCH_PLACES):
+            yield self._patches(name, image)
+        height, width = image.height, image.width
+        pixels = self._random(self.batch, image.channels, height, width)
+        yield {name: pixels}
+        extra = {}
+        if "image_sizes" in self.parameters:
+            extra["image_sizes"] = torch.tensor([[height, width]] * self.batch)
+            yield {name: pixels, **extra}
+        if "pixel_attention_mask" in self.parameters:
+            extra["pixel_attention_mask"] = torch.ones(self.batch, 1, height, width, dtype=torch.bool)
+        yield {name: pixels[:, None], **extra}
+
+    def _grids(self, name: str, image: _Image) -> dict[str, Tensor]:
+        """Patches of all images in one list, and how many there are of each image."""
+        rows, columns = image.grid(self.seed)
+        patches = self._random(self.batch * rows * columns, image.patch_numel * image.frames)
+        grid = self._first(_GRIDS)
+        shape = [1, rows, columns] if grid.endswith("thw") else [rows, columns]
+        return {name: patches, grid: torch.tensor([shape] * self.batch)}
+
+    def _patches(self, name: str, image: _Image) -> dict[str, Tensor]:
+        """Patches of each image in a list, and where they are."""
+        rows, columns = image.grid(self.seed)
+        tensors = {name: self._random(self.batch, rows * columns, image.patch_numel)}
+        if "spatial_shapes" in self.parameters:
+            tensors["spatial_shapes"] = torch.tensor([[rows, columns]] * self.batch)
+        if "pixel_attention_mask" in self.parameters:
+            tensors["pixel_attention_mask"] = torch.ones(self.batch, rows * columns, dtype=torch.long)
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+        for place in _PATCH_PLACES[1:]:
+            if place in self.parameters:
+                tensors[place] = places.expand(self.batch, -1, -1).contiguous()
+        return tensors
+
+    # Sounds -----------------------------------------------------------------------------------
+
+    def _sounds(self) -> Iterator[dict[str, Tensor]]:
+        name = self._first(SOUNDS)
+        bins = first_int(self.config, _MEL_BINS)
+        if name == "input_values":
+            samples = _num_samples(self.config, self.seed)
+            yield {name: self._random(self.batch, samples)}
+            yield {name: self._random(self.batch, 1, samples)}
+            longest = first_int(self.config, ("max_length",))
+            if bins and longest:
+                yield {name: self._random(self.batch, longest, bins)}
+        if bins and name != "input_values":
+            yield from self._spectra(name, bins)
+
+    def _spectra(self, name: str, bins: int) -> Iterator[dict[str, Tensor]]:
+        frames = _num_frames(self.config, self.seed)
+        masks = {
+            n: torch.ones(self.batch, frames, dtype=torch.long) for n in self.parameters if n in _FRAME_MASKS
+        }
+        yield {name: self._random(self.batch, bins, frames), **masks}
+        yield {name: self._random(self.batch, frames, bins), **masks}
+
+    # States of an encoder -----------------------------------------------------------------------
+
+    def _takes_states(self) -> bool:
+        if not self._first(STATES) or "decoder_input_ids" in self.parameters:
+            return False
+        flags = ("is_decoder", "add_cross_attention", "cross_attention_layers")
+        return any(getattr(self.config, flag, None) for flag in flags)
+
+    def _states(self) -> Iterator[dict[str, Tensor]]:
+        names = ("cross_attention_hidden_size", "encoder_hidden_size", "hidden_size")
+        widths = [getattr(self.config, n, None) for n in names]
+        for width in dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0):
+            yield {self._first(STATES): self._random(self.batch, _NUM_STATES - 2 * bool(self.seed), width)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    channels: int
+    height: int
+    width: int
+    patch: tuple[int, int]
+    frames: int
+    """Of a patch in time."""
+    merge: int
+    """Into how many sides of patches the model divides rows and columns."""
+
+    @classmethod
+    def of(cls, config: Any) -> _Image:
+        node = next((n for n in nodes(config) if _has(n, "patch_size") or _has(n, "image_size")), config)
+        patch = _pair(getattr(node, "patch_size", None)) or (1, 1)
+        size = _pair(getattr(node, "image_size", None)) or (4 * patch[0], 4 * patch[1])
+        merges = [m for n in nodes(config) for name in _MERGES if (m := _int(n, name)) > 1]
+        return cls(
+            channels=first_int(node, ("num_channels", "in_channels", "in_chans")) or 3,
+            height=size[0],
+            width=size[1],
+            patch=patch,
+            frames=first_int(node, ("temporal_patch_size",)) or 1,
+            merge=max(merges, default=2),
+        )
+
+    @property
+    def patch_numel(self) -> int:
+        return self.channels * self.patch[0] * self.patch[1]
+
+    def grid(self, seed: int) -> tuple[int, int]:
+        """Rows and columns of patches; others for another seed."""
+        return 2 * self.merge, (3 - bool(seed)) * self.merge
+
+
+def _num_frames(config: Any, seed: int) -> int:
+    """Frames of a spectrum: as many as positions demand, or as windows divide, or any."""
+    positions = first_int(config, ("max_source_positions",))
+    window = first_int(config, ("n_window",))
+    if positions:
+        return 2 * positions
+    return 2 * window * (2 - bool(seed)) if window else 104 - 16 * bool(seed)
+
+
+def _num_samples(config: Any, seed: int) -> int:
+    strides = next((v for n in nodes(config) if _has(n, "conv_stride") and (v := n.conv_stride)), ())
+    step = math.prod(strides) if isinstance(strides, (tuple, list)) else 16
+    return step * (23 - 4 * bool(seed)) + step // 4 + 80
+
+
+# Configs ---------------------------------------------------------------------------------------------
+
+
+def nodes(config: Any) -> list[Any]:
+    """A config and those in it, outer ones first."""
+    out = [config]
+    for node in out:
+        values = vars(node).values() if hasattr(node, "__dict__") else ()
+        out += [v for v in values if hasattr(v, "to_dict") and hasattr(v, "model_type")]
+    return out
+
+
+def first_int(config: Any, names: Collection[str]) -> int:
+    """The first positive int under one of the names, outer configs and earlier names first; else 0."""
+    return next((value for n in nodes(config) for name in names if (value := _int(n, name)) > 0), 0)
+
+
+def _has(node: Any, name: str) -> bool:
+    return getattr(node, name, None) is not None
+
+
+def _int(node: Any, name: str) -> int:
+    value = getattr(node, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, int) and value > 0:
+        return value, value
+    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) for v in value):
+        return int(value[0]), int(value[1])
+    return None
