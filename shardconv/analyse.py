@@ -12,8 +12,8 @@ from .analysis import Analysis
 from .axes import Conflict
 from .builder import Arguments, Builder
 from .norms import NormSite, find_norms
-from .rules import POINTWISE, RULES
 from .opaque import OPAQUE
+from .rules import POINTWISE, RULES, views
 from .tape import Mark, Op, Tape, starred
 
 
@@ -67,6 +67,11 @@ def _apply(builder: Builder, op: Op) -> None:
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):
         builder.parametric.update(op.outputs)
+    if (base in views.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
+        builder.from_stack.update(op.outputs)
+
+
+_PARTS = frozenset({"aten.split", "aten.chunk", "aten.slice", "aten.contiguous"})
 
 
 def _block_all(builder: Builder, op: Op, what: str) -> None:

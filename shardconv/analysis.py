@@ -82,5 +82,7 @@ class Analysis:
     """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""
+    from_stack: set[int] = field(default_factory=set)
+    """Matrices that were taken out of a stack of weights ``[E, I, O]``, one or several."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Operator without a rule -> FQN of a module that uses it."""

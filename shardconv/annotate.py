@@ -228,10 +228,11 @@ def _category(solution: Solution, op: Op) -> str:
     analysis = solution.analysis
     if op.name.rsplit(".", 1)[0] not in contraction.RULES:
         return ""
-    weights = [t for t in op.inputs if t in analysis.parametric and len(analysis.dims[t]) > 1]
+    is_weight = [t in analysis.parametric or t in analysis.from_stack for t in op.inputs]
+    weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]
     if not any(solution.layouts.is_sharded(t) for t in weights):
         return ""
-    if any(len(analysis.dims[t]) > 2 for t in weights):
+    if any(len(analysis.dims[t]) > 2 or t in analysis.from_stack for t in weights):
         return "experts"
     state = analysis.partial[op.outputs[0]]
     return "row" if solution.layouts.assignment.partial_axes(state) else "column"

@@ -24,6 +24,7 @@ class Builder:
         self.why = ""
         """What the current operator is, for the reports."""
         self.parametric = self.result.parametric
+        self.from_stack = self.result.from_stack
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -103,6 +104,12 @@ class Builder:
     def work(self, dims: Sequence[Node]) -> None:
         """A product over all these dims was computed."""
         self.result.works.append(Work(tuple(dims), math.prod(d.size for d in dims)))
+
+    def take_from_stack(self, source: int, target: int) -> None:
+        """``target`` is some of ``source`` along its first dim."""
+        info = self.tape.tensors[source]
+        if len(info.shape) == 3 and info.dtype.is_floating_point and source in self.parametric:
+            self.from_stack.add(target)
 
     def lookup(self, mark: Mark, table: int, output: int) -> None:
         """Rows of a table are looked up by ids that enter a module at ``mark``."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from textwrap import shorten
 
 import torch
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
@@ -32,7 +33,7 @@ from .rules import RULES
 from .shallow import find_bypasses
 from .solve import Assignment, solve
 from .sources import ModelSpec
-from .tape import Tape
+from .tape import Tape, starred
 from .trace import trace
 
 MAX_ROUNDS = 32
@@ -199,9 +200,14 @@ def _notes(analysis: Analysis, assignment: Assignment) -> tuple[str, ...]:
         for name, fqn in sorted(analysis.unknown.items())
     ]
     guesses = [f"guessed: {g}" for g in dict.fromkeys(analysis.tape.guesses)]
+    opaque = {starred(fqn): why for (fqn, _), why in reversed(analysis.tape.opaque.items())}
+    untraced = [
+        f"opaque: {name} could not be traced ({shorten(why, 120)}): it is replicated"
+        for name, why in reversed(opaque.items())
+    ]
     now, fewest = assignment.replicated
     split = [
         f"with the fewest collectives, {fewest:.0%} of the matrices would be whole on every rank; more "
         f"collectives were accepted, so that {now:.0%} are"
     ]
-    return (*unknown, *guesses, *(split if now < fewest else ()))
+    return (*untraced, *unknown, *guesses, *(split if now < fewest else ()))

@@ -2,26 +2,29 @@
 
 In inference mode a ``TorchDispatchMode`` sees composite operators (``linear``,
 ``scaled_dot_product_attention``, ``reshape`` …) before they are taken apart. An operator that has no
-rule and is composite is recorded as its parts. Inputs and buffers have real values beside their meta
-stand-ins: a question that depends on them alone is answered by evaluating the tape backwards.
+rule and is composite is recorded as its parts. Questions about values are answered by ``Values``.
+
+What was recorded since a point can be taken back: when a module turns out to be untraceable, say.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tape import Mark, Op, Ref, Tape, TensorInfo
+from .tape import Mark, Op, Ref, Tape, TensorInfo, starred
+from .values import Place, Values
 
 META = torch.device("meta")
+T = TypeVar("T")
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -29,19 +32,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         keep: names of operators, without overload, that are recorded whole even if they are composite.
+        answers: guesses to give, by module call, as on the tape of an earlier run.
     """
 
-    def __init__(self, keep: Collection[str]) -> None:
+    def __init__(
+        self, keep: Collection[str], answers: Mapping[tuple[str, int], Sequence[Any]] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
+        self.answers = answers or {}
         self.tape = Tape()
-        self.ids: dict[int, int] = {}
+        self.values = Values(self.tape)
+        self.ids: _Journal[int] = _Journal()
         self.alive: list[Any] = []
         self.twins: dict[int, torch.Tensor] = {}
-        self.real: dict[int, torch.Tensor] = {}
         self.by_storage: dict[int, list[torch.Tensor]] = {}
-        self.stale: dict[int, int] = {}
-        self.producer: dict[int, Op] = {}
+        self.stale: _Journal[tuple[tuple[int, torch.Tensor], ...]] = _Journal()
+        """Tensors whose memory was written through others: what was written, in order."""
         self.stack: list[int] = []
         self.call_counts: dict[str, int] = {}
         self.facts: dict[Any, _Facts] = {}
@@ -66,9 +73,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tid = self.ids.get(key)
         if tid is None:
             tid = self.new(tensor, "constant")
-            if tensor.device != META:
-                self.real[tid] = tensor
+            self._know(tid, tensor)
         return tid
+
+    def _know(self, tid: int, tensor: torch.Tensor, is_weight: bool = False) -> None:
+        if tensor.device == META:
+            self.values.add_unknown(tid, is_weight)
+        else:
+            self.values.known[tid] = tensor
 
     def meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself if it is on meta, else a stand-in that is."""
@@ -84,41 +96,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return twin
 
     def _refresh(self, tensor: torch.Tensor) -> None:
-        """``tensor`` shares memory with one that was written to: it has a new value."""
-        mutated = self.stale.pop(id(tensor))
-        old = self.ids[id(tensor)]
-        new = self.new(tensor)
-        whole = tensor.numel() == _storage_size(tensor) == math.prod(self.tape.tensors[mutated].shape)
-        self._emit(Op("alias_write", (whole,), {}, (old, mutated), (new,), self.stack[-1]))
+        """``tensor`` shares memory with some that were written to: it has a new value."""
+        for mutated, holder in self.stale.pop(id(tensor)):
+            old = self.ids[id(tensor)]
+            new = self.new(tensor)
+            whole = tensor.numel() == _storage_size(tensor) == math.prod(self.tape.tensors[mutated].shape)
+            op = Op("alias_write", (whole,), {}, (old, mutated), (new,), self.call())
+            self.tape.events.append(op)
+            self.values.wrote(op, Place.of(self.meta(tensor)), Place.of(self.meta(holder)))
 
     def register_model(self, model: nn.Module) -> None:
         """Parameters and buffers become tensors of the tape; tied ones keep their first name."""
         for name, parameter in model.named_parameters():
-            self.new(parameter, "parameter", name)
+            self.values.add_unknown(self.new(parameter, "parameter", name), is_weight=True)
         persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers():
             tid = self.new(buffer, "buffer" if name in persistent else "constant", name)
-            if buffer.device != META:
-                self.real[tid] = buffer
+            self._know(tid, buffer, is_weight=True)
 
     def register_input(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A meta stand-in for an input; its real value answers data-dependent questions."""
         twin = torch.empty_like(value, device=META)
         tid = self.new(twin, "input", name)
-        self.real[tid] = value
+        self.values.known[tid] = value
         self.tape.inputs += (tid,)
         return twin
 
     # Operators -------------------------------------------------------------------------------
 
-    def _emit(self, op: Op) -> None:
+    def emit(self, op: Op) -> None:
+        """Put an operator on the tape."""
         self.tape.events.append(op)
-        self._remember(op)
-
-    def _remember(self, op: Op) -> None:
-        """Keep what makes these tensors, unless it depends on parameters: then nobody can ask for values."""
-        if op.overload is not None and all(t in self.real or t in self.producer for t in op.inputs):
-            self.producer.update(dict.fromkeys(op.outputs, op))
+        self.values.made(op)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = self.facts.get(func)
@@ -131,7 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is not NotImplemented:
                 return result
         if facts.name == "aten._local_scalar_dense.default":
-            return self._item(args[0])
+            return self.ask(args[0]).item()
         return self._record(func, facts, args, kwargs, _calling_module())
 
     def _record(self, func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
@@ -154,17 +163,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         recorded_args = tuple(ref(a) for a in args)
         recorded_kwargs = {k: ref(v) for k, v in kwargs.items()}
-        result = self._run(func, facts, args, kwargs, recorded_args, recorded_kwargs)
-        call = self.stack[-1] if self.stack else 0
-        op = Op(facts.name, recorded_args, recorded_kwargs, tuple(inputs), (), call, func, origin)
+        op = Op(facts.name, recorded_args, recorded_kwargs, tuple(inputs), (), self.call(), func, origin)
+        result, values = self._run(func, facts, args, kwargs, op)
         if facts.is_mutable:
             mutated = self._mutated(func, args, kwargs)
-            op.outputs = tuple(self._rewrite(t) for t in mutated)
+            op.outputs = tuple(self.rewrite(t) for t in mutated)
             if not op.outputs:
                 op.outputs = self._outputs(result)
         else:
             op.outputs = self._outputs(result)
-        self._emit(op)
+        self.emit(op)
+        for tid, value in zip(op.outputs, values, strict=False):
+            (self.values.guessed if self.values.is_unknown(tid) else self.values.known)[tid] = value
         return result
 
     def _outputs(self, result: Any) -> tuple[int, ...]:
@@ -172,9 +182,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self.new(t) for t in leaves if isinstance(t, torch.Tensor))
 
     def _run(
-        self, func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], refs: Any, kwrefs: Any
-    ) -> Any:
-        """Execute on meta; where the shape depends on data, on the real values."""
+        self, func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any], op: Op
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Execute on meta; where the shape depends on data, on values, which are returned as well."""
         tensors = _tensors(args) + _tensors(kwargs.values())
         if "device" in kwargs or (facts.takes_device and not tensors):
             kwargs = {**kwargs, "device": META}
@@ -183,17 +193,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if facts.takes_device:
             args = tuple(META if isinstance(a, torch.device) else a for a in args)
         if facts.name == "aten.lift_fresh.default":
-            return args[0]
+            return args[0], []
         shape = _shape_of(facts.name, args)
         if shape is not None:
-            return shape
+            return shape, []
         try:
-            return self._cached(func, args, kwargs) if facts.makes_new else func(*args, **kwargs)
+            return (self._cached(func, args, kwargs) if facts.makes_new else func(*args, **kwargs)), []
         except (NotImplementedError, RuntimeError):
-            real = self._evaluate_op(func, refs, kwrefs)
-            if real is None:
-                real = self._guess(func, facts.name, refs, kwrefs)
-            return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), real)
+            return self._run_on_values(op)
+
+    def _run_on_values(self, op: Op) -> tuple[Any, list[torch.Tensor]]:
+        """The result of an operator whose meta function does not know it."""
+        asked = op.inputs[_FIRST_ASKED.get(op.name, 0) :]
+        if all(self.values.value(t) is not None for t in asked):
+            result = self.values.results(op, asked)
+        else:
+            self.note_guess(f"the result of {op.name}, which depends on data")
+            result = self._answered(lambda: self.values.results(op, asked))
+        on_meta = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=META), result)
+        return on_meta, _tensors((result,)) if len(asked) == len(op.inputs) else []
 
     def _cached(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an operator that makes one new tensor; layers repeat, and meta functions are slow."""
@@ -216,77 +234,48 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     out.append(value)
         return out
 
-    def _rewrite(self, tensor: torch.Tensor) -> int:
+    def rewrite(self, tensor: torch.Tensor) -> int:
         """A new value for a tensor that was written in place; its aliases become stale."""
         holder = tensor
         known = self.by_storage.setdefault(self.meta(tensor).untyped_storage()._cdata, [])
         tid = self.new(holder)
         for other in known:
             if other is not holder and id(other) in self.ids:
-                self.stale[id(other)] = tid
+                self.stale[id(other)] = (*self.stale.get(id(other), ()), (tid, holder))
         self.stale.pop(id(holder), None)
         return tid
 
     # Values ----------------------------------------------------------------------------------
 
-    def _item(self, tensor: torch.Tensor) -> Any:
-        real = self.value(self.tid(tensor))
-        if real is not None:
-            return real.item()
-        self.tape.guesses.append(f"{self.current_fqn()}: the value of a {tensor.dtype} scalar")
-        return False if tensor.dtype == torch.bool else 0
+    def ask(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor holds, or a guess; it must be whole."""
+        tid = self.tid(tensor)
+        self.emit(Op("question", (Ref(tid),), {}, (tid,), (), self.call(), None, _calling_module()))
+        value = self.values.value(tid)
+        if value is not None:
+            return value
+        what = "the values of a {} tensor" if tensor.dim() else "the value of a {} scalar"
+        self.note_guess(what.format(tensor.dtype))
+        return self._answered(lambda: self.values.guess(tid))
 
-    def value(self, tid: int) -> torch.Tensor | None:
-        """The real value of a tensor, if it does not depend on parameters."""
-        if tid in self.real:
-            return self.real[tid]
-        op = self.producer.get(tid)
-        if op is None:
-            return None
-        result = self._evaluate_op(op.overload, op.args, op.kwargs)
-        if result is None:
-            return None
-        leaves = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
-        for out, leaf in zip(op.outputs, leaves, strict=False):
-            self.real[out] = leaf
-        return self.real.get(tid)
+    def note_guess(self, what: str) -> None:
+        """Tell the user what was guessed here."""
+        self.tape.guesses.append(f"{starred(self.current_fqn()) or 'the model'}: {what}")
 
-    def _guess(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The result if all that depends on parameters were zero, and true."""
-        self.tape.guesses.append(f"{self.current_fqn()}: the result of {name}, which depends on data")
-        return self._evaluate_op(func, args, kwargs, guessing=True)
-
-    def plausible(self, tid: int) -> torch.Tensor:
-        """A guess at a value that depends on parameters: zeros, or all true."""
-        info = self.tape.tensors[tid]
-        return torch.full(info.shape, int(info.dtype == torch.bool), dtype=info.dtype, device="cpu")
-
-    def _evaluate_op(self, func: Any, args: Any, kwargs: Any, guessing: bool = False) -> Any:
-        missing = False
-
-        def load(ref: Ref) -> torch.Tensor:
-            nonlocal missing
-            real = self.value(ref.tid)
-            if real is None:
-                missing = not guessing
-                return self.plausible(ref.tid) if guessing else torch.empty(0)
-            return real.clone() if func._schema.is_mutable else real
-
-        def restore(value: Any) -> Any:
-            if isinstance(value, Ref):
-                return load(value)
-            if isinstance(value, (tuple, list)):
-                return type(value)(restore(v) for v in value)
-            return torch.device("cpu") if isinstance(value, torch.device) else value
-
-        new_args = restore(args)
-        new_kwargs = {k: restore(v) for k, v in kwargs.items()}
-        if missing:
-            return None
-        with torch.utils._python_dispatch._disable_current_modes():
-            return func(*new_args, **new_kwargs)
+    def _answered(self, guess: Callable[[], T]) -> T:
+        """A guess, or the answer that the same question was given in an earlier run."""
+        call = self.tape.calls[self.call()] if self.tape.calls else None
+        key = (call.fqn, call.index) if call else ("", 0)
+        given, before = self.answers.get(key, ()), self.tape.answers.setdefault(key, [])
+        before.append(given[len(before)] if len(before) < len(given) else guess())
+        answer: T = before[-1]
+        return answer
 
     # Modules ---------------------------------------------------------------------------------
+
+    def call(self) -> int:
+        """The module call that is running."""
+        return self.stack[-1] if self.stack else 0
 
     def current_fqn(self) -> str:
         """The module that is running."""
@@ -307,11 +296,72 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = len(self.tape.tensors)
             self.tape.tensors.append(TensorInfo(info.shape, info.dtype, "value"))
             self.ids[key] = target
-            if source in self.real:
-                self.real[target] = self.real[source]
+            if source in self.values.known:
+                self.values.known[target] = self.values.known[source]
             else:
-                self._remember(Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity()))
+                self.values.made(Op("mark", (Ref(source),), {}, (source,), (target,), call, _identity()))
             self.tape.events.append(Mark(call, tuple(names[key]), source, target))
+
+    # Taking back -----------------------------------------------------------------------------
+
+    def point(self) -> Point:
+        """Where the recording is now."""
+        t = self.tape
+        recorded = (t.tensors, t.events, t.calls, t.replays, t.guesses, t.opaque)
+        lengths = tuple(len(x) for x in recorded)
+        return Point(lengths, len(self.ids.log), len(self.stale.log), len(self.stack))
+
+    def rewind(self, point: Point) -> None:
+        """Forget all that was recorded since ``point``."""
+        tape = self.tape
+        num_tensors, num_events, num_calls, num_replays, num_guesses, num_opaque = point.lengths
+        self.values.forget(num_tensors, len(tape.tensors))
+        for call in tape.calls[num_calls:]:
+            self.call_counts[call.fqn] -= 1
+            tape.answers.pop((call.fqn, call.index), None)
+        for key in list(tape.opaque)[num_opaque:]:
+            del tape.opaque[key]
+        del tape.tensors[num_tensors:], tape.events[num_events:], tape.calls[num_calls:]
+        del tape.replays[num_replays:], tape.guesses[num_guesses:], self.stack[point.depth :]
+        self.ids.rewind(point.ids)
+        self.stale.rewind(point.stale)
+        self.twins = {key: twin for key, twin in self.twins.items() if id(twin) in self.ids}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A state of a recorder that it can go back to."""
+
+    lengths: tuple[int, ...]
+    ids: int
+    stale: int
+    depth: int
+
+
+class _Journal(dict[int, T]):
+    """A dict that can be taken back to an earlier state: what each change replaced is kept in ``log``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[int, T | None]] = []
+
+    def __setitem__(self, key: int, value: T) -> None:
+        self.log.append((key, self.get(key)))
+        super().__setitem__(key, value)
+
+    def pop(self, key: int, default: Any = None) -> Any:
+        """As of a dict; the default is None."""
+        self.log.append((key, self.get(key)))
+        return super().pop(key, default)
+
+    def rewind(self, length: int) -> None:
+        """Undo the changes behind the first ``length``."""
+        while len(self.log) > length:
+            key, before = self.log.pop()
+            if before is None:
+                super().pop(key, None)
+            else:
+                super().__setitem__(key, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +388,14 @@ class _Facts:
             and len(func._schema.returns) == 1
             and func._schema.returns[0].alias_info is None,
         )
+
+
+_FIRST_ASKED = {
+    "aten.index.Tensor": 1,
+    "aten.masked_select.default": 1,
+    "aten.repeat_interleave.self_Tensor": 1,
+}
+"""Operators whose result has a shape that depends on values: on those of this input and later ones."""
 
 
 def _geometry(value: Any) -> Any:

@@ -95,7 +95,7 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
         changed |= {site.where.fqn for site in isolated_sites(layouts.analysis.tape)}
         try:
-            tape = trace(local, inputs.tensors, RULES, inputs.options)
+            tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
         except SolveError as error:
             raise Unlocalizable(_sharded_near(layouts, str(error).partition(":")[0]), str(error)) from error
         _Comparison(layouts, layouts.analysis.tape, tape, changed, rank).run()
@@ -197,7 +197,8 @@ class _Comparison:
             return
         for want, got in zip(event.outputs, other.outputs, strict=True):
             self._compare_tensor(fqn, event, want, got)
-        if event.name.rsplit(".", 1)[0] not in _SHAPED and event.outputs[0] in self.layouts.analysis.dims:
+        is_shaped = event.name.rsplit(".", 1)[0] in _SHAPED
+        if not is_shaped and event.outputs and event.outputs[0] in self.layouts.analysis.dims:
             self._compare_numbers(fqn, event, other)
 
     def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> None:

@@ -3,13 +3,18 @@
 Hooks on every module record marks. A ``TorchFunctionMode`` answers sizes with ``TracedInt``, int attributes
 of modules and of their configs are wrapped as well, and every torch call that is given some is recorded
 as a ``Replay``: that is how the attributes are found that must shrink with the parameters.
+
+The innermost module whose forward fails on meta tensors becomes one operator (``shardconv.opaque``). If
+it fails on numbers as well, the module around it is tried, and so on; the model itself is refused.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .ints import TracedInt
-from .recorder import Recorder
-from .tape import ModuleCall, Ref, Replay, Tape
+from .opaque import Opaque, pristine_copy
+from .recorder import Point, Recorder
+from .tape import Event, Mark, ModuleCall, Op, Ref, Replay, Tape
 
 
 def trace(
@@ -28,6 +34,7 @@ def trace(
     inputs: Mapping[str, torch.Tensor],
     keep: Collection[str],
     options: Mapping[str, Any] | None = None,
+    like: Tape | None = None,
 ) -> Tape:
     """Run ``model(**inputs, **options)`` once and record it.
 
@@ -37,39 +44,138 @@ def trace(
         inputs: real CPU tensors by keyword; their values answer data-dependent questions.
         keep: operators that are recorded whole even if they are composite.
         options: further arguments, not tensors.
+        like: the tape of the model of which this is one rank's: questions get the same answers, and
+            the same modules become one operator.
 
     Raises:
         SolveError: the forward pass failed on the meta device.
     """
-    recorder = Recorder(keep)
+    recorder = Recorder(keep, like.answers if like else None)
     recorder.register_model(model)
     arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
-    undo = _wrap(model, recorder)
+    tracer = _Tracer(recorder, model, like)
     try:
         with torch.inference_mode(), _Functions(recorder), recorder:
             outputs = model(**arguments, **(options or {}))
     except SolveError:
         raise
     except Exception as error:
-        where = recorder.current_fqn() or type(model).__name__
+        where = tracer.where(error) or recorder.current_fqn() or type(model).__name__
         raise SolveError(f"{where}: the forward pass cannot be traced on the meta device: {error}") from error
     finally:
-        undo()
+        tracer.undo()
     leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
     recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
     return recorder.tape
 
 
-class _ModuleHook:
-    """The pre- and post-forward hooks of one module."""
+# Modules -----------------------------------------------------------------------------------------
 
-    def __init__(self, recorder: Recorder, module: nn.Module, fqn: str) -> None:
+
+class _Tracer:
+    """What is attached to the modules of one model, and taken off again by ``undo``.
+
+    The forward pass may store tensors on modules (caches of positions, say): that is undone too.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None) -> None:
         self.recorder = recorder
+        self.like = like
+        self.is_paused = False
+        """Whether a module is being run on numbers: its calls are not recorded."""
+        self.frames: list[_Frame] = []
+        """One for each module call of the tape."""
+        self.hooks: dict[int, _ModuleHook] = {}
+        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
+        self.failure: tuple[BaseException, str] | None = None
+        self.handles: list[Any] = []
+        for fqn, module in model.named_modules():
+            for attributes in _state(module):
+                self.saved.append((attributes, dict(attributes)))
+            self.kept.update(_wrap_ints(module, fqn))
+        for fqn, module in model.named_modules():
+            self._attach(_ModuleHook(self, module, fqn), module)
+
+    def _attach(self, hook: _ModuleHook, module: nn.Module) -> None:
+        self.hooks[id(module)] = hook
+        self.kept[id(hook)] = hook
+        self.handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["forward"] = hook.guarded(module.forward)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        for handle in self.handles:
+            handle.remove()
+        for attributes, before in self.saved:
+            attributes.clear()
+            attributes.update(before)
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """A deep copy without what is attached."""
+        named = module.named_modules(remove_duplicate=False)
+        forwards = {path: self.hooks[id(m)].own_forward for path, m in named if id(m) in self.hooks}
+        return pristine_copy(module, self.kept, forwards)
+
+    def where(self, error: BaseException) -> str:
+        """The innermost module that raised this error."""
+        return self.failure[1] if self.failure is not None and self.failure[0] is error else ""
+
+    def note_failure(self, error: BaseException, fqn: str) -> None:
+        """A module raised; those around it raise the same error again."""
+        if self.failure is None or self.failure[0] is not error:
+            self.failure = error, fqn
+
+    def rewind(self, point: Point) -> tuple[int, ...]:
+        """Take back what a module did; the tensors from before that it read."""
+        tape = self.recorder.tape
+        num_tensors, num_events, num_calls, *_ = point.lengths
+        gone = tape.events[num_events:]
+        read = [t for e in gone for t in _reads(e) if t < num_tensors]
+        tape.inner_sources |= {e.origin for e in gone if isinstance(e, Op) and e.origin}
+        for frame in reversed(self.frames[num_calls:]):
+            frame.restore()
+        del self.frames[num_calls:]
+        self.recorder.rewind(point)
+        return tuple(dict.fromkeys(read))
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A module call: the caller's tensors, and the module's attributes when it was entered."""
+
+    module: nn.Module
+    outer: list[tuple[torch.Tensor, int]]
+    attributes: dict[str, Any]
+    buffers: dict[str, Any]
+
+    def restore(self) -> None:
+        """Give the module the attributes that it had."""
+        for now, before in (
+            (self.module.__dict__, self.attributes),
+            (self.module._buffers, self.buffers),
+        ):
+            now.clear()
+            now.update(before)
+
+
+class _ModuleHook:
+    """What runs around the forward of one module."""
+
+    def __init__(self, tracer: _Tracer, module: nn.Module, fqn: str) -> None:
+        self.tracer = tracer
+        self.recorder = tracer.recorder
         self.fqn = fqn
         self.parameters = _parameter_names(module)
-        self.outer: list[list[tuple[torch.Tensor, int]]] = []
+        self.own_forward = module.__dict__.get("forward")
+        self.is_entered = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook: the call is on the tape, and its inputs get marks."""
+        if self.tracer.is_paused:
+            return
         recorder = self.recorder
         index = recorder.call_counts.get(self.fqn, 0)
         recorder.call_counts[self.fqn] = index + 1
@@ -78,18 +184,83 @@ class _ModuleHook:
         recorder.stack.append(call)
         named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
         slots = list(_tensor_slots("input", {**named, **kwargs}))
-        self.outer.append([(t, recorder.tid(t)) for _, t in slots])
+        outer = [(t, recorder.tid(t)) for _, t in slots]
+        self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
         recorder.mark(call, slots)
+        self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook: the outputs get marks; the caller's tensors are again what they were for it."""
+        if self.tracer.is_paused:
+            return
         recorder = self.recorder
         slots = list(_tensor_slots("output", output))
         recorder.mark(recorder.stack[-1], slots)
         returned = {id(t) for _, t in slots}
-        for tensor, tid in self.outer.pop():
+        for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
             if id(tensor) not in returned and id(tensor) not in recorder.stale:
                 recorder.ids[id(tensor)] = tid
         recorder.stack.pop()
+
+    def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``; if it cannot be traced, the module becomes one operator."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.tracer.is_paused or not self.is_entered:
+                return forward(*args, **kwargs)
+            self.is_entered = False
+            point = self.recorder.point()
+            if self._key() in (self.tracer.like.opaque if self.tracer.like else ()):
+                return self._opaque(point, args, kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                self.tracer.note_failure(error, self.fqn)
+                if not self.fqn or self.tracer.like is not None:
+                    raise
+                return self._instead(point, error, args, kwargs)
+
+        return run
+
+    def _key(self) -> tuple[str, int]:
+        call = self.recorder.tape.calls[self.recorder.stack[-1]]
+        return call.fqn, call.index
+
+    def _instead(self, point: Point, error: Exception, args: Any, kwargs: Any) -> Any:
+        """The module as one operator; if that fails as well, the error that it raised when traced."""
+        try:
+            output = self._opaque(point, args, kwargs)
+        except Exception:
+            raise error from None
+        self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"
+        return output
+
+    def _opaque(self, point: Point, args: Any, kwargs: Any) -> Any:
+        read = self.tracer.rewind(point)
+        module = self.tracer.frames[self.recorder.stack[-1]].module
+        self.tracer.is_paused = True
+        try:
+            return Opaque(self.recorder, self.tracer.copied, read).record(module, args, kwargs)
+        finally:
+            self.tracer.is_paused = False
+
+
+def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """What a forward pass may change: attributes, tensors, and hooks that it registers the first time."""
+    return (
+        module.__dict__,
+        module._buffers,
+        module._parameters,
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
+
+
+def _reads(event: Event) -> tuple[int, ...]:
+    return (event.source,) if isinstance(event, Mark) else event.inputs
 
 
 def _parameter_names(module: nn.Module) -> list[str]:
@@ -110,32 +281,6 @@ def _tensor_slots(prefix: str, value: Any) -> Any:
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _tensor_slots(f"{prefix}.{index}", item)
-
-
-def _wrap(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
-    """Hook every submodule and wrap its int attributes; returns what undoes it.
-
-    The forward pass may store tensors on modules (caches of positions, say): that is undone too.
-    """
-    handles: list[Any] = []
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for fqn, module in model.named_modules():
-        for attributes in (module.__dict__, module._buffers, module._parameters):
-            saved.append((attributes, dict(attributes)))
-        _wrap_ints(module, fqn)
-    for fqn, module in model.named_modules():
-        hook = _ModuleHook(recorder, module, fqn)
-        handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        for attributes, before in saved:
-            attributes.clear()
-            attributes.update(before)
-
-    return undo
 
 
 # Traced ints -------------------------------------------------------------------------------------
@@ -167,12 +312,7 @@ class _Functions(TorchFunctionMode):
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``tolist`` and the like: of the true value, if it does not depend on parameters."""
-        recorder = self.recorder
-        tid = recorder.tid(args[0])
-        real = recorder.value(tid)
-        if real is None:
-            recorder.tape.guesses.append(f"{recorder.current_fqn()}: the values of a {args[0].dtype} tensor")
-            real = recorder.plausible(tid)
+        real = self.recorder.ask(args[0])
         with torch.utils._python_dispatch._disable_current_modes():
             return func(real, *args[1:], **kwargs)
 
@@ -209,8 +349,10 @@ def _has_traced(values: Any) -> bool:
     return False
 
 
-def _wrap_ints(module: nn.Module, fqn: str) -> None:
+def _wrap_ints(module: nn.Module, fqn: str) -> dict[int, Any]:
+    """Wrap the int attributes; the configs that were replaced, by ``id`` of what took their place."""
     attributes = module.__dict__
+    replaced: dict[int, Any] = {}
     for key, value in list(attributes.items()):
         if key.startswith("_"):
             continue
@@ -222,6 +364,8 @@ def _wrap_ints(module: nn.Module, fqn: str) -> None:
             )
         elif _is_config(value):
             attributes[key] = _traced_config(value, fqn, key)
+            replaced[id(attributes[key])] = value
+    return replaced
 
 
 def _is_config(value: Any) -> bool:

@@ -30,6 +30,9 @@ def einsum_dims(
                 by_label[label] = dim
             elif dim.size != 1:
                 axes.unify(known, dim)
+    for tid, labels in operands:
+        if tid in b.from_stack and len(labels) > 1:
+            _keep_aligned(b, tid)
     contracted = [dim for label, dim in by_label.items() if label not in output]
     for tid, _ in operands:
         if tid in b.parametric:
@@ -102,12 +105,17 @@ def outer(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, state)
 
 
-def _keep_aligned(b: Builder, dim: Node, itemsize: int) -> None:
-    """The kernels want rows of whole 16 bytes, and know no float64: shares come in units of that."""
-    unit = 16 // min(itemsize, 4)
-    if dim.size % unit == 0:
-        _, inner = b.split(dim, unit)
-        b.block_dim(inner)
+def _keep_aligned(b: Builder, weight: int) -> None:
+    """Shares of a stack of matrices come in units of 16 bytes: the grouped kernels want that.
+
+    They know no float64. Whether a loop over the matrices runs, or a kernel, is decided when the model is
+    loaded: the plan must be right for both.
+    """
+    unit = 16 // min(b.tape.tensors[weight].dtype.itemsize, 4)
+    for dim in b.tensor(weight)[-2:]:
+        if dim.size % unit == 0:
+            _, inner = b.split(dim, unit)
+            b.block_dim(inner)
 
 
 def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
@@ -118,8 +126,7 @@ def grouped_mm(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*op.inputs[2:])
     for tid in op.inputs[2:]:
         b.block(tid)
-    for dim in b.tensor(weight)[1:]:
-        _keep_aligned(b, dim, b.tape.tensors[weight].dtype.itemsize)
+    _keep_aligned(b, weight)
     dims, state = einsum_dims(b, [(x, ["s", "i"]), (weight, ["s1", "i", "o"])], ["s", "o", "s1"])
     b.set(op.outputs[0], dims[:2], state)
 

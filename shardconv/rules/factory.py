@@ -38,7 +38,11 @@ def sequence(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def needs_all(b: Builder, op: Op, args: Arguments) -> None:
-    """Counts, sorted places, data-dependent sizes: every dim of the operands must be whole."""
+    """Every dim of the operands must be whole.
+
+    Counts, sorted places, data-dependent sizes; ``question``, where Python code asks for values; ``opaque``,
+    a module that could not be traced.
+    """
     b.block(*op.inputs)
     sequence(b, op, args)
 
@@ -56,6 +60,11 @@ RULES = {
             "aten.unique_dim",
             "aten.unique_consecutive",
             "aten.multinomial",
+            "aten.where.default",
+            "aten.masked_select",
+            "aten.equal",
+            "question",
+            "opaque",
         ),
         needs_all,
     ),

@@ -106,6 +106,8 @@ def select(b: Builder, op: Op, args: Arguments) -> None:
     dims = list(b.tensor(source))
     b.block_dim(dims.pop(args["dim"]))
     b.set(op.outputs[0], dims, b.partial(source))
+    if args["dim"] == 0:
+        b.take_from_stack(source, op.outputs[0])
 
 
 def unbind(b: Builder, op: Op, args: Arguments) -> None:
@@ -164,6 +166,8 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
     position = picked[0] if adjacent else 0
     kept = [d for p, d in enumerate(dims) if p not in picked]
     b.set(target, [*kept[:position], *common, *kept[position:]], b.partial(source))
+    if picked == [0]:
+        b.take_from_stack(source, target)
 
 
 def _is_mask(b: Builder, tid: int) -> bool:

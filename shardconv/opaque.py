@@ -1,0 +1,172 @@
+"""Runs a module that cannot be traced, on numbers, to learn what it returns.
+
+Its code may do what meta tensors do not bear: numpy, control flow that depends on data, an operator that
+knows no meta tensors. A copy of the module gets random parameters and is run on the CPU, with the true
+inputs where they are known and plausible ones elsewhere. What comes back tells shapes and dtypes; the
+module is recorded as one operator that reads its inputs and all of its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .recorder import META, Recorder
+from .tape import Op, Ref
+from .values import MAX_STAND_IN, fixed_seed, stand_in
+
+OPAQUE = "opaque"
+"""Name of the operator that stands for a whole module."""
+MAX_ELEMENTS = 1 << 30
+"""A module with more parameters takes too long on a CPU to be tried."""
+
+
+class TooLarge(Exception):
+    """The module has too many parameters to be run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A call of a module that becomes one operator.
+
+    Attributes:
+        recorder: taken back to where the module was entered.
+        copied: makes a deep copy of a module, without what the tracer attached to it.
+        read: tensors from outside of the module that its code was seen to read.
+    """
+
+    recorder: Recorder
+    copied: Callable[[nn.Module], nn.Module]
+    read: tuple[int, ...]
+
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the module on numbers, put it on the tape, and return what it returns, on meta.
+
+        Raises:
+            TooLarge: it has too many parameters to be run.
+            Exception: whatever its code raises.
+        """
+        own = [*module.parameters(), *module.buffers()]
+        if sum(t.numel() for t in own) > MAX_ELEMENTS:
+            raise TooLarge
+        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), fixed_seed():
+            real = {key: self._plausible(t) for key, t in given.items()}
+            before = {key: t.clone() for key, t in real.items()}
+            runnable = self.copied(module)
+            buffers = _fill(runnable)
+            result = runnable.forward(*_mapped(args, real), **_mapped(dict(kwargs), real))
+            written = [given[k] for k, t in real.items() if not _same(t, before[k])]
+            written += [b for b, r, old in zip(module.buffers(), *buffers, strict=True) if not _same(r, old)]
+        with torch._C.DisableTorchFunction():
+            return self._recorded(list(given.values()) + own, written, result, real, given)
+
+    def _plausible(self, tensor: Tensor) -> Tensor:
+        """A real tensor of the same strides: the true value if there is one."""
+        recorder = self.recorder
+        tid = recorder.tid(tensor)
+        info = recorder.tape.tensors[tid]
+        value = recorder.values.value(tid)
+        if value is None:
+            is_small = not info.dtype.is_floating_point or tid in recorder.values.guessed
+            value = recorder.values.guess(tid) if is_small else stand_in(info)
+        out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=info.dtype)
+        return out.copy_(value) if tensor.numel() else out
+
+    def _recorded(
+        self,
+        reads: list[Tensor],
+        written: list[Tensor],
+        result: Any,
+        real: Mapping[int, Tensor],
+        given: Mapping[int, Tensor],
+    ) -> Any:
+        recorder = self.recorder
+        inputs = tuple(dict.fromkeys((*(recorder.tid(t) for t in reads), *self.read)))
+        passed = {id(real[key]): tensor for key, tensor in given.items()}
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def on_meta(tensor: Tensor) -> Tensor:
+            known = passed.get(id(tensor))
+            if known is not None:
+                return known
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor, torch.empty_like(tensor, device=META)
+            return made[id(tensor)][1]
+
+        with _disable_current_modes():
+            outputs = pytree.tree_map_only(Tensor, on_meta, result)
+        tids = [recorder.rewrite(t) for t in written]
+        tids += [recorder.new(meta) for _, meta in made.values()]
+        op = Op(OPAQUE, tuple(map(Ref, inputs)), {}, inputs, tuple(tids), recorder.call())
+        recorder.emit(op)
+        for tid, (value, _) in zip(tids[len(written) :], made.values(), strict=True):
+            values = recorder.values
+            (values.guessed if values.is_unknown(tid) else values.known)[tid] = value
+        return outputs
+
+
+def _mapped(value: Any, real: Mapping[int, Tensor]) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: real[id(t)], value)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Random parameters, zeros where a buffer has no value; the buffers and copies of them."""
+    done: dict[int, Tensor] = {}
+
+    def real(tensor: Tensor) -> Tensor:
+        if tensor.device == META and id(tensor) not in done:
+            value = _random(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            done[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        return done.get(id(tensor), tensor)
+
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = real(parameter)  # type: ignore[assignment]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = real(buffer)
+    buffers = list(module.buffers())
+    return buffers, [b.clone() for b in buffers]
+
+
+def _random(tensor: Tensor) -> Tensor:
+    """Numbers of a size that keeps activations in range."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.numel() > MAX_STAND_IN:
+        return torch.full((), 1e-3, dtype=tensor.dtype).expand(tensor.shape)
+    if tensor.dim() < 2:
+        return (torch.rand(tensor.shape) + 0.5).to(tensor.dtype)
+    return torch.randn(tensor.shape).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
+
+
+def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:
+    """A deep copy of a traced module, as it was before it was wrapped.
+
+    Args:
+        module: is left as it is.
+        keep: what is not copied but replaced, by ``id``.
+        forwards: for each path of a module in it, the ``forward`` that its instance had, if any.
+    """
+    memo = dict(keep)
+    copied = copy.deepcopy(module, memo)
+    for path, part in copied.named_modules(remove_duplicate=False):
+        part.__dict__.pop("forward", None)
+        if forwards.get(path) is not None:
+            part.__dict__["forward"] = copy.deepcopy(forwards[path], memo)
+    return copied

@@ -1,0 +1,276 @@
+"""What the tensors of a tape hold: true values where no parameter decides them, else consistent guesses.
+
+Parameters have no values while a model is traced, and need none to decide shapes; but some code asks
+(``.item()``, ``nonzero``, ``.tolist()``). Inputs and buffers have true values: what depends on them alone
+is computed by evaluating the tape backwards from the question.
+
+Elsewhere the answer is a guess, by evaluating the tape from **stand-ins**: what was multiplied with
+weights counts as a ramp that is rotated from row to row. So all questions about one tensor agree with
+each other (the sizes of all groups add up, a mask has as many positions as the ids that it gives), and
+a choice of the largest scores is spread over all columns: no expert is left out of the tape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .tape import Op, Ref, Tape, TensorInfo
+
+MAX_STAND_IN = 1 << 22
+"""Elements; above this, a stand-in is one number repeated."""
+_VALUE_FREE = frozenset(
+    f"aten.{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
+)
+"""Operators that ask nothing of their operand but its shape."""
+
+
+class Unknown(Exception):
+    """The value depends on parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        """The place of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def end(self) -> int:
+        """One past the last element in memory."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+
+
+class Values:
+    """Values of the tensors of one tape, computed when somebody asks.
+
+    Attributes:
+        known: true values by tensor.
+        guessed: values of tensors that depend on parameters, as far as anybody asked.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.known: dict[int, Tensor] = {}
+        self.guessed: dict[int, Tensor] = {}
+        self._tape = tape
+        self._producer: dict[int, Op] = {}
+        self._places: dict[int, tuple[Place, Place]] = {}
+        self._unknown: set[int] = set()
+        self._weights: set[int] = set()
+
+    # What the recorder tells -----------------------------------------------------------------
+
+    def is_unknown(self, tid: int) -> bool:
+        """Whether the value depends on parameters."""
+        return tid in self._unknown
+
+    def add_unknown(self, tid: int, is_weight: bool = False) -> None:
+        """A tensor without a value: a parameter, or a buffer that a file holds."""
+        self._unknown.add(tid)
+        if is_weight:
+            self._weights.add(tid)
+
+    def made(self, op: Op) -> None:
+        """An operator made its outputs."""
+        self._producer.update(dict.fromkeys(op.outputs, op))
+        if _base(op) in _VALUE_FREE and not self._is_empty_of_runtime(op):
+            return
+        if self._is_empty_of_runtime(op) or not self._unknown.isdisjoint(op.inputs):
+            self._unknown.update(op.outputs)
+        if op.inputs and self._weights.issuperset(op.inputs):
+            self._weights.update(op.outputs)
+
+    def wrote(self, op: Op, old: Place, written: Place) -> None:
+        """``op`` is an ``alias_write``: its output is the first input after a write through the second."""
+        self.made(op)
+        self._places[op.outputs[0]] = old, written
+
+    def forget(self, first: int, end: int) -> None:
+        """These tensors are taken off the tape."""
+        for tid in range(first, end):
+            for known in (self.known, self.guessed, self._producer, self._places):
+                known.pop(tid, None)
+            self._unknown.discard(tid)
+            self._weights.discard(tid)
+
+    @staticmethod
+    def _is_empty_of_runtime(op: Op) -> bool:
+        """Results of collectives are made up when a rank is retraced."""
+        return op.origin.startswith("shardconv") and "empty" in op.name
+
+    # Questions -------------------------------------------------------------------------------
+
+    def value(self, tid: int) -> Tensor | None:
+        """The true value of a tensor; None if it depends on parameters."""
+        try:
+            self._evaluate(tid, guessing=False)
+        except Unknown:
+            return None
+        return self.known[tid]
+
+    def guess(self, tid: int) -> Tensor:
+        """The true value, or else what the tensor would hold if the stand-ins were true."""
+        value = self.value(tid)
+        if value is None:
+            self._evaluate(tid, guessing=True)
+            value = self.guessed[tid]
+        return value
+
+    def results(self, op: Op, asked: Collection[int]) -> Any:
+        """What an operator returns.
+
+        Args:
+            op: the operator; it has no outputs yet.
+            asked: those of its inputs whose values decide the answer; of others, only the shape is used.
+        """
+        return _call(op, lambda t: self.guess(t) if t in asked else _repeated(0, self._tape.tensors[t]))
+
+    # Evaluation ------------------------------------------------------------------------------
+
+    def _evaluate(self, tid: int, guessing: bool) -> None:
+        for op in self._needed(tid, guessing):
+            if _base(op) not in _VALUE_FREE and not self._unknown.isdisjoint(op.inputs):
+                self._unknown.update(op.outputs)
+            try:
+                results = self._run(op)
+            except Exception:
+                self._unknown.update(op.outputs)
+                results = []
+            self._keep(op, results)
+            if not guessing and op.outputs[0] in self._unknown:
+                raise Unknown
+
+    def _needed(self, tid: int, guessing: bool) -> list[Op]:
+        """The operators to run, in order, before a tensor is there; stand-ins are put in place."""
+        pending, found = [tid], {}
+        while pending:
+            current = pending.pop()
+            if current in self.known or (guessing and current in self.guessed):
+                continue
+            op = self._producer.get(current)
+            if current in self._unknown:
+                if not guessing:
+                    raise Unknown
+                if op is None or self._ends_at(op):
+                    self.guessed[current] = stand_in(self._tape.tensors[current])
+                    continue
+            if op is None:
+                raise Unknown
+            if id(op) not in found:
+                found[id(op)] = op
+                if _base(op) not in _VALUE_FREE:
+                    pending += op.inputs
+        return sorted(found.values(), key=lambda op: op.outputs[0])
+
+    def _ends_at(self, op: Op) -> bool:
+        """Whether a guess looks no further back: something was multiplied with weights."""
+        if op.overload is None and op.name != "alias_write":
+            return True
+        weights = self._weights.intersection(op.inputs)
+        is_float = self._tape.tensors[op.outputs[0]].dtype.is_floating_point
+        return is_float and any(len(self._tape.tensors[t].shape) > 1 for t in weights)
+
+    def _run(self, op: Op) -> list[Tensor]:
+        if op.name == "alias_write":
+            return [self._written(op)]
+        free = _base(op) in _VALUE_FREE
+
+        def load(tid: int) -> Tensor:
+            return _repeated(0, self._tape.tensors[tid]) if free else self._held(tid)
+
+        result = _call(op, load)
+        return [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
+
+    def _written(self, op: Op) -> Tensor:
+        old, written = self._places[op.outputs[0]]
+        before, part = (self._held(t) for t in op.inputs)
+        with _disable_current_modes():
+            memory = before.new_zeros(max(old.end(), written.end()))
+            torch.as_strided(memory, old.shape, old.stride, old.offset).copy_(before)
+            torch.as_strided(memory, written.shape, written.stride, written.offset).copy_(part)
+            return torch.as_strided(memory, old.shape, old.stride, old.offset).clone()
+
+    def _held(self, tid: int) -> Tensor:
+        value = self.known.get(tid)
+        return self.guessed[tid] if value is None else value
+
+    def _keep(self, op: Op, results: list[Tensor]) -> None:
+        for index, tid in enumerate(op.outputs):
+            info = self._tape.tensors[tid]
+            found = results[index] if index < len(results) else None
+            if found is None or found.shape != info.shape:
+                self._unknown.add(tid)
+                found = stand_in(info)
+            (self.guessed if tid in self._unknown else self.known)[tid] = found
+
+
+def stand_in(info: TensorInfo) -> Tensor:
+    """A plausible value: a ramp from -1 to 1 along the last dim, rotated from row to row.
+
+    Vectors are ones, bools are true, ints and what is large are 0.
+    """
+    if not (info.dtype.is_floating_point or info.dtype.is_complex):
+        return _repeated(int(info.dtype == torch.bool), info)
+    if len(info.shape) < 2 or 0 in info.shape:
+        return _repeated(1, info)
+    numel = math.prod(info.shape)
+    if numel > MAX_STAND_IN:
+        return _repeated(0, info)
+    columns = info.shape[-1]
+    rows = numel // columns
+    with _disable_current_modes():
+        step = -(-columns // rows)
+        place = torch.arange(columns)[None] - step * torch.arange(rows)[:, None]
+        return ((place % columns) * (2 / columns) - 1).view(info.shape).to(info.dtype)
+
+
+def _repeated(value: int, info: TensorInfo) -> Tensor:
+    """One number in any shape, without memory."""
+    with _disable_current_modes():
+        return torch.full((), value, dtype=info.dtype, device="cpu").expand(info.shape)
+
+
+def _base(op: Op) -> str:
+    return op.name.rsplit(".", 1)[0]
+
+
+def _call(op: Op, load: Callable[[int], Tensor]) -> Any:
+    """Run an operator on CPU tensors; what it writes to is a copy, what it draws is always the same."""
+    func = op.overload
+    is_mutable = func._schema.is_mutable
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, Ref):
+            tensor = load(value.tid)
+            return tensor.clone() if is_mutable else tensor
+        if isinstance(value, (tuple, list)):
+            return type(value)(restore(v) for v in value)
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    with _disable_current_modes(), fixed_seed() if seeded else nullcontext():
+        return func(*restore(op.args), **{k: restore(v) for k, v in op.kwargs.items()})
+
+
+@contextmanager
+def fixed_seed() -> Iterator[None]:
+    """Random numbers are the same each time; the caller's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
