@@ -39,6 +39,7 @@ class Graph:
         self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
+        self.calls = Counter(call.fqn for call in analysis.tape.calls)
         self.signatures = self._signatures()
 
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
@@ -264,10 +265,10 @@ class AxisProblem:
 
     def _savings(self, tid: int) -> None:
         dims = self.graph.analysis.dims[tid]
-        worth = (TOKENS_PER_WIDTH + SPARE) * self.saving_weight
-        numel = math.prod(d.size for d in dims) * self.graph.folded.weight(
-            self.graph.analysis.tape.tensors[tid].name
-        )
+        name = self.graph.analysis.tape.tensors[tid].name
+        calls = max(1, self.graph.calls[name.rpartition(".")[0]])
+        worth = (TOKENS_PER_WIDTH + SPARE) * self.saving_weight * calls
+        numel = math.prod(d.size for d in dims) * self.graph.folded.weight(name)
         for dim in dims:
             for node, share in _shares(dim, 1.0):
                 v = self.leaf(node)

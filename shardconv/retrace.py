@@ -8,13 +8,14 @@ the expected local shape, every position the expected local position, every numb
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Plan
 from shardconv_runtime.slices import Dim, axes_of, ranges
 from torch import Tensor, nn
@@ -97,8 +98,9 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         try:
             tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
         except SolveError as error:
-            raise Unlocalizable(_sharded_near(layouts, str(error).partition(":")[0]), str(error)) from error
-        _Comparison(layouts, layouts.analysis.tape, tape, changed, rank).run()
+            where = str(error).partition(":")[0]
+            raise Unlocalizable(_to_blame(layouts, plan, where), str(error)) from error
+        _Comparison(layouts, plan, tape, changed, rank).run()
 
 
 def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
@@ -109,12 +111,29 @@ def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
             raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
 
 
-def _sharded_near(layouts: Layouts, fqn: str) -> list[Node]:
-    """Sharded leaves of the tensors that a module makes."""
+def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> list[Node]:
+    """Sharded leaves that may be why a module's code failed on a rank.
+
+    Those of what the module computes itself; where that is nothing (its code may check an attribute, or
+    build other modules from a config), those around attributes that were edited, or of modules in it.
+    """
+    edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
+    inside = f"{fqn}."  # of the model itself, the name of its class: there the last test is meant
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == fqn,
+        lambda name: name in edited,
+        lambda name: name.startswith(inside),
+        lambda name: True,
+    )
+    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), [])
+
+
+def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> list[Node]:
+    """Sharded leaves of the tensors that some modules make."""
     tape = layouts.analysis.tape
     found: dict[Node, None] = {}
     for event in tape.events:
-        if isinstance(event, Op) and tape.calls[event.call].fqn == fqn:
+        if isinstance(event, Op) and is_meant(tape.calls[event.call].fqn):
             for tid in event.outputs:
                 for dim in layouts.analysis.dims.get(tid, ()):
                     found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
@@ -124,9 +143,10 @@ def _sharded_near(layouts: Layouts, fqn: str) -> list[Node]:
 class _Comparison:
     """Global tape against the tape of one rank."""
 
-    def __init__(self, layouts: Layouts, whole: Tape, local: Tape, changed: set[str], rank: int) -> None:
+    def __init__(self, layouts: Layouts, plan: Plan, local: Tape, changed: set[str], rank: int) -> None:
         self.layouts = layouts
-        self.whole = whole
+        self.plan = plan
+        self.whole = layouts.analysis.tape
         self.local = local
         self.changed = changed
         self.rank = rank
@@ -246,7 +266,7 @@ class _Comparison:
             for tid in tids:
                 for dim in self.layouts.analysis.dims.get(tid, ()):
                     nodes |= {x: None for x in leaves(dim) if self.layouts.assignment.axes(x)}
-        raise Unlocalizable(list(nodes), f"{fqn} {what}")
+        raise Unlocalizable(list(nodes) or _to_blame(self.layouts, self.plan, fqn), f"{fqn} {what}")
 
 
 def _label(event: Op | Mark) -> str:

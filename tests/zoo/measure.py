@@ -80,9 +80,7 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
     try:
         plan = solve_plan(spec, tp)
     except Exception as error:
-        return Result(
-            **about, status="refused", message=_line(error), seconds=time.perf_counter() - start
-        )
+        return Result(**about, status="refused", message=_line(error), seconds=time.perf_counter() - start)
     planned = time.perf_counter()
     try:
         error, exact, counts = judge(plan, model)
@@ -126,8 +124,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     replicated = {_template(n): entries[n].reason for n in wide if n not in split}
     layers = {m[0] for n in entries if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
     inside = sum(
-        sum(1 for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather"))
-        + (1 if m.norm else 0)
+        sum(1 for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather")) + (1 if m.norm else 0)
         for m in plan.modules
         for name in expand_all(m.names, 10**6)
         if any(name == x or name.startswith(x + ".") for x in layers)
@@ -158,9 +155,7 @@ def judge(plan: Plan, model: ZooModel, seed: int = 7) -> tuple[float, float, Cou
         whole.set_experts_implementation("eager")  # torch's grouped product has no float64 kernel on CPUs
     entries = parameter_plans(plan)
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: _random(tensor, generator) for name, tensor in stored_tensors(whole) if name in entries
-    }
+    weights = {name: random_weight(tensor, generator) for name, tensor in stored_tensors(whole) if name in entries}
     inputs = make_inputs(whole, seed=seed)
     reference = fill(copy.deepcopy(whole), weights)
     errors, counts = [], Counter[str]()
@@ -181,7 +176,7 @@ def judge(plan: Plan, model: ZooModel, seed: int = 7) -> tuple[float, float, Cou
     return errors[0], errors[-1], counts
 
 
-def _random(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def random_weight(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Matrices of a gain of one, vectors (norms, biases, decays) about one half: none is zero or one."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -62,7 +62,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 
 _LAYER_COUNTS = re.compile(r"num_hidden_layers|n_layers?|num_layers|num_blocks")
-_KV_HEADS = re.compile(
+KV_HEADS_ARGUMENT = re.compile(
     r"(.*_)?(num_)?(key_value_heads|kv_heads|kv_n_heads|query_groups)|multi_query_group_num"
 )
 _TOKEN_ID = re.compile(r".*_(token_id|token_index|id|index)")
@@ -126,7 +126,7 @@ def _tiny_value(name: str, value: Any, values: Mapping[str, Any]) -> Any:
         return HEAD_DIM
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    if _KV_HEADS.fullmatch(name):
+    if KV_HEADS_ARGUMENT.fullmatch(name):
         heads = [v for k, v in values.items() if k in ("num_attention_heads", "n_heads", "n_head")]
         if value == 1:
             return None

@@ -1,0 +1,72 @@
+"""Whether ranks generate the tokens that the unsharded model generates, from a plan solved on a prefill."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from shardconv_runtime.build import parallelize, stored_tensors
+from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.lazy import build_model
+from shardconv_runtime.plan import Plan, parameter_plans
+from torch import Tensor
+
+from shardconv.exact import Float64
+from shardconv.simulate import run_ranks
+
+from .measure import fill, local_weights, random_weight
+from .models import ZooModel
+
+NEW_TOKENS = 6
+CACHES = ("dynamic", "static")
+
+
+def generates(plan: Plan, model: ZooModel, cache: str, seed: int = 11) -> str:
+    """Greedy tokens of every rank against those of the unsharded model.
+
+    Returns:
+        ``same``, ``different: …``, or ``unsupported: …`` where the unsharded model itself cannot.
+    """
+    whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
+    if not getattr(whole, "can_generate", lambda: False)():
+        return "unsupported: the class has no generate"
+    if hasattr(whole, "set_experts_implementation"):
+        whole.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(seed)
+    entries = parameter_plans(plan)
+    weights = {n: random_weight(t, generator) for n, t in stored_tensors(whole) if n in entries}
+    try:
+        want = _tokens(fill(copy.deepcopy(whole), weights), cache)
+    except Exception as error:
+        return f"unsupported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+    def rank(comm: Communicator) -> Tensor:
+        local = parallelize(copy.deepcopy(whole), plan, comm)
+        return _tokens(fill(local, local_weights(weights, entries, plan, comm.rank)), cache)
+
+    try:
+        results = run_ranks(plan.mesh, rank)
+    except Exception as error:
+        return f"different: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if all(torch.equal(got, want) for got in results):
+        return "same"
+    return "different: other tokens"
+
+
+def _tokens(model: Any, cache: str) -> Tensor:
+    """Prompt and new tokens ``[2, S + T]`` of a batch with left padding."""
+    ids = torch.tensor([[11, 245, 3, 77, 130, 9, 201], [0, 0, 0, 88, 5, 254, 19]])
+    mask = (ids != 0).long()
+    options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    with torch.inference_mode(), Float64():
+        tokens: Tensor = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            disable_compile=True,
+            **options,
+        )
+    return tokens

@@ -1,0 +1,117 @@
+"""What a coverage run does with one type, in a process of its own: every variant at every tp size."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardconv.pipeline import solve_plan
+from shardconv.sources import ModelSpec
+
+from .generation import CACHES, generates
+from .measure import Result, measure
+from .models import ZooModel, build
+from .variants import grouped
+
+FEW_HEADS = "2 key/value heads"
+SINGLE_HEAD = "1 key/value head"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One type, and what to do with it."""
+
+    family: str
+    type: str
+    tps: tuple[int, ...]
+    grouped_tps: tuple[int, ...] = ()
+    """Sizes for the variant with fewer key/value heads than ranks."""
+    single_tps: tuple[int, ...] = ()
+    """Sizes for the variant with one key/value head."""
+    generate: bool = False
+    seconds: int = 300
+    """Limit for each variant and size."""
+
+
+def run(task: Task) -> list[dict[str, Any]]:
+    """All results of one task, as dicts; an error of one variant does not stop the others."""
+    started = time.perf_counter()
+    results = [asdict(r) for r in _results(task)]
+    for result in results:
+        result["task_seconds"] = time.perf_counter() - started
+    return results
+
+
+def _results(task: Task) -> Iterator[Result]:
+    variants: Sequence[tuple[str, tuple[int, ...], Callable[[], ZooModel | None]]] = (
+        ("", task.tps, lambda: build(task.family, task.type)),
+        (FEW_HEADS, task.grouped_tps, lambda: grouped(task.family, task.type)),
+        (SINGLE_HEAD, task.single_tps, lambda: grouped(task.family, task.type, 1)),
+    )
+    for variant, tps, make in variants:
+        if not tps:
+            continue
+        about = {"family": task.family, "type": task.type, "variant": variant}
+        try:
+            model = make()
+        except Exception as error:
+            yield Result(**about, tp=0, status="not built", message=f"{type(error).__name__}: {error}"[:300])
+            continue
+        if model is None or (variant and not _runs(model)):
+            continue
+        for tp in tps:
+            yield _limited(task.seconds, about | {"tp": tp}, model, variant)
+    if task.generate:
+        yield from _generation(task)
+
+
+def _runs(model: ZooModel) -> bool:
+    """Whether the unsharded model takes such a config: not every type lets its heads be grouped."""
+    try:
+        solve_plan(_spec(model), 1)
+    except Exception:
+        return False
+    return True
+
+
+def _spec(model: ZooModel) -> ModelSpec:
+    return ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
+
+
+def _limited(seconds: int, about: dict[str, Any], model: ZooModel, variant: str) -> Result:
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(seconds)
+    try:
+        return measure(model, about["tp"], variant)
+    except TimeoutError:
+        return Result(**about, status="refused", message=f"took more than {seconds} s")
+    finally:
+        signal.alarm(0)
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError
+
+
+def _generation(task: Task) -> Iterator[Result]:
+    tp = task.tps[0]
+    about = {"family": task.family, "type": task.type, "tp": tp}
+    signal.signal(signal.SIGALRM, _stop)
+    for cache in CACHES:
+        start = time.perf_counter()
+        signal.alarm(task.seconds)
+        try:
+            model = build(task.family, task.type)
+            outcome = generates(solve_plan(_spec(model), tp, check=False), model, cache)
+        except (Exception, TimeoutError) as error:
+            outcome = f"unsupported: {type(error).__name__}: {error}"[:300]
+        finally:
+            signal.alarm(0)
+        status, _, message = outcome.partition(": ")
+        yield replace(
+            Result(**about, variant=f"generate, {cache} cache", status=status, message=message),
+            seconds=time.perf_counter() - start,
+        )
