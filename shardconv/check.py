@@ -18,8 +18,8 @@ import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import axes_of, size
+from shardconv_runtime.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.slices import axes_of, ranges, size
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -60,14 +60,12 @@ def simulate(
         return None
     precision, want = simulation.reference()
     try:
-        results = (
-            run_ranks(plan.mesh, lambda comm: simulation.rank(comm, precision)) if plan.tp > 1 else [want]
-        )
+        differences = run_ranks(plan.mesh, lambda comm: simulation.difference(comm, precision, want))
     except PlanError:
         raise
     except Exception as error:
         raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-    worst = max((_difference(got, want) for got in results), default=0.0)
+    worst = max(differences)
     if not worst <= precision.tolerance:
         raise SolveError(
             f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
@@ -131,16 +129,42 @@ class _Simulation:
             f"{problem}; pass --no-check (check=False) to rely on shapes and positions"
         ) from problem
 
-    def rank(self, comm: Communicator, precision: _Precision) -> list[Tensor]:
-        """What one rank returns."""
-        local = parallelize(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
-        local = bypass(local, self.skipped)
+    def difference(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
+        """How far one rank is from ``want``, with whole logits and with its own part of them."""
+        parts = self._parts(comm.rank)
+        worst = _difference(self._rank(comm, precision, parts, gather_logits=True), want)
+        if self.plan.logits is None:
+            return worst
+        own = self._rank(comm, precision, parts, gather_logits=False)
+        return max(worst, _difference(own, self._with_own_logits(want, comm.rank)))
+
+    def _parts(self, rank: int) -> dict[str, Tensor]:
+        """The rank's part of every weight."""
         parts = {}
         for name, weight in self.weights.items():
             entry = replace(self.entries[name], dtype=str(weight.dtype).removeprefix("torch."))
-            parts[name] = local_tensor(entry, weight, self.plan.mesh, comm.rank)
+            parts[name] = local_tensor(entry, weight, self.plan.mesh, rank)
+        return parts
+
+    def _rank(
+        self, comm: Communicator, precision: _Precision, parts: Mapping[str, Tensor], gather_logits: bool
+    ) -> list[Tensor]:
+        """What one rank returns."""
+        model = copy.deepcopy(self.model).to(precision.dtype)
+        local = bypass(parallelize(model, self.plan, comm, gather_logits), self.skipped)
         _fill(local, parts)
         return _outputs(local, self.inputs, precision)
+
+    def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
+        """The model's outputs, of the logits (the first one) only those that the rank computes."""
+        logits = self.plan.logits
+        assert logits is not None
+        steps = module_plans(self.plan)[logits.module].outputs
+        layout = next(s.layout for s in steps if (s.slot, s.op) == (logits.slot, "all_gather"))
+        assert layout is not None
+        held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
+        index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
+        return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
 
 
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:

@@ -6,7 +6,7 @@ gives need not be wrong, and need not even be well-formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -139,18 +139,22 @@ def other_layout(dim: Dim, random: Random) -> Dim:
 
 
 def _with_entry(entries: tuple[Any, ...], random: Random, change: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """One entry is changed, for all of its names or for one of them."""
-    index = pick(random, range(len(entries)))
-    entry = entries[index]
-    names = expand_all(entry.names)
-    new = change(entry)
-    if new == entry:
-        raise Unchanged
-    if len(names) == 1 or random.random() < 0.5:
-        return (*entries[:index], new, *entries[index + 1 :])
-    name = random.choice(names)
-    rest = replace(entry, names=tuple(n for n in names if n != name))
-    return (*entries[:index], rest, replace(new, names=(name,)), *entries[index + 1 :])
+    """The first of the entries, in random order, that can be changed: for all its names or for one."""
+    for index in random.sample(range(len(entries)), len(entries)):
+        entry = entries[index]
+        try:
+            new = change(entry)
+        except (Unchanged, IndexError):
+            continue
+        if new == entry:
+            continue
+        names = expand_all(entry.names)
+        if len(names) == 1 or random.random() < 0.5:
+            return (*entries[:index], new, *entries[index + 1 :])
+        name = random.choice(names)
+        rest = replace(entry, names=tuple(n for n in names if n != name))
+        return (*entries[:index], rest, replace(new, names=(name,)), *entries[index + 1 :])
+    raise Unchanged
 
 
 def _parameter(change: Callable[[ParameterPlan, Random, Plan], ParameterPlan]) -> Mutation:
@@ -225,16 +229,19 @@ def axes_swapped(entry: ParameterPlan, random: Random, plan: Plan) -> ParameterP
 # Modules ---------------------------------------------------------------------------------------------
 
 
-def _sides(entry: ModulePlan) -> list[str]:
-    return [side for side in ("inputs", "outputs") if getattr(entry, side)]
-
-
 def _step_changed(
-    entry: ModulePlan, random: Random, change: Callable[[list[Boundary], int], None]
+    entry: ModulePlan, random: Random, change: Callable[[list[Boundary], int], None], field: str = "op"
 ) -> ModulePlan:
-    side = pick(random, _sides(entry))
+    """The steps of one side, changed at one that has ``field``."""
+    places = [
+        (side, i)
+        for side in ("inputs", "outputs")
+        for i, step in enumerate(getattr(entry, side))
+        if getattr(step, field) not in (None, ())
+    ]
+    side, index = pick(random, places)
     steps = list(getattr(entry, side))
-    change(steps, random.randrange(len(steps)))
+    change(steps, index)
     return _flagged(replace(entry, **{side: tuple(steps)}))
 
 
@@ -267,9 +274,9 @@ def step_axes(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """Reduced over other axes."""
 
     def change(steps: list[Boundary], i: int) -> None:
-        steps[i] = replace(steps[i], axes=pick(random, ((), (0,), (1,), (0, 1))))
+        steps[i] = replace(steps[i], axes=pick(random, ((0,), (1,), (0, 1))))
 
-    return _step_changed(entry, random, change)
+    return _step_changed(entry, random, change, "axes")
 
 
 def step_dim(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
@@ -278,7 +285,7 @@ def step_dim(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     def change(steps: list[Boundary], i: int) -> None:
         steps[i] = replace(steps[i], dim=random.randrange(-3, 4))
 
-    return _step_changed(entry, random, change)
+    return _step_changed(entry, random, change, "dim")
 
 
 def step_layout(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
@@ -286,11 +293,10 @@ def step_layout(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
 
     def change(steps: list[Boundary], i: int) -> None:
         layout = steps[i].layout
-        if layout is None:
-            raise Unchanged
+        assert layout is not None
         steps[i] = replace(steps[i], layout=other_layout(layout, random))
 
-    return _step_changed(entry, random, change)
+    return _step_changed(entry, random, change, "layout")
 
 
 def step_op(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
@@ -401,6 +407,11 @@ def norm_constant(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     return replace(entry, norm=replace(norm, **pick(random, changes)))
 
 
+def flags_dropped(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
+    """Ids past the last expert are not left out."""
+    return replace(entry, flags=())
+
+
 def norm_dropped(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """A norm over a sharded dim computes on its part."""
     if entry.norm is None:
@@ -486,6 +497,7 @@ MUTATIONS: tuple[Mutation, ...] = (
             edit_of_another,
             norm_constant,
             norm_dropped,
+            flags_dropped,
         ),
     ),
     module_dropped,
@@ -495,13 +507,18 @@ MUTATIONS: tuple[Mutation, ...] = (
 )
 
 
-def mutate(plan: Plan, random: Random) -> tuple[str, Plan]:
-    """A plan that differs in one thing, and what was done to it."""
-    while True:
-        mutation = random.choice(MUTATIONS)
-        try:
-            found = mutation(plan, random)
-        except (Unchanged, IndexError):
-            continue
-        if found != plan:
-            return mutation.__name__, found
+def mutations(plan: Plan, random: Random, count: int) -> Iterator[tuple[str, Plan]]:
+    """So many plans that differ in one thing, and what was done to each; all kinds in turn.
+
+    Layouts of parameters and steps can be wrong in many ways: they come up more than once in a turn.
+    """
+    made = 0
+    while made < count:
+        for mutation in random.sample(MUTATIONS, len(MUTATIONS)):
+            try:
+                found = mutation(plan, random)
+            except (Unchanged, IndexError):
+                continue
+            if found != plan and made < count:
+                made += 1
+                yield mutation.__name__, found

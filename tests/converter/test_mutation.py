@@ -21,13 +21,13 @@ import pytest
 import torch
 import transformers
 from converted import local_part
-from mutations import MUTATIONS, mutate
+from mutations import MUTATIONS, mutations
 from shardconv_runtime import codec
 from shardconv_runtime.build import owner_of, parallelize, retie, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.names import expand_all
-from shardconv_runtime.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.plan import LogitsInfo, Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import ranges
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ from shardconv.shallow import Bypass
 from shardconv.simulate import run_ranks
 from shardconv.sources import ModelSpec
 
-MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "30"))
+MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))
 """Corrupted plans of each model; many more for a long search."""
 TOLERANCE = 1e-9
 
@@ -88,6 +88,7 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "uneven heads and words": (lambda: small(transformers.LlamaConfig, vocab_size=251), 3),
     "transposed fused weights": (lambda: small(transformers.GPT2Config), 2),
     "experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
+    "whole experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
     "an encoder": (encoder, 2),
 }
 
@@ -125,7 +126,7 @@ class Solved:
         assert simulate(plan, self.model, self.inputs, self.bypassed) is not None
 
 
-def solved(spec: ModelSpec, tp: int) -> Solved:
+def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
     """Solve, and keep what the checks were given."""
     seen: dict[str, tuple[Any, ...]] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +137,7 @@ def solved(spec: ModelSpec, tp: int) -> Solved:
                 return check(*given)
 
             patch.setattr(pipeline, name, kept)
-        plan = pipeline.solve_plan(spec, tp)
+        plan = pipeline.solve_plan(spec, tp, experts=experts)
     _, layouts, model, inputs = seen["retrace"]
     assert seen["simulate"][0] == plan
     return Solved(plan, layouts, model, inputs, seen["simulate"][3])
@@ -263,15 +264,14 @@ TALLY = Tally()
 @pytest.mark.parametrize("case", CASES)
 def test_no_corruption_escapes(case: str) -> None:
     make, tp = CASES[case]
-    right = solved(make(), tp)
+    right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
     truth = Truth(right.model, other_inputs(right))
     assert right.reason_against(right.plan) == ""
     assert truth.difference(right.plan) < TOLERANCE
     assert right.plan.logits is None or truth.shard_difference(right.plan) < TOLERANCE
     random = Random(case)
     escaped = []
-    for _ in range(MUTANTS):
-        kind, plan = mutate(right.plan, random)
+    for kind, plan in mutations(right.plan, random, MUTANTS):
         verdict = right.reason_against(plan)
         if not verdict:
             verdict = harm(truth, plan) or "harmless"
@@ -312,7 +312,8 @@ def test_most_corruptions_matter_and_each_check_is_needed() -> None:
     print(dict(TALLY.caught))
     for kind, found in sorted(TALLY.kinds.items()):
         print(kind, dict(found))
-    assert min(TALLY.caught[name] for name in ("_format", "_retrace", "_simulate")) > MUTANTS
+    assert min(TALLY.caught[name] for name in ("_format", "_retrace", "_simulate")) > 2 * MUTANTS
+    assert TALLY.caught["harmless"] < sum(TALLY.caught.values()) / 4
     assert set(TALLY.kinds) == {m.__name__ for m in MUTATIONS}
 
 
@@ -343,3 +344,11 @@ def test_a_parameter_of_another_dtype_is_refused() -> None:
     wrong = replace(right.plan, parameters=(entries[0], *right.plan.parameters[1:]))
     with pytest.raises(PlanError, match=r"lookup\.weight: the plan says torch\.float32"):
         right._retrace(wrong)
+
+
+def test_the_shard_of_the_logits_is_run_too() -> None:
+    """With whole logits nobody sees that another gather is taken for theirs."""
+    right = solved(encoder(), 2)
+    assert right.plan.logits == LogitsInfo("cls.predictions.decoder", "output")
+    wrong = replace(right.plan, logits=LogitsInfo("cls.predictions.transform.dense", "output"))
+    assert right.reason_against(wrong) == "_simulate"
