@@ -47,8 +47,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: list[Any] = []
         self.twins: dict[int, torch.Tensor] = {}
         self.by_storage: dict[int, list[torch.Tensor]] = {}
-        self.stale: _Journal[tuple[tuple[int, torch.Tensor], ...]] = _Journal()
-        """Tensors whose memory was written through others: what was written, in order."""
+        self.writes: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        """By storage, what was written to it, in order: the new values and the tensors that have them."""
+        self.stale: _Journal[int] = _Journal()
+        """Tensors whose memory was written through others, with the first such write that they miss."""
         self.stack: list[int] = []
         self.call_counts: dict[str, int] = {}
         self.facts: dict[Any, _Facts] = {}
@@ -97,7 +99,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refresh(self, tensor: torch.Tensor) -> None:
         """``tensor`` shares memory with some that were written to: it has a new value."""
-        for mutated, holder in self.stale.pop(id(tensor)):
+        missed = self.stale.pop(id(tensor))
+        for mutated, holder in self.writes[self._storage(tensor)][missed:]:
             old = self.ids[id(tensor)]
             new = self.new(tensor)
             whole = tensor.numel() == _storage_size(tensor) == math.prod(self.tape.tensors[mutated].shape)
@@ -236,14 +239,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def rewrite(self, tensor: torch.Tensor) -> int:
         """A new value for a tensor that was written in place; its aliases become stale."""
-        holder = tensor
-        known = self.by_storage.setdefault(self.meta(tensor).untyped_storage()._cdata, [])
-        tid = self.new(holder)
-        for other in known:
-            if other is not holder and id(other) in self.ids:
-                self.stale[id(other)] = (*self.stale.get(id(other), ()), (tid, holder))
-        self.stale.pop(id(holder), None)
+        storage = self._storage(tensor)
+        tid = self.new(tensor)
+        writes = self.writes.setdefault(storage, [])
+        for other in self.by_storage.get(storage, ()):
+            key = id(other)
+            if other is not tensor and key not in self.stale and key in self.ids:
+                self.stale[key] = len(writes)
+        writes.append((tid, tensor))
         return tid
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        return int(self.meta(tensor).untyped_storage()._cdata)
 
     # Values ----------------------------------------------------------------------------------
 
@@ -325,6 +332,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del tape.replays[num_replays:], tape.guesses[num_guesses:], self.stack[point.depth :]
         self.ids.rewind(point.ids)
         self.stale.rewind(point.stale)
+        for writes in self.writes.values():
+            while writes and writes[-1][0] >= num_tensors:
+                writes.pop()
         self.twins = {key: twin for key, twin in self.twins.items() if id(twin) in self.ids}
 
 
