@@ -7,9 +7,12 @@ first, and the first with which the forward pass runs is taken. The plan says wh
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +20,16 @@ from typing import Any
 import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .modalities import IMAGES, SOUNDS, STATES, Form, Maker, first_int, nodes
 from .rules import RULES
+from .tape import Mark, Tape
 from .trace import trace
 
 _TYPE_IDS = {"image": 1, "audio": 3}
 """What ``mm_token_type_ids`` says of tokens that stand for an image or a sound."""
+_LONGEST = 4096
+"""Numbers in errors above this are no sizes to try."""
 _FIRST_PLACE = 3
 """Where the tokens that stand for an image begin: behind the padding and one token."""
 
@@ -59,20 +64,49 @@ def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:
     choices = list(maker.choices())
     if len(choices) == 1:
         return maker.inputs(choices[0])
-    problems: list[tuple[Sequence[Form], Exception]] = []
+    problems: list[tuple[_Choice, Exception]] = []
     for choice in choices:
-        try:
-            inputs = maker.inputs(choice)
-            _run(model, inputs)
-        except Exception as error:
-            problems.append((choice, error))
-        else:
+        inputs = _attempt(maker, choice, problems)
+        if inputs is not None:
             return replace(inputs, notes=_left_out(choice, problems))
     names = ", ".join(maker.parameters)
+    last = problems[-1][1] if problems else None
     raise SolveError(
         f"{type(model).__name__} could not be called with any inputs that could be made up for its forward "
-        f"method ({names}); the last attempt: {problems[-1][1]}"
-    ) from problems[-1][1]
+        f"method ({names}); the last attempt: {last}"
+    ) from last
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What to call the model with."""
+
+    forms: tuple[Form, ...] = ()
+    places: tuple[tuple[str, int], ...] | None = None
+    """Kind of input -> tokens of each row that stand for it; None: as many as there are features."""
+    length: int | None = None
+    """Of the text; None: any."""
+
+
+def _attempt(
+    maker: _InputMaker, choice: _Choice, problems: list[tuple[_Choice, Exception]]
+) -> TraceInputs | None:
+    """Inputs with which the model runs; where its error names numbers, they are tried as sizes."""
+    todo = [choice]
+    while todo:
+        current = todo.pop(0)
+        try:
+            inputs = maker.inputs(current)
+            maker.run(inputs, current.forms)
+        except Exception as error:
+            problems.append((current, error))
+            if current is choice:
+                todo = list(maker.resized(choice, error))
+            elif str(error) == str(problems[-2][1]):
+                return None  # sizes do not matter
+        else:
+            return inputs
+    return None
 
 
 class _InputMaker:
@@ -88,22 +122,37 @@ class _InputMaker:
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
 
-    def choices(self) -> Iterator[tuple[Form, ...]]:
+    def choices(self) -> Iterator[_Choice]:
         """Combinations of the forms of what the model takes beside tokens: all kinds, one, none."""
         maker = Maker(list(self.parameters), self.config, self._dtype(), self.batch, self.seed)
         kinds = maker.kinds()
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
-            yield from itertools.product(*(list(maker.forms(kind)) for kind in subset))
+            combinations = itertools.product(*(list(maker.forms(kind)) for kind in subset))
+            yield from (_Choice(forms) for forms in combinations)
         if self.tokens:
-            yield ()
+            yield _Choice()
 
-    def inputs(self, forms: Sequence[Form]) -> TraceInputs:
-        """Tokens and these forms; tokens that stand for what a form gives are put among the others."""
-        tensors = {name: t for form in forms for name, t in form.tensors.items()}
-        counts = {form.kind: n for form in forms if (n := self._num_places(form))}
+    def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
+        """The same with sizes that the model's error names: of features to stand for, or of the text."""
+        numbers = [n for n in dict.fromkeys(map(int, re.findall(r"\b\d+\b", str(error)))) if 0 < n < _LONGEST]
+        placed = [form.kind for form in choice.forms if self._place_id(form.kind) is not None]
+        for n in numbers if choice.forms and self.tokens else ():
+            for kind in placed:
+                counted = dict(self._places(choice))
+                yield from (
+                    replace(choice, places=tuple((counted | {kind: m}).items()))
+                    for m in dict.fromkeys((n // self.batch, n))
+                    if m and m * self.batch % n == 0
+                )
+            if not placed and n != self.length:
+                yield replace(choice, length=n)
+
+    def inputs(self, choice: _Choice) -> TraceInputs:
+        """Tokens and the chosen forms; tokens that stand for what a form gives are put among the others."""
+        tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
-            tensors = {**self._token_tensors(counts), **tensors}
+            tensors = {**self._token_tensors(self._places(choice), choice.length or self.length), **tensors}
         if "decoder_input_ids" in self.parameters:
             tensors["decoder_input_ids"] = self._ids(self.length - 5, self.seed + 1)
         missing = [
@@ -117,6 +166,26 @@ class _InputMaker:
                 "made up; models that are called with token ids, images or sounds can be converted so far"
             )
         return TraceInputs(tensors, {"use_cache": False} if "use_cache" in self.parameters else {})
+
+    def run(self, inputs: TraceInputs, forms: Sequence[Form]) -> None:
+        """Run the forward pass, for its errors.
+
+        Raises:
+            SolveError: it fails, or does not read what a form gives.
+        """
+        tape = trace(self._stand_in, inputs.tensors, RULES, inputs.options)
+        for form in forms:
+            name = next(iter(form.tensors))
+            if not _is_read(tape, tape.inputs[list(inputs.tensors).index(name)]):
+                raise SolveError(f"{name} is not read")
+
+    @functools.cached_property
+    def _stand_in(self) -> nn.Module:
+        """The model with its parameters on meta."""
+        if all(p.is_meta for p in self.model.parameters()):
+            return self.model
+        memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in self.model.parameters()}
+        return copy.deepcopy(self.model, memo)  # type: ignore[arg-type]
 
     def _token_parameter(self) -> str:
         """The parameter that takes token ids; empty if there is none."""
@@ -132,12 +201,12 @@ class _InputMaker:
 
     # Tokens -----------------------------------------------------------------------------------
 
-    def _token_tensors(self, counts: dict[str, int]) -> dict[str, Tensor]:
-        """Ids and what belongs to them, with ``counts`` places for each kind in every row."""
-        ids = self._ids(self.length + sum(counts.values()), self.seed)
+    def _token_tensors(self, places: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
+        """Ids and what belongs to them: ``length`` of text, and in every row the places of each kind."""
+        ids = self._ids(length + sum(count for _, count in places), self.seed)
         types = torch.zeros_like(ids)
         start = _FIRST_PLACE
-        for kind, count in counts.items():
+        for kind, count in places:
             ids[:, start : start + count] = self._place_id(kind) or 0
             types[:, start : start + count] = _TYPE_IDS[kind]
             start += count
@@ -189,15 +258,30 @@ class _InputMaker:
         kinds = ("image", "video", "audio")
         return [i for kind in kinds if (i := self._place_id(kind)) is not None] if self.config else []
 
-    def _num_places(self, form: Form) -> int:
-        """How many tokens of each row stand for what this form gives: as many as there are features."""
+    def _places(self, choice: _Choice) -> tuple[tuple[str, int], ...]:
+        """How many tokens of each row stand for what each form gives."""
+        if choice.places is not None:
+            return choice.places
+        counts = ((form.kind, self._num_features(form) // self.batch) for form in choice.forms)
+        return tuple((kind, n) for kind, n in counts if n)
+
+    def _num_features(self, form: Form) -> int:
+        """Number of features that the model makes of a form: what is in all dims but the last.
+
+        0 if it does not say: it may have no such method, or want more than the form has.
+        """
         method = f"get_{form.kind}_features"
         if self._place_id(form.kind) is None or not hasattr(self.model, method):
             return 0
-        rows = _num_features(self.model, method, form.tensors)
-        if rows % self.batch:
-            raise SolveError(f"{method} gives {rows} features for {self.batch} rows")
-        return rows // self.batch
+        known = list(inspect.signature(getattr(self.model, method)).parameters)
+        tensors = {n: t for n, t in form.tensors.items() if n in known}
+        if next(iter(form.tensors)) not in tensors:
+            tensors = form.tensors  # the signature is *args, **kwargs
+        try:
+            tape = trace(_Features(self._stand_in, method), tensors, RULES)
+        except SolveError:
+            return 0
+        return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
 
 
 class _Features(nn.Module):
@@ -214,37 +298,24 @@ class _Features(nn.Module):
         return result if features is None else features
 
 
-def _num_features(model: nn.Module, method: str, tensors: dict[str, Tensor]) -> int:
-    """Number of features: what is in all dims but the last."""
-    parameters = inspect.signature(getattr(model, method)).parameters
-    known = {n: t for n, t in tensors.items() if n in parameters}
-    shapes = _output_shapes(_Features(model, method), TraceInputs(known, {}))
-    return sum(math.prod(shape[:-1]) for shape in shapes)
+def _is_read(tape: Tape, tid: int) -> bool:
+    """Whether any operator reads a tensor."""
+    names = {tid}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            names |= {event.target} if event.source in names else set()
+        elif names & set(event.inputs):
+            return True
+    return False
 
 
-def _run(model: nn.Module, inputs: TraceInputs) -> None:
-    """Run the forward pass, for its errors."""
-    _output_shapes(model, inputs)
-
-
-def _output_shapes(model: nn.Module, inputs: TraceInputs) -> list[tuple[int, ...]]:
-    if any(p.is_meta for p in model.parameters()):
-        tape = trace(model, inputs.tensors, RULES, inputs.options)
-        return [tape.tensors[t].shape for t in tape.outputs]
-    with torch.no_grad():
-        outputs = model(**inputs.tensors, **inputs.options)
-    return [tuple(t.shape) for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
-
-
-def _left_out(
-    choice: Sequence[Form], problems: Sequence[tuple[Sequence[Form], Exception]]
-) -> tuple[str, ...]:
+def _left_out(choice: _Choice, problems: Sequence[tuple[_Choice, Exception]]) -> tuple[str, ...]:
     """Which inputs others than the chosen ones would have been given."""
-    given = {name for form in choice for name in form.tensors}
-    kinds = {form.kind for form in choice}
+    given = {name for form in choice.forms for name in form.tensors}
+    kinds = {form.kind for form in choice.forms}
     out: dict[str, Exception] = {}
-    for forms, error in problems:
-        for form in forms:
+    for other, error in problems:
+        for form in other.forms:
             if form.kind not in kinds:
                 out.setdefault(next(n for n in form.tensors if n not in given), error)
     return tuple(

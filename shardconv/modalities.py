@@ -23,7 +23,7 @@ STATES = ("encoder_hidden_states", "cross_attention_states")
 
 _GRIDS = ("image_grid_thw", "image_grid_hw")
 _PATCH_PLACES = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
-_FRAME_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask")
+_SOUND_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask", "padding_mask")
 _MEL_BINS = (
     "num_mel_bins",
     "feature_size",
@@ -89,15 +89,22 @@ class Maker:
             yield self._grids(name, image)
         if self._first(_PATCH_PLACES):
             yield self._patches(name, image)
-        height, width = image.height, image.width
-        pixels = self._random(self.batch, image.channels, height, width)
+        yield from self._pixels(name, image)
+        if not self._first((*_GRIDS, *_PATCH_PLACES)):
+            patches = self._patches(name, image)
+            yield {name: patches[name].flatten(0, 1)}
+            yield patches
+
+    def _pixels(self, name: str, image: _Image) -> Iterator[dict[str, Tensor]]:
+        """One image for each row; the same as a list of one image."""
+        pixels = self._random(self.batch, image.channels, image.height, image.width)
         yield {name: pixels}
         extra = {}
         if "image_sizes" in self.parameters:
-            extra["image_sizes"] = torch.tensor([[height, width]] * self.batch)
+            extra["image_sizes"] = torch.tensor([[image.height, image.width]] * self.batch)
             yield {name: pixels, **extra}
         if "pixel_attention_mask" in self.parameters:
-            extra["pixel_attention_mask"] = torch.ones(self.batch, 1, height, width, dtype=torch.bool)
+            extra["pixel_attention_mask"] = torch.ones(pixels[:, :1].shape, dtype=torch.bool)
         yield {name: pixels[:, None], **extra}
 
     def _grids(self, name: str, image: _Image) -> dict[str, Tensor]:
@@ -129,21 +136,19 @@ class Maker:
         bins = first_int(self.config, _MEL_BINS)
         if name == "input_values":
             samples = _num_samples(self.config, self.seed)
-            yield {name: self._random(self.batch, samples)}
-            yield {name: self._random(self.batch, 1, samples)}
+            yield {name: self._random(self.batch, samples), **self._masks(samples)}
+            yield {name: self._random(self.batch, 1, samples), **self._masks(samples)}
             longest = first_int(self.config, ("max_length",))
             if bins and longest:
                 yield {name: self._random(self.batch, longest, bins)}
-        if bins and name != "input_values":
-            yield from self._spectra(name, bins)
+        elif bins:
+            frames = _num_frames(self.config, self.seed)
+            yield {name: self._random(self.batch, bins, frames), **self._masks(frames)}
+            yield {name: self._random(self.batch, frames, bins), **self._masks(frames)}
 
-    def _spectra(self, name: str, bins: int) -> Iterator[dict[str, Tensor]]:
-        frames = _num_frames(self.config, self.seed)
-        masks = {
-            n: torch.ones(self.batch, frames, dtype=torch.long) for n in self.parameters if n in _FRAME_MASKS
-        }
-        yield {name: self._random(self.batch, bins, frames), **masks}
-        yield {name: self._random(self.batch, frames, bins), **masks}
+    def _masks(self, length: int) -> dict[str, Tensor]:
+        names = [n for n in self.parameters if n in _SOUND_MASKS]
+        return {n: torch.ones(self.batch, length, dtype=torch.long) for n in names}
 
     # States of an encoder -----------------------------------------------------------------------
 

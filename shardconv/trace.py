@@ -238,10 +238,11 @@ class _ModuleHook:
 
     def _opaque(self, point: Point, args: Any, kwargs: Any) -> Any:
         read = self.tracer.rewind(point)
-        module = self.tracer.frames[self.recorder.stack[-1]].module
+        frame = self.tracer.frames[self.recorder.stack[-1]]
+        frame.restore()
         self.tracer.is_paused = True
         try:
-            return Opaque(self.recorder, self.tracer.copied, read).record(module, args, kwargs)
+            return Opaque(self.recorder, self.tracer.copied, read).record(frame.module, args, kwargs)
         finally:
             self.tracer.is_paused = False
 
@@ -300,15 +301,24 @@ class _Functions(TorchFunctionMode):
         if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
             return self._converted(func, args, kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         leaves = result if isinstance(result, (tuple, list)) else (result,)
         outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
         self.recorder.tape.replays.append(
             Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
         )
         return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func``; a tensor of literals keeps its values, whatever device it is made for."""
+        if func not in _LITERALS or "device" not in kwargs or isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        values = pytree.tree_map_only(torch.Tensor, self.recorder.ask, args)
+        with torch.utils._python_dispatch._disable_current_modes():
+            real = func(*values, **{**kwargs, "device": "cpu"})
+        return self.recorder.meta(real)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``tolist`` and the like: of the true value, if it does not depend on parameters."""
@@ -333,6 +343,7 @@ class _Functions(TorchFunctionMode):
 
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
+_LITERALS = frozenset({torch.tensor, torch.as_tensor})
 _CONVERSIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
 
 
