@@ -13,12 +13,46 @@ from transformers.models.auto import modeling_auto as auto
 from .overrides import LEFT_OUT, OVERRIDES
 from .shrink import config_class, tiny_config
 
+_BACKBONES = ("albert", "bart", "bert", "deberta-v2", "gpt2", "llama", "mixtral", "qwen2", "roberta", "t5")
+_HEADS: Mapping[str, Mapping[str, Any]] = {
+    "no head": auto.MODEL_MAPPING_NAMES,
+    "sequence classification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token classification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "question answering": auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+_OTHER: Mapping[str, str] = {
+    "clip": "CLIPModel",
+    "dinov2": "Dinov2ForImageClassification",
+    "hubert": "HubertForCTC",
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "paligemma": "PaliGemmaForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "siglip": "SiglipModel",
+    "siglip2": "Siglip2Model",
+    "speech_to_text": "Speech2TextForConditionalGeneration",
+    "vit": "ViTForImageClassification",
+    "wav2vec2": "Wav2Vec2ForCTC",
+    "whisper": "WhisperForConditionalGeneration",
+} | {
+    f"{backbone}/{head}": names[backbone]
+    for backbone in _BACKBONES
+    for head, names in _HEADS.items()
+    if backbone in names
+}
+
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "other": _OTHER,
 }
-"""What a model is for -> model type -> name of the class."""
+"""What a model is for -> model type -> name of the class. In ``other``, images, sounds, and other heads on
+some backbones: ``type`` or ``type/head``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +75,16 @@ def build(family: str, model_type: str, **changes: Any) -> ZooModel:
 
     Args:
         family: a key of ``FAMILIES``.
-        model_type: a key of that family.
+        model_type: a key of that family; in ``other`` followed by the head.
         **changes: further overrides of the (text) config's arguments.
     """
     name = FAMILIES[family][model_type]
     cls = getattr(transformers, name[0] if isinstance(name, tuple) else name)
-    overrides = {**OVERRIDES.get(model_type, {}), **OVERRIDES.get(f"{family}:{model_type}", {})}
-    own = config_class(model_type)
+    backbone, _, head = model_type.partition("/")
+    overrides = {**OVERRIDES.get(backbone, {}), **OVERRIDES.get(f"{family}:{model_type}", {})}
+    if head:
+        overrides = {"pad_token_id": 0} | overrides
+    own = config_class(backbone)
     if family == "causal" and cls.config_class is not own and _is_part(cls.config_class, own):
         own = cls.config_class
         overrides = dict(OVERRIDES.get(own.model_type, {}))

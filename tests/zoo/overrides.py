@@ -38,6 +38,7 @@ _GEMMA4 = {
     "moe_intermediate_size": 32,
 }
 
+_MROPE = {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}}}
 _GEMMA4_DRAFT = {
     "model_type": "gemma4_text",
     "hidden_size_per_layer_input": 0,
@@ -80,11 +81,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention", "sliding_attention"],
         "mlp_only_layers": [0],
     },
+    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": {
         "num_hidden_layers": 5,
         "layer_types": [*_ALTERNATING, *_ALTERNATING, "full_attention"],
         "intermediate_size": [128] * 5,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0, 0.0],
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
         "num_kv_shared_layers": 2,
     },
     "gemma4": {"text_config": _GEMMA4},
@@ -106,8 +108,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "funnel": {"block_sizes": [2, 1]},
+    "granite_speech": {"encoder_config": {"hidden_dim": 64}},
+    "granite_speech_plus": {"encoder_config": {"hidden_dim": 64}},
+    "hubert": {"conv_dim": (32,) * 7},
     "inkling2_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "internvl": {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 4, "attn_layer_offset": 2},
     "jetmoe": {"kv_channels": 8},
     "laguna": {
@@ -172,6 +178,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+    "qwen2_5_vl": _MROPE,
+    "qwen2_vl": _MROPE,
+    "qwen3_vl": _MROPE,
     "qwen2_moe": {"mlp_only_layers": [0]},
     "qwen3": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
     "qwen3_asr": {"audio_config": {"downsample_hidden_size": 32, "output_dim": 64}},
@@ -189,12 +198,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "masked:reformer": {"is_decoder": False},
+    "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
     "switch_transformers": {
         "num_layers": 3,
         "num_decoder_layers": 3,
         "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
     },
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
+    "voxtral": {"audio_token_id": 250},
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {
             "num_filters": 4,
@@ -208,6 +220,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "acoustic_tokenizer_chunk_size": 64,
     },
+    "wav2vec2": {"conv_dim": (32,) * 7},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,
