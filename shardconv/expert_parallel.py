@@ -51,6 +51,9 @@ def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
 class ExpertParallel:
     """What ``--experts ep`` asks of the solution of one model.
 
+    Where modules are given ids, stacks that every token is multiplied by (shared experts) are left to the
+    solver.
+
     Args:
         analysis: of the tape that ``isolate_experts`` returned.
 
@@ -60,7 +63,8 @@ class ExpertParallel:
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
-        self.dense = _dense_stacks(analysis)
+        _refuse_picked(analysis)
+        self.dense = [] if analysis.experts else _dense_stacks(analysis)
         if not analysis.experts and not self.dense:
             raise SolveError(f"--experts ep: the model has no stacks of experts; {REMEDY}")
         for tid in self.dense:
@@ -115,22 +119,31 @@ def _dense_stacks(analysis: Analysis) -> list[int]:
     """Stacks whose products are summed over the stack.
 
     Raises:
-        SolveError: such a stack cannot be split, or single matrices are taken out of one.
+        SolveError: such a stack cannot be split.
     """
     summed = _summed_leaves(analysis)
     out = []
     for stack in find_stacks(analysis.tape):
         leaves = axes.leaves(analysis.dims[stack.parameter][0])
-        if not stack.is_picked and not any(id(x) in summed for x in leaves):
-            continue  # one matrix for each of some heads, say
-        if stack.is_picked or any(x.blocked for x in leaves):
-            raise SolveError(
-                f"--experts ep: {_owner(analysis.tape, stack.parameter)} holds stacked matrices "
-                f"({analysis.tape.tensors[stack.parameter].name}) that are used in a way that cannot be "
-                f"split; {REMEDY}"
-            )
-        out.append(stack.parameter)
+        if any(id(x) in summed for x in leaves):  # else one matrix for each of some heads, say
+            if any(x.blocked for x in leaves):
+                raise _cannot_split(analysis.tape, stack.parameter)
+            out.append(stack.parameter)
     return out
+
+
+def _refuse_picked(analysis: Analysis) -> None:
+    """Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules."""
+    for stack in find_stacks(analysis.tape):
+        if stack.is_picked:
+            raise _cannot_split(analysis.tape, stack.parameter)
+
+
+def _cannot_split(tape: Tape, tid: int) -> SolveError:
+    return SolveError(
+        f"--experts ep: {_owner(tape, tid)} holds stacked matrices ({tape.tensors[tid].name}) that are used "
+        f"in a way that cannot be split; {REMEDY}"
+    )
 
 
 def _owner(tape: Tape, tid: int) -> str:

@@ -5,7 +5,8 @@ the first of these, and a weight of zero wherever an id is that of another exper
 term of these experts. How it is made a module of fewer experts is searched: which int attributes are the
 number of experts, and whether it leaves out an id past its last expert (some do when a bool attribute
 says so), which spares the work on other ranks' tokens. Every candidate is compared with the whole module in
-float64, for even and uneven splits and all ways in which transformers runs experts.
+float64, for even and uneven splits and all ways in which transformers runs experts. A large module is made
+narrower first: what its widths are has no part in the hypothesis.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 _MAX_ATTRIBUTES = 6
 _MAX_CHOICES = 3
-_MAX_TOKENS = 6
-_SMALL = 1 << 24
-"""Elements of a parameter up to which it gets independent random numbers."""
-_ROW_BYTES = 1 << 30
-"""Bytes of the matrices that are gathered for one call."""
+_NUM_TOKENS = 6
+_SMALL = 1 << 18
+"""Elements of all experts up to which their widths stay as they are."""
+_TOO_LARGE = 1 << 26
+_NARROW = 8
+"""What the greatest common divisor of the widths becomes."""
 
 
 class NotProven(Exception):
@@ -60,7 +62,7 @@ def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> Split:
     problem = "its parameters have no common leading dim"
     for num_experts in _counts(module):
         try:
-            trial = _Trial(module, where, tape, num_experts)
+            trial = _first_trial(module, where, tape, num_experts)
         except _Failed as failure:
             problem = str(failure)
             continue
@@ -71,6 +73,48 @@ def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> Split:
             except _Failed as failure:
                 problem = str(failure)
     raise NotProven(problem)
+
+
+def _first_trial(module: nn.Module, where: Candidate, tape: Tape, num_experts: int) -> _Trial:
+    """Of the module as it is if it is small, else of the first narrower one that runs."""
+    problem = _Failed("it is too large to be tried, and could not be made narrower")
+    width = tape.tensors[where.inputs[0]].shape[-1]
+    for narrower, divisor in _narrower(module, num_experts, width):
+        try:
+            return _Trial(narrower, where, tape, num_experts, width // divisor)
+        except _Failed as failure:
+            problem = failure
+    raise problem
+
+
+def _narrower(module: nn.Module, num_experts: int, width: int) -> Iterator[tuple[nn.Module, int]]:
+    """The module with all widths divided, and by what; int attributes of these widths stay, or follow."""
+    numel = sum(p.numel() for p in module.parameters())
+    inner = [(p.shape[0] // num_experts, *p.shape[1:]) for p in module.parameters()]
+    widths = {n for shape in inner for n in shape if n > 1} | {width}
+    divisor = math.gcd(*widths) // _NARROW
+    if numel > _SMALL and divisor > 1:
+        for depth in range(3):
+            yield _divided(module, num_experts, divisor, widths, depth), divisor
+    if numel <= _TOO_LARGE:
+        yield module, 1
+
+
+def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int], depth: int) -> nn.Module:
+    """Parameters, and attributes (``depth`` 1) and those of configs (2), with their widths divided."""
+    out = copy.deepcopy(module)
+    for owner in out.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                rows, *inner = parameter.shape
+                sizes = [n // divisor if n in widths else n for n in (rows // num_experts, *inner)]
+                small = parameter.new_empty((num_experts * sizes[0], *sizes[1:]))
+                owner._parameters[name] = nn.Parameter(small, requires_grad=False)
+    for width in sorted(widths) if depth else ():
+        for path, attribute in _attributes(module, width):
+            if depth == 2 or "." not in attribute:
+                apply_edits(out.get_submodule(path), (Edit(attribute, width, (width // divisor,)),), 0)
+    return out
 
 
 def _counts(module: nn.Module) -> list[int]:
@@ -123,8 +167,9 @@ class _Call:
 class _Trial:
     """The whole module on random numbers, to compare parts with."""
 
-    def __init__(self, module: nn.Module, where: Candidate, tape: Tape, num_experts: int) -> None:
+    def __init__(self, module: nn.Module, where: Candidate, tape: Tape, num_experts: int, width: int) -> None:
         self.module = module
+        self.width = width
         self.where = where
         self.num_experts = num_experts
         self.generator = torch.Generator().manual_seed(num_experts)
@@ -146,9 +191,9 @@ class _Trial:
 
     def check(self, split: Split) -> None:
         """Raises ``_Failed`` unless parts of the module add up to the whole one."""
-        for name, calls in self.calls.items():
-            for bounds in _bounds(self.num_experts):
-                parts = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        for bounds in _bounds(self.num_experts):
+            parts = [range(a, b) for a, b in itertools.pairwise(bounds)]
+            for name, calls in self.calls.items():
                 modules = [self._part(name, split, part) for part in parts]
                 for call in calls:
                     terms = [self._term(m, split, part, call) for m, part in zip(modules, parts, strict=True)]
@@ -200,33 +245,22 @@ class _Trial:
         if bool(result.any()):
             raise _Failed("it computes something for ids beyond its stacked parameters")
 
-    # Random numbers --------------------------------------------------------------------------------
-
     def _random(self, shape: Sequence[int]) -> Tensor:
-        """Independent numbers; in large parameters rows overlap, so that little memory is needed."""
-        scale = 1 / math.sqrt(shape[-1])
-        if math.prod(shape) <= _SMALL:
-            return torch.randn(*shape, generator=self.generator, dtype=torch.float64) * scale
-        step = 3
-        rows = math.prod(shape[:-1])
-        numbers = torch.randn(rows * step + shape[-1], generator=self.generator, dtype=torch.float64) * scale
-        leading = [math.prod(shape[i + 1 : -1]) * step for i in range(len(shape) - 1)]
-        return numbers.as_strided(shape, (*leading, 1))
+        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return numbers / math.sqrt(shape[-1])
 
     def _inputs(self, tape: Tape, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         """Few tokens in the shapes of the traced call; ``first``: the first experts only."""
         x, ids, weights = (tape.tensors[t].shape for t in self.where.inputs)
         one_each = math.prod(ids) == math.prod(x[:-1])
         choices = 1 if one_each else min(ids[-1], self.num_experts, _MAX_CHOICES)
-        expert_bytes = 8 * sum(p.numel() for p in self.module.parameters()) // self.num_experts
-        tokens = max(1, min(_MAX_TOKENS, _ROW_BYTES // (choices * expert_bytes)))
-        scores = torch.rand(tokens, self.num_experts, generator=self.generator, dtype=torch.float64)
+        scores = torch.rand(_NUM_TOKENS, self.num_experts, generator=self.generator, dtype=torch.float64)
         if kind == "first":
             scores += torch.arange(self.num_experts, 0, -1)
         top, chosen = scores.topk(choices, -1)
-        shape = _lead(ids, tokens) if one_each else (*_lead(ids[:-1], tokens), choices)
+        shape = _lead(ids) if one_each else (*_lead(ids[:-1]), choices)
         widened = (*shape, 1) if len(weights) > len(ids) else shape
-        values = torch.randn(*_lead(x[:-1], tokens), x[-1], generator=self.generator, dtype=torch.float64)
+        values = torch.randn(*_lead(x[:-1]), self.width, generator=self.generator, dtype=torch.float64)
         return values, chosen.reshape(shape), (top % 1 + 0.5).reshape(widened)
 
 
@@ -241,9 +275,9 @@ def _arguments(values: dict[str, Tensor], module: nn.Module) -> tuple[list[Tenso
     return args, values
 
 
-def _lead(shape: Sequence[int], tokens: int) -> tuple[int, ...]:
+def _lead(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape ``[1, ..., tokens]`` in place of one of other batch and length."""
-    return (*(1 for _ in shape[1:]), tokens)
+    return (*(1 for _ in shape[1:]), _NUM_TOKENS)
 
 
 def _implementation(module: nn.Module) -> str:
