@@ -65,6 +65,16 @@ class TableLookup:
     output: int
 
 
+@dataclass(frozen=True, slots=True)
+class NormUse:
+    """A norm that is one operator, and the factors of its last dim."""
+
+    site: NormSite
+    groups: Node
+    normalised: Node
+    """What is normalised together: sharding it costs a statistic."""
+
+
 @dataclass(slots=True)
 class Analysis:
     """What the rules found; ``Builder`` fills it."""
@@ -74,7 +84,7 @@ class Analysis:
     partial: dict[int, Partial] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
-    norms: list[NormSite] = field(default_factory=list)
+    norms: list[NormUse] = field(default_factory=list)
     lookups: list[TableLookup] = field(default_factory=list)
     experts: list[tuple[ExpertSite, Node]] = field(default_factory=list)
     """Modules of experts that are one operator, with the dim that counts the experts."""

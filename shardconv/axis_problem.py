@@ -70,9 +70,7 @@ class AxisProblem:
         saving_weight: factor of what a split element of a parameter is worth.
     """
 
-    def __init__(
-        self, graph: Graph, extent: int, taken: dict[int, int], saving_weight: float = 1.0
-    ) -> None:
+    def __init__(self, graph: Graph, extent: int, taken: dict[int, int], saving_weight: float = 1.0) -> None:
         self.graph = graph
         self.extent = extent
         self.taken = taken
@@ -96,8 +94,8 @@ class AxisProblem:
         for tid, info in enumerate(analysis.tape.tensors):
             if info.kind == "parameter" and tid in analysis.dims:
                 self._savings(tid)
-        for site in analysis.norms:
-            self._statistic(analysis.dims[site.input][-1], self._weight(site.call))
+        for norm in analysis.norms:
+            self._statistic(norm.normalised, self._weight(norm.site.call))
         for lookup in analysis.lookups:
             self._lookup(lookup)
         for work in analysis.works:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import axes
-from .analysis import Analysis, Contraction, Partial, TableLookup, Work, find_partial
+from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .axes import Conflict, Node
 from .norms import NormSite
 from .tape import Mark, Op, Ref, Tape
@@ -166,14 +166,19 @@ class Builder:
         self.mark_of[mark.target] = mark
 
     def norm(self, site: NormSite) -> None:
-        """A whole norm module: its dims pass through; a sharded last dim costs a statistic."""
-        dims = self.tensor(site.input)
-        self.never_partial(site.input)
+        """A whole norm module: its dims pass through; a sharded part that is normalised costs a statistic."""
+        dims = self.tensor(site.inputs[0])
+        for other in site.inputs[1:]:
+            for x, y in zip(dims, self.tensor(other), strict=True):
+                axes.unify(x, y)
         for tid in site.parameters:
             axes.unify(self.tensor(tid)[-1], dims[-1])
-            self.never_partial(tid)
+        self.never_partial(*site.inputs, *site.parameters)
+        groups, normalised = axes.leaf(1), dims[-1]
+        if site.groups > 1:
+            groups, normalised = self.split(dims[-1], dims[-1].size // site.groups)
         self.set(site.output, dims)
-        self.result.norms.append(site)
+        self.result.norms.append(NormUse(site, groups, normalised))
 
 
 def pure_lookups(tape: Tape) -> dict[int, str]:

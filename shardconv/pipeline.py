@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
+from shardconv_runtime.slices import local_size
 from torch import nn
 
 from . import annotate
@@ -129,7 +131,7 @@ def _solved(
         assignment = solve(analysis, tp, forbidden, folded)
         try:
             layouts = Layouts(analysis, assignment)
-            norms = _norms(model, analysis, assignment)
+            norms = _norms(model, layouts)
             edits = localize(layouts) | (parallel.edits(layouts) if parallel else {})
             solution = Solution(layouts, edits, norms, folded, ruled_out)
             plan = _plan(spec, tp, model, solution)
@@ -148,19 +150,32 @@ def _solved(
     )
 
 
-def _norms(model: nn.Module, analysis: Analysis, assignment: Assignment) -> dict[str, NormInfo]:
+def _norms(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo]:
     """The norms over a sharded dim, proven."""
     out: dict[str, NormInfo] = {}
-    for site in analysis.norms:
-        dim = analysis.dims[site.input][-1]
-        axes = tuple(sorted({a for x in leaves(dim) for a in assignment.axes(x)}))
-        if not axes or site.fqn in out:
+    for use in layouts.analysis.norms:
+        axes = _axes(use.normalised, layouts)
+        apart = use.site.groups > 1 and bool(_axes(use.groups, layouts))
+        fqn = use.site.fqn
+        if fqn in out or not (axes or apart):
             continue
-        info = fit_norm(model.get_submodule(site.fqn), site, analysis.tape, axes)
+        info = fit_norm(model.get_submodule(fqn), use.site, layouts.analysis.tape)
         if info is None:
-            raise Unlocalizable(leaves(dim), f"{site.fqn} is no norm that the runtime can compute on parts")
-        out[site.fqn] = info
+            nodes = [*leaves(use.groups), *leaves(use.normalised)]
+            raise Unlocalizable(nodes, f"{fqn} is no norm that the runtime can compute on parts")
+        out[fqn] = replace(info, axes=axes, groups=_local_sizes(use.groups, layouts))
     return out
+
+
+def _axes(node: Node, layouts: Layouts) -> tuple[int, ...]:
+    return tuple(sorted({a for x in leaves(node) for a in layouts.assignment.axes(x)}))
+
+
+def _local_sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
+    """The local size of a dim: one if all ranks have the same, else one for each."""
+    mesh = layouts.mesh
+    sizes = [local_size(layouts.dim(node), mesh, rank) for rank in range(math.prod(mesh))]
+    return tuple(sizes) if len(set(sizes)) > 1 else (sizes[0],)
 
 
 def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Plan:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from .boundary import forward_signature
 from .collectives import Communicator, Reduce
 from .errors import PlanError
 from .plan import NormInfo
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "identity": lambda gate: gate,
+}
+"""What may be applied to the gate of a gated norm."""
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm or layer norm over the last dim, which is split over ranks.
+    """RMS norm or layer norm over the last dim, or over groups of it, which are split over ranks.
 
     An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
     other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
-    the mean is large). No backward.
+    the mean is large). A gate, if there is one, multiplies before or after. No backward.
 
     Args:
         info: how the norm that this one replaces computes.
         replaced: that norm; its weight and bias are taken over under their names.
         comm: the ranks.
 
-    Shapes: ``x: local [..., D/n]``, output the same.
+    Shapes: ``x: local [..., D/n]``, gate and output the same.
 
     Raises:
         PlanError: the norm is of no known kind, or lacks a parameter that the plan names.
@@ -34,8 +47,12 @@ class ShardedNorm(nn.Module):
         super().__init__()
         if info.kind not in ("rms", "layer"):
             raise PlanError(f"unknown kind of norm {info.kind!r}; expected rms or layer")
+        if info.gate and info.gate_activation not in GATE_ACTIVATIONS:
+            raise PlanError(f"unknown activation of a gate {info.gate_activation!r}")
         self.info = info
+        self.groups = info.groups[0] if len(info.groups) == 1 else info.groups[comm.rank]
         self.reduce = Reduce(comm, info.axes)
+        self.names = tuple(forward_signature(replaced).parameters)
         for name in (info.weight, info.bias):
             if name:
                 self.register_parameter(name, _parameter(replaced, name))
@@ -46,11 +63,33 @@ class ShardedNorm(nn.Module):
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Normalise the one argument, whatever name it has in the replaced norm."""
-        (x,) = (*args, *kwargs.values())
+        """Normalise what the replaced norm would have, given the same arguments."""
+        x, gate = self._arguments(args, kwargs)
         wide = x.to(self._compute_dtype(x))
-        y = self._rms(wide) if self.info.kind == "rms" else self._layer(wide)
-        return self._scale(y, x.dtype)
+        if gate is not None and self.info.gate_first:
+            wide = wide * self._activated(gate, wide.dtype)
+        y = self._normalised(wide)
+        if gate is None or self.info.gate_first:
+            return self._scale(y, x.dtype)
+        scaled = self._scale(y, x.dtype)
+        return (scaled * self._activated(gate, wide.dtype)).to(x.dtype)
+
+    def _arguments(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        if not self.info.gate:
+            (x,) = (*args, *kwargs.values())
+            return x, None
+        given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
+        if given.get(self.info.gate) is None:
+            raise PlanError(f"a gated norm was called without {self.info.gate!r}")
+        return given[self.info.input], given[self.info.gate]
+
+    def _activated(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        return GATE_ACTIVATIONS[self.info.gate_activation](gate.to(dtype))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
+        y = self._rms(grouped) if self.info.kind == "rms" else self._layer(grouped)
+        return y if grouped is x else y.reshape(x.shape)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         if self.info.compute_dtype != "input":

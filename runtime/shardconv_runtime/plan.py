@@ -104,8 +104,9 @@ class NormInfo:
     """``rms`` or ``layer``."""
     eps: float
     size: int
-    """Global size of the normalised dim."""
+    """Global size of what is normalised together: the last dim, or one group of it."""
     axes: tuple[int, ...]
+    """Mesh axes that split it; none where ranks hold whole groups."""
     weight: str = ""
     """Name of the weight parameter in the module; empty if there is none."""
     bias: str = ""
@@ -115,6 +116,16 @@ class NormInfo:
     """Dtype of the statistic, or ``input``."""
     weight_before_cast: bool = False
     """Multiply by the weight in the compute dtype, then cast; else cast first."""
+    groups: tuple[int, ...] = (1,)
+    """Local number of groups of the last dim, which are normalised one by one: for all ranks, or each."""
+    input: str = ""
+    """Argument that is normalised; empty where the norm has one argument."""
+    gate: str = ""
+    """Argument that multiplies, after ``gate_activation``; empty if there is none."""
+    gate_activation: str = ""
+    """``silu``, ``sigmoid``, ``gelu``, ``relu`` or ``identity``."""
+    gate_first: bool = False
+    """Multiply before the norm; else after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,9 @@ def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
             _fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
 
 
+_GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
+
+
 def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
     if norm.kind not in ("rms", "layer"):
         _fail(f"{where}.kind", _one_of(norm.kind, ("rms", "layer")))
@@ -211,9 +214,11 @@ def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
         _fail(f"{where}.eps", "must not be negative")
     if norm.size < 1:
         _fail(f"{where}.size", "must be 1 or more")
-    if not norm.axes:
-        _fail(f"{where}.axes", "needs a mesh axis to reduce over")
     _check_axes(f"{where}.axes", norm.axes, mesh)
+    if len(norm.groups) not in (1, math.prod(mesh)) or any(n < 1 for n in norm.groups):
+        _fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
+    if norm.gate and (norm.gate_activation not in _GATE_ACTIVATIONS or not norm.input):
+        _fail(f"{where}.gate", "needs an input and a known gate_activation")
     for field, name in (("weight", norm.weight), ("bias", norm.bias)):
         if name and not all(map(_is_step, name.split("."))):
             _fail(f"{where}.{field}", f"not the name of a parameter: {name!r}")

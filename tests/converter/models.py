@@ -211,6 +211,35 @@ class NormedMlp(nn.Module):
 # Layers and models ---------------------------------------------------------------------------------
 
 
+class GatedMlp(nn.Module):
+    """Two projections; a norm over two groups of one, opened by the other."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.girth)
+        self.side = nn.Linear(config.width, config.girth)
+        self.norm = GatedNorm(config.girth, config.girth // 2)
+        self.down = nn.Linear(config.girth, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x), self.side(x)))
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of each group of ``x * silu(opener)``."""
+
+    def __init__(self, size: int, group: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.group = group
+
+    def forward(self, x: Tensor, opener: Tensor) -> Tensor:
+        wide = x.float() * F.silu(opener.float())
+        groups = wide.view(*x.shape[:-1], x.shape[-1] // self.group, self.group)
+        y = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.scale * y.view(*x.shape).to(x.dtype)
+
+
 class Layer(nn.Module):
     """A residual layer, its two branches one after the other or side by side."""
 
@@ -316,6 +345,10 @@ class LayerNormModel(OddModel):
     @staticmethod
     def mlp(config: OddConfig) -> nn.Module:
         return NormedMlp(config, nn.LayerNorm(config.girth))
+
+
+class GatedNormModel(OddModel):
+    mlp = GatedMlp
 
 
 def spec(model_class: type[OddModel], **sizes: Any) -> ModelSpec:

@@ -196,7 +196,7 @@ def _check_assignment(layouts: Layouts, values: dict[int, Tensor], extent: int, 
             return split_up[tid][rank]
         return part(values[tid], layouts.dims(tid), (extent,), rank)
 
-    inside_norms = {index for site in analysis.norms for index in site.events}
+    inside_norms = {index for norm in analysis.norms for index in norm.site.events}
     for index, op in enumerate(analysis.tape.events):
         if not isinstance(op, Op) or index in inside_norms:
             continue

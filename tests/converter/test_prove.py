@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import models
 import pytest
 import torch
@@ -35,7 +37,7 @@ def fitted(norm: nn.Module, size: int = 12) -> NormInfo | None:
     """The formula that is found for a norm."""
     tape, found = sites(norm, 3, 7, size)
     assert [site.fqn for site in found] == ["norm"]
-    return fit_norm(norm, found[0], tape, (0,))
+    return fit_norm(norm, found[0], tape)
 
 
 class EarlyRms(nn.Module):
@@ -100,7 +102,7 @@ def test_the_formula_is_found(norm: nn.Module, expected: dict[str, object]) -> N
     info = fitted(norm)
     assert info is not None
     assert {key: getattr(info, key) for key in expected} == expected
-    assert (info.size, info.axes) == (12, (0,))
+    assert (info.size, info.axes) == (12, ())
 
 
 def test_no_formula_for_what_is_no_norm() -> None:
@@ -112,17 +114,64 @@ def test_other_modules_are_no_sites(norm: nn.Module) -> None:
     assert sites(norm, 3, 7, 12)[1] == []
 
 
-def test_two_uses_of_an_outer_tensor_are_no_site() -> None:
-    class Gated(nn.Module):
-        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-            return F.rms_norm(x, (12,)) * gate
+class Gated(nn.Module):
+    """A norm over groups of the last dim, multiplied by a gate before or after."""
 
-    class Two(Holder):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x, x + 1)
+    def __init__(self, groups: int, first: bool, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(12))
+        self.groups, self.first, self.activation = groups, first, activation
 
-    tape = trace(Two(Gated()), {"x": torch.randn(3, 7, 12)}, RULES)
-    assert find_norms(tape) == []
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = x.float()
+        if self.first:
+            wide = wide * self.activation(gate.float())
+        parts = wide.view(*x.shape[:-1], self.groups, 12 // self.groups)
+        y = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + 1e-5)).view(*x.shape)
+        y = self.scale * y.to(x.dtype)
+        return y if self.first else (y * self.activation(gate.float())).to(x.dtype)
+
+
+class Halves(nn.Module):
+    """Gives the norm two arguments."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + 1, gate=x * 2)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("activation", [F.silu, torch.sigmoid, lambda x: x])
+def test_gated_norms_over_groups(groups: int, first: bool, activation: Callable[[Tensor], Tensor]) -> None:
+    norm = Gated(groups, first, activation)
+    tape = trace(Halves(norm).to("meta"), {"x": torch.randn(3, 7, 12)}, RULES)
+    (site,) = find_norms(tape)
+    assert (site.groups, site.arguments) == (groups, ("x", "gate"))
+    info = fit_norm(norm, site, tape)
+    assert info is not None
+    assert (info.kind, info.size, info.groups, info.weight) == ("rms", 12 // groups, (groups,), "scale")
+    name = getattr(activation, "__name__", "")
+    assert info.gate_activation == (name if name in ("silu", "sigmoid") else "identity")
+    assert info.input
+    assert info.gate
+    if groups == 3 or info.gate_activation != "identity":
+        assert (info.input, info.gate, info.gate_first) == ("x", "gate", first)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 6])
+def test_a_gated_norm_of_two_groups(tp: int) -> None:
+    """Whole groups on the first mesh axis, parts of them on the others; ``plan_of`` compares numbers."""
+    plan = models.plan_of(models.GatedNormModel, tp)
+    entry = module_plans(plan)["stack.0.chewer.norm"]
+    assert entry.norm is not None
+    assert (entry.norm.gate, entry.norm.gate_activation, entry.norm.gate_first) == ("opener", "silu", True)
+    assert entry.norm.axes if tp > 2 else not entry.norm.axes
+    assert module_plans(plan)["stack.0.chewer.down"].category == "row"
+    assert all(b.op != "all_gather" for m in plan.modules for b in m.inputs)
 
 
 @pytest.mark.parametrize(
