@@ -9,6 +9,7 @@ from typing import Any
 from . import axes
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .axes import Conflict, Node
+from .fold import prefixes
 from .norms import NormSite
 from .tape import Mark, Op, Ref, Tape
 
@@ -21,6 +22,7 @@ class Builder:
         self.result = Analysis(tape)
         self.mark_of: dict[int, Mark] = {}
         self.lookup_calls = pure_lookups(tape)
+        self.passive_calls = passive_calls(tape)
         self.why = ""
         """What the current operator is, for the reports."""
         self.parametric = self.result.parametric
@@ -156,6 +158,9 @@ class Builder:
     def mark(self, mark: Mark) -> None:
         """Before and after a mark: one structure, separate leaves and states."""
         before = self.tensor(mark.source)
+        if mark.call in self.passive_calls:
+            self.set(mark.target, before, self.partial(mark.source))
+            return
         after = []
         for dim in before:
             twin = axes.leaf(dim.size)
@@ -179,6 +184,22 @@ class Builder:
             groups, normalised = self.split(dims[-1], dims[-1].size // site.groups)
         self.set(site.output, dims)
         self.result.norms.append(NormUse(site, groups, normalised))
+
+
+def passive_calls(tape: Tape) -> frozenset[int]:
+    """Calls of modules without parameters that are called in several forms, at which nothing can be done.
+
+    One dropout for scores and for states, say: a step of the module would run at each of its calls.
+    """
+    forms: dict[str, dict[tuple[str, ...], set[tuple[int, ...]]]] = {}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            slots = forms.setdefault(tape.calls[event.call].fqn, {})
+            slots.setdefault(event.slots, set()).add(tape.tensors[event.source].shape)
+    several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
+    owners = {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
+    passive = several - owners - {""}
+    return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
 
 
 def pure_lookups(tape: Tape) -> dict[int, str]:
