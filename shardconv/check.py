@@ -36,8 +36,16 @@ MAX_SIMULATED_BYTES = 16 * 2**30
 """Above this, or half of the free memory, a model is not simulated."""
 
 
+class Unprovable(SolveError):
+    """The unsharded model itself fails on random weights."""
+
+
 def simulate(
-    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass] | None = None
+    plan: Plan,
+    model: nn.Module,
+    inputs: TraceInputs,
+    bypassed: Mapping[str, Bypass] | None = None,
+    max_bytes: int | None = None,
 ) -> float | None:
     """Run every rank in this process and compare with the unsharded model.
 
@@ -47,16 +55,19 @@ def simulate(
         inputs: what it is called with.
         bypassed: layers to leave out, on both sides, if the plan says of them what it says of those
             that stand for them.
+        max_bytes: what the simulation may take, if half of the free memory is not less;
+            ``MAX_SIMULATED_BYTES`` unless given.
 
     Returns:
         The largest difference of an output, relative to the largest value; None if the model is too
         large to be simulated here.
 
     Raises:
+        Unprovable: the unsharded model fails.
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
     simulation = _Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}))
-    if simulation.needed_bytes() > _budget():
+    if simulation.needed_bytes() > min(max_bytes or MAX_SIMULATED_BYTES, _available_bytes() // 2):
         return None
     precision, want = simulation.reference()
     try:
@@ -124,7 +135,7 @@ class _Simulation:
                 problem = problem or ArithmeticError("an output has no finite value")
             except Exception as error:
                 problem = problem or error
-        raise SolveError(
+        raise Unprovable(
             f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
             f"{problem}; pass --no-check (check=False) to rely on shapes and positions"
         ) from problem
@@ -170,10 +181,6 @@ class _Simulation:
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
     """Whether a parameter belongs to one of the layers."""
     return any(p in layers for p in prefixes(name))
-
-
-def _budget() -> int:
-    return min(MAX_SIMULATED_BYTES, _available_bytes() // 2)
 
 
 def _available_bytes() -> int:

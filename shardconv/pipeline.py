@@ -26,17 +26,16 @@ from .axes import Node, find, leaves
 from .check import simulate
 from .expert_parallel import ExpertParallel, isolate_experts
 from .fold import Folded, fold
-from .inputs import TraceInputs, make_inputs
+from .implementations import notes_on_others
+from .inputs import TraceInputs, trace_inputs
 from .layout import Layouts
 from .localize import Unlocalizable, localize
 from .prove import fit_norm
 from .retrace import retrace
-from .rules import RULES
 from .shallow import find_bypasses
 from .solve import Assignment, solve
 from .sources import ModelSpec
 from .tape import Tape, starred
-from .trace import trace
 
 MAX_ROUNDS = 32
 
@@ -89,9 +88,8 @@ def _no_collection() -> Iterator[None]:
 def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[[str], None]) -> Plan:
     tell("building the model")
     model = _built(spec)
-    inputs = make_inputs(model)
     tell("tracing")
-    tape = trace(model, inputs.tensors, RULES, inputs.options)
+    inputs, tape = trace_inputs(model)
     tell("solving")
     folded = fold(tape)
     if experts == "ep":
@@ -104,6 +102,8 @@ def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[
         bypassed = find_bypasses(tape, folded.representatives())
         if simulate(plan, model, inputs, bypassed) is None:
             tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
+        elif tp > 1:
+            plan = replace(plan, notes=(*plan.notes, *notes_on_others(plan, model, inputs, bypassed)))
     return plan
 
 
