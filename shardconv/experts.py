@@ -9,11 +9,16 @@ compute, before the tape is changed.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from .tape import Event, Mark, Op, Ref, Tape
+import torch
+from torch import nn
+
+from .tape import Event, Mark, Op, Ref, Tape, TensorInfo
 
 EXPERTS = "shardconv.experts"
 """Name, without overload, of the operator that takes the place of a whole module of experts."""
@@ -190,6 +195,32 @@ def _operator(site: ExpertSite) -> Op:
 def isolated_sites(tape: Tape) -> list[ExpertSite]:
     """The sites that are one operator of this tape."""
     return [e.kwargs["site"] for e in tape.events if isinstance(e, Op) and e.name == f"{EXPERTS}.default"]
+
+
+def leave_out(model: nn.Module, tape: Tape) -> set[str]:
+    """Let the modules of isolated sites return what they should, without computing; their FQNs.
+
+    For tracing a rank's model: what these compute there was proven, and may depend on data.
+    """
+    outputs: dict[str, list[TensorInfo]] = {}
+    for site in isolated_sites(tape):
+        outputs.setdefault(site.where.fqn, []).append(tape.tensors[site.where.output])
+    for fqn, infos in outputs.items():
+        module = model.get_submodule(fqn)
+        module.forward = _returning(infos, module.forward)
+    return set(outputs)
+
+
+def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for a forward method: one empty tensor for each call."""
+    remaining = iter(infos)
+
+    @functools.wraps(forward)
+    def stand_in(*_: Any, **__: Any) -> Any:
+        info = next(remaining)
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    return stand_in
 
 
 # Stacks without ids ----------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ class _Trial:
     def _inputs(self, tape: Tape, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         """Few tokens in the shapes of the traced call; ``first``: the first experts only."""
         x, ids, weights = (tape.tensors[t].shape for t in self.where.inputs)
-        one_each = math.prod(ids) == math.prod(x[:-1])
+        one_each = math.prod(ids[:-1]) != math.prod(x[:-1])
         choices = 1 if one_each else min(ids[-1], self.num_experts, _MAX_CHOICES)
         scores = torch.rand(_NUM_TOKENS, self.num_experts, generator=self.generator, dtype=torch.float64)
         if kind == "first":

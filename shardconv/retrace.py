@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .axes import Node, leaves
-from .experts import isolated_sites
+from .experts import leave_out
 from .inputs import TraceInputs
 from .layout import Layouts
 from .localize import Unlocalizable
@@ -94,7 +94,7 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
         _require_dtypes(model, local)
         changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
-        changed |= {site.where.fqn for site in isolated_sites(layouts.analysis.tape)}
+        changed |= leave_out(local, layouts.analysis.tape)
         try:
             tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
         except SolveError as error:
