@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,30 +51,35 @@ class TraceInputs:
 
 
 def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:
+    """The inputs that ``trace_inputs`` settles on."""
+    return trace_inputs(model, seed)[0]
+
+
+def trace_inputs(model: nn.Module, seed: int = 0) -> tuple[TraceInputs, Tape]:
     """Token ids with a left-padded attention mask, and what else the model's forward asks for.
 
     Args:
         model: on any device; floating point inputs get the dtype of its parameters.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
 
+    Returns:
+        The first inputs with which the forward pass can be traced, and the tape.
+
     Raises:
-        SolveError: with nothing that is known how to make does the forward pass run.
+        SolveError: it cannot be traced with anything that is known how to make.
     """
     maker = _InputMaker(model, seed)
-    choices = list(maker.choices())
-    if len(choices) == 1:
-        return maker.inputs(choices[0])
+    attempts = [(maker, choice) for choice in maker.choices()]
+    if maker.tokens:
+        attempts.append((_InputMaker(model, seed, batch=1), _Choice()))
     problems: list[tuple[_Choice, Exception]] = []
-    for choice in choices:
-        inputs = _attempt(maker, choice, problems)
-        if inputs is not None:
-            return replace(inputs, notes=_left_out(choice, problems))
-    names = ", ".join(maker.parameters)
-    last = problems[-1][1] if problems else None
-    raise SolveError(
-        f"{type(model).__name__} could not be called with any inputs that could be made up for its forward "
-        f"method ({names}); the last attempt: {last}"
-    ) from last
+    for each, choice in attempts:
+        found = _attempt(each, choice, problems)
+        if found is not None:
+            inputs, tape = found
+            return replace(inputs, notes=_left_out(choice, problems)), tape
+    plain = [error for choice, error in problems if not choice.forms]
+    raise (plain or [error for _, error in problems] or [maker.refusal(maker.parameters)])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +91,20 @@ class _Choice:
     """Kind of input -> tokens of each row that stand for it; None: as many as there are features."""
     length: int | None = None
     """Of the text; None: any."""
+    repeats: bool = False
+    """The decoder is given the same ids, which end as texts do: some heads look for the end."""
 
 
 def _attempt(
     maker: _InputMaker, choice: _Choice, problems: list[tuple[_Choice, Exception]]
-) -> TraceInputs | None:
+) -> tuple[TraceInputs, Tape] | None:
     """Inputs with which the model runs; where its error names numbers, they are tried as sizes."""
     todo = [choice]
     while todo:
         current = todo.pop(0)
         try:
             inputs = maker.inputs(current)
-            maker.run(inputs, current.forms)
+            tape = maker.run(inputs, current.forms)
         except Exception as error:
             problems.append((current, error))
             if current is choice:
@@ -105,14 +112,14 @@ def _attempt(
             elif str(error) == str(problems[-2][1]) and _numbers(error):
                 return None  # sizes do not matter
         else:
-            return inputs
+            return inputs, tape
     return None
 
 
 class _InputMaker:
     """Makes the inputs of one model for one seed."""
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, batch: int = 0) -> None:
         self.model = model
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
@@ -121,6 +128,7 @@ class _InputMaker:
         self.batch, self.length = _sizes(model)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
+        self.batch = batch or self.batch
 
     def choices(self) -> Iterator[_Choice]:
         """Combinations of the forms of what the model takes beside tokens: all kinds, one, none."""
@@ -132,6 +140,8 @@ class _InputMaker:
             yield from (_Choice(forms) for forms in combinations)
         if self.tokens:
             yield _Choice()
+        if self.tokens and "decoder_input_ids" in self.parameters:
+            yield _Choice(repeats=True)
 
     def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
         """The same with other sizes: of features to stand for, or of the text.
@@ -160,7 +170,10 @@ class _InputMaker:
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
             tensors = {**self._token_tensors(self._places(choice), choice.length or self.length), **tensors}
-        if "decoder_input_ids" in self.parameters:
+        if choice.repeats:
+            self._end(tensors[self.tokens])
+            tensors["decoder_input_ids"] = tensors[self.tokens].clone()
+        elif "decoder_input_ids" in self.parameters:
             tensors["decoder_input_ids"] = self._ids(self.length - 5, self.seed + 1)
         missing = [
             n
@@ -168,14 +181,18 @@ class _InputMaker:
             if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and n not in tensors
         ]
         if missing or not tensors:
-            raise SolveError(
-                f"{type(self.model).__name__} takes {', '.join(missing or self.parameters)}, which cannot be "
-                "made up; models that are called with token ids, images or sounds can be converted so far"
-            )
+            raise self.refusal(missing or self.parameters)
         return TraceInputs(tensors, {"use_cache": False} if "use_cache" in self.parameters else {})
 
-    def run(self, inputs: TraceInputs, forms: Sequence[Form]) -> None:
-        """Run the forward pass, for its errors.
+    def refusal(self, names: Iterable[str]) -> SolveError:
+        """Nothing is known of these parameters."""
+        return SolveError(
+            f"{type(self.model).__name__} takes {', '.join(names)}, which cannot be made up; models that are "
+            "called with token ids, images or sounds can be converted so far"
+        )
+
+    def run(self, inputs: TraceInputs, forms: Sequence[Form]) -> Tape:
+        """Trace the forward pass.
 
         Raises:
             SolveError: it fails, or does not read what a form gives.
@@ -185,6 +202,7 @@ class _InputMaker:
             name = next(iter(form.tensors))
             if not _is_read(tape, tape.inputs[list(inputs.tensors).index(name)]):
                 raise SolveError(f"{name} is not read")
+        return tape
 
     @functools.cached_property
     def _stand_in(self) -> nn.Module:
@@ -236,6 +254,13 @@ class _InputMaker:
         for special in self._place_ids():
             ids[ids == special] = min(3, rows - 1)
         return ids
+
+    def _end(self, ids: Tensor) -> None:
+        """One end of text in each row, at its end."""
+        end = getattr(self.config, "eos_token_id", None)
+        if isinstance(end, int):
+            ids[ids == end] = end + 1
+            ids[:, -1] = end
 
     def _boxes(self, length: int, pages: int) -> Tensor:
         """Corners ``[B, S, 4]``: left and top, right and bottom."""
