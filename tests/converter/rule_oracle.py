@@ -307,7 +307,7 @@ def _slice(op: Op, layouts: Layouts, local: dict[int, Tensor], rank: int) -> lis
     if step == 1:
         held = slices.ranges(layouts.dims(op.inputs[0])[dim], layouts.mesh, rank) if shape[dim] else ()
         start, stop = (sum(max(0, min(b, at) - a) for a, b in held) for at in (start, max(start, stop)))
-    elif source.shape[dim] != shape[dim]:
+    elif source.shape[dim] != shape[dim] and stop > start:
         stop = source.shape[dim]
     return [source[(slice(None),) * dim + (slice(start, stop, step),)]]
 

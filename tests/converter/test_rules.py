@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_cases import GENERATORS, Draw
 from rule_cases import CASES, Case, f, ints
 from rule_oracle import MODES, Program, Wrong, body_dims, check
 from torch import Tensor
@@ -51,6 +54,53 @@ def test_every_rule_has_a_case() -> None:
     assert not missing
 
 
+# Random shapes ---------------------------------------------------------------------------------------
+
+EXAMPLES = int(os.environ.get("SHARDCONV_EXAMPLES", "5"))
+"""Random calls of each family of operators; many more for a long search."""
+ANY = settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES < 50)
+
+
+@ANY
+@pytest.mark.parametrize("family", GENERATORS)
+@given(data=st.data())
+def test_random_shapes(family: str, data: st.DataObject) -> None:
+    """Each operator on parts of operands of any shape gives the parts of what it gives on the whole."""
+    draw = Draw(lambda low, high: data.draw(st.integers(low, high)))
+    function, operands = GENERATORS[family](draw)
+    check(function, *operands, mode=data.draw(st.sampled_from(MODES)))
+
+
+def _operators(function: Any, operands: tuple[Tensor, ...]) -> set[str]:
+    """Names, without overload, of what a function runs."""
+    model = Program(function, operands, "parameter").to("meta")
+    inputs = {f"i{i}": x for i, x in enumerate(operands) if not x.is_floating_point()}
+    tape = trace(model, {"one": torch.ones(1, dtype=torch.float64), **inputs}, RULES)
+    return {e.name.rsplit(".", 1)[0] for e in tape.events if isinstance(e, Op)}
+
+
+NOT_DRAWN = {
+    "alias_write": "is no operator: memory that was written through another tensor",
+    "shardconv.experts": "is a whole module",
+    "opaque": "is a whole module",
+    "question": "is no operator: a value that code asked for",
+    "aten._grouped_mm": "has no kernel for float64",
+    "transformers.grouped_mm_fallback": "has no kernel for float64",
+}
+"""What no random case can run; each has tests of its own."""
+
+
+def test_every_rule_is_drawn() -> None:
+    """For each name of the table a random case reaches its rule, by that name or by another of the rule's."""
+    seen: set[str] = set()
+    for family, generator in GENERATORS.items():
+        for seed in range(40):
+            seen |= _operators(*generator(Draw(Random(f"{family} {seed}").randint)))
+    drawn = {RULES.get(name) or RULES.get(name.rstrip("_")) for name in seen}
+    missing = {name for name, rule in RULES.items() if rule not in drawn}
+    assert missing <= set(NOT_DRAWN)
+
+
 # The oracle itself -----------------------------------------------------------------------------------
 
 
@@ -74,6 +124,41 @@ def test_the_oracle_finds_a_wrong_rule(
     monkeypatch.setitem(RULES, name, rule)
     with pytest.raises(Wrong):
         check(function, operand, mode="summed")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "rule"),
+    [
+        ("summed", "aten.cumsum", pointwise.linear),
+        ("summed", "aten.tril", pointwise.linear),
+        ("summed", "aten.mean", RULES["aten.sum"]),
+        ("shifted", "aten.roll", pointwise.linear),
+        ("shifted", "aten.flip", pointwise.linear),
+        ("binary", "aten.div", pointwise.multiplicative),
+        ("binary", "aten.maximum", pointwise.additive),
+        ("masked", "aten.masked_fill", pointwise.linear),
+        ("unary", "aten.gelu", pointwise.linear),
+        ("along", "aten.sort", pointwise.nonlinear),
+        ("along", "aten.cumprod", pointwise.nonlinear),
+        ("normalised", "aten.layer_norm", pointwise.nonlinear),
+        ("reduced", "aten.prod", RULES["aten.sum"]),
+        ("reduced", "aten.amax", RULES["aten.sum"]),
+        ("moved", "aten.permute", RULES["aten.view"]),
+    ],
+)
+def test_random_shapes_find_a_wrong_rule(
+    monkeypatch: pytest.MonkeyPatch, family: str, name: str, rule: Any
+) -> None:
+    """One that is right for some shapes and arguments, or for tensors that are not partial."""
+    monkeypatch.setitem(RULES, name, rule)
+    with pytest.raises(Wrong):
+        _check_many(family, 150)
+
+
+def _check_many(family: str, count: int) -> None:
+    for seed in range(count):
+        function, operands = GENERATORS[family](Draw(Random(f"{family} {seed}").randint))
+        check(function, *operands, mode=MODES[seed % 2])
 
 
 # Operators that no case above can run -----------------------------------------------------------------
@@ -176,7 +261,7 @@ def _step(draw: Any, x: Tensor) -> Tensor:
     return F.silu(x) + x
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(40, 8 * EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_programs(data: st.DataObject) -> None:
     """Chains of operators over shared operands, joined where shapes agree."""
