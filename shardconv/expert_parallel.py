@@ -68,7 +68,7 @@ class ExpertParallel:
         if not analysis.experts and not self.dense:
             raise SolveError(f"--experts ep: the model has no stacks of experts; {REMEDY}")
         for tid in self.dense:
-            _join(analysis, axes.leaves(analysis.dims[tid][0]))
+            _join(analysis, tid)
 
     def forbidden(self) -> list[Node]:
         """Dims inside of the experts."""
@@ -116,18 +116,12 @@ class ExpertParallel:
 
 
 def _dense_stacks(analysis: Analysis) -> list[int]:
-    """Stacks whose products are summed over the stack.
-
-    Raises:
-        SolveError: such a stack cannot be split.
-    """
+    """Stacks whose products are summed over the stack."""
     summed = _summed_leaves(analysis)
     out = []
     for stack in find_stacks(analysis.tape):
         leaves = axes.leaves(analysis.dims[stack.parameter][0])
         if any(id(x) in summed for x in leaves):  # else one matrix for each of some heads, say
-            if any(x.blocked for x in leaves):
-                raise _cannot_split(analysis.tape, stack.parameter)
             out.append(stack.parameter)
     return out
 
@@ -161,11 +155,15 @@ def _summed_leaves(analysis: Analysis) -> set[int]:
     return set(_reached([find(x) for x in _contracted(analysis)], before))
 
 
-def _join(analysis: Analysis, leaves: list[Node]) -> None:
-    """Make a dim of experts one dim wherever it may be split, on both sides of marks.
+def _join(analysis: Analysis, tid: int) -> None:
+    """Make the dim of experts of a stack one dim wherever it may be split, on both sides of marks.
 
     What is multiplied by it, or reads its size, then has the local one from the first mark on.
+
+    Raises:
+        SolveError: it may not be split all the way to where it is summed over.
     """
+    leaves = axes.leaves(analysis.dims[tid][0])
     neighbours: dict[int, list[Node]] = {}
     for a, b in _across_marks(analysis):
         if not a.blocked and not b.blocked:
@@ -174,6 +172,9 @@ def _join(analysis: Analysis, leaves: list[Node]) -> None:
     for leaf in leaves:
         for other in _reached([find(leaf)], neighbours).values():
             axes.unify(leaf, other)
+    contracted = {id(find(x)) for x in _contracted(analysis)}
+    if any(find(x).blocked for x in leaves) or not any(id(find(x)) in contracted for x in leaves):
+        raise _cannot_split(analysis.tape, tid)
 
 
 def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
