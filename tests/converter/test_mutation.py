@@ -28,15 +28,16 @@ from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import LogitsInfo, Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import ranges
+from shardconv_runtime.slices import Leaf, Sum, ranges
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv import pipeline
 from shardconv.check import simulate
 from shardconv.exact import Float64
 from shardconv.inputs import TraceInputs
 from shardconv.layout import Layouts
-from shardconv.retrace import retrace
+from shardconv.retrace import _unlike_ranks, retrace
 from shardconv.shallow import Bypass
 from shardconv.simulate import run_ranks
 from shardconv.sources import ModelSpec
@@ -75,6 +76,27 @@ def encoder() -> ModelSpec:
     return ModelSpec("encoder", transformers.BertConfig(**SIZES), transformers.BertForMaskedLM, "float64")
 
 
+class Loud(nn.Embedding):
+    """A class of its own, which the runtime wraps instead of replacing it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class PlacedModel(models.OddModel):
+    """Has more places than are traced."""
+
+    def __init__(self, config: models.OddConfig) -> None:
+        super().__init__(config)
+        self.places = Loud(120, config.width)
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        x = self.lookup(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for layer in self.stack:
+            x = layer(x)
+        return CausalLMOutput(logits=self.speak(x))
+
+
 CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "fused projections": (lambda: odd(models.FusedModel), 2),
     "fused projections, uneven": (lambda: odd(models.FusedModel), 3),
@@ -89,6 +111,7 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "transposed fused weights": (lambda: small(transformers.GPT2Config), 2),
     "experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
     "whole experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
+    "an embedding of its own class": (lambda: odd(PlacedModel), 2),
     "an encoder": (encoder, 2),
 }
 
@@ -344,6 +367,25 @@ def test_a_parameter_of_another_dtype_is_refused() -> None:
     wrong = replace(right.plan, parameters=(entries[0], *right.plan.parameters[1:]))
     with pytest.raises(PlanError, match=r"lookup\.weight: the plan says torch\.float32"):
         right._retrace(wrong)
+
+
+def test_rows_that_are_never_looked_up_are_compared() -> None:
+    """On rank 0 the first 50 places are right, and on rank 1 none of them is its own."""
+    right = solved(odd(PlacedModel), 2)
+    layout = Sum((Leaf(100, (0,)), Leaf(20, (0,))))
+    entry = module_plans(right.plan)["places"]
+    assert entry.inputs[0].op == "local_rows"
+    wrong_entry = replace(entry, inputs=(replace(entry.inputs[0], layout=layout),))
+    wrong = replace(right.plan, modules=tuple(wrong_entry if m == entry else m for m in right.plan.modules))
+    with pytest.raises(PlanError, match="places: local_rows has another layout"):
+        right._retrace(wrong)
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(2, [0]), (3, [0, 2]), (5, [0, 1, 3])])
+def test_one_rank_of_each_kind_is_traced(tp: int, ranks: list[int]) -> None:
+    """101 words and 8 heads: on 5 ranks, one has 21 words, and three have two heads."""
+    plan = models.plan_of(models.InterleavedModel, tp, girth=30 * tp, words=101 if tp == 5 else 30 * tp)
+    assert _unlike_ranks(plan) == ranks
 
 
 def test_the_shard_of_the_logits_is_run_too() -> None:
