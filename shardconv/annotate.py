@@ -211,8 +211,9 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
     """Of each module whose experts are split: local ids, and no weight for those of other ranks."""
     for site, count in solution.analysis.experts:
         layout = solution.layouts.dim(count)
-        entry = entries.setdefault(site.where.fqn, _Entry())
+        entry = entries.get(site.where.fqn, _Entry())
         if slices.axes_of(layout) and entry.category != "experts":
+            entries[site.where.fqn] = entry
             entry.category, entry.flags = "experts", site.split.flags
             op = "local_rows_or_end" if site.split.past_end else "local_rows"
             ids, weights = site.where.inputs[1:]
