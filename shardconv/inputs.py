@@ -109,7 +109,7 @@ def _attempt(
             problems.append((current, error))
             if current is choice:
                 todo = list(maker.resized(choice, error))
-            elif str(error) == str(problems[-2][1]) and _numbers(error):
+            elif str(error) == str(problems[-2][1]) and not _is_about_tokens(error):
                 return None  # sizes do not matter
         else:
             return inputs, tape
@@ -146,13 +146,13 @@ class _InputMaker:
     def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
         """The same with other sizes: of features to stand for, or of the text.
 
-        They are those that the model's error names; if it names none and complains of tokens, quotients of
-        the form's longest dim.
+        They are those that the model's error names and, if it complains of tokens, quotients of the form's
+        longest dim.
         """
         numbers = _numbers(error)
-        if not numbers and choice.forms and "token" in str(error):
+        if choice.forms and _is_about_tokens(error):
             longest = max(max(next(iter(form.tensors.values())).shape) for form in choice.forms)
-            numbers = [longest >> k for k in range(6)]
+            numbers += [longest >> k for k in range(6)]
         placed = [form.kind for form in choice.forms if self._place_id(form.kind) is not None]
         for n in numbers if choice.forms and self.tokens else ():
             for kind in placed:
@@ -345,6 +345,10 @@ def _numbers(error: Exception) -> list[int]:
     """Those in the text of an error that may be sizes, once each."""
     found = map(int, re.findall(r"\b\d+\b", str(error)))
     return [n for n in dict.fromkeys(found) if 0 < n < _LONGEST]
+
+
+def _is_about_tokens(error: Exception) -> bool:
+    return "token" in str(error)
 
 
 def _left_out(choice: _Choice, problems: Sequence[tuple[_Choice, Exception]]) -> tuple[str, ...]:

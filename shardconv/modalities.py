@@ -143,8 +143,10 @@ class Maker:
                 yield {name: self._random(self.batch, longest, bins)}
         elif bins:
             frames = _num_frames(self.config, self.seed)
-            yield {name: self._random(self.batch, bins, frames), **self._masks(frames)}
-            yield {name: self._random(self.batch, frames, bins), **self._masks(frames)}
+            shapes = (self.batch, bins, frames), (self.batch, frames, bins)
+            masks = self._masks(frames)
+            yield from ({name: self._random(*shape), **masks} for shape in shapes)
+            yield from ({name: self._random(*shape)} for shape in shapes if masks)
 
     def _masks(self, length: int) -> dict[str, Tensor]:
         names = [n for n in self.parameters if n in _SOUND_MASKS]
