@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from . import axes
 from .analysis import Analysis
 from .axes import LEAF, PRODUCT, SUM, Node, find
-from .tape import Mark, Tape
+from .tape import Mark, Tape, starred
 
 
 def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
@@ -65,9 +66,22 @@ def num_tokens(tape: Tape) -> int:
 
 
 def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
-    """Shapes of the floating point tensors that cross a module's boundary."""
-    tensors = (tape.tensors[e.source] for e in tape.events if isinstance(e, Mark))
-    return (t.shape for t in tensors if t.shape and t.dtype.is_floating_point)
+    """Shapes of the floating point tensors that cross a module's boundary.
+
+    Each once, however often its module is called, and once for the numbered parts of one layer: a loop over
+    experts is no majority.
+    """
+    marks = [
+        (_in_layer(tape.calls[e.call].fqn), e.slots, e.source) for e in tape.events if isinstance(e, Mark)
+    ]
+    shapes = {(fqn, slots, tape.tensors[t].shape): tape.tensors[t].dtype for fqn, slots, t in marks}
+    return (shape for (_, _, shape), dtype in shapes.items() if shape and dtype.is_floating_point)
+
+
+def _in_layer(fqn: str) -> str:
+    """``fqn`` with stars for all numbers but the first."""
+    match = re.match(r"(.*?\b\d+\.)(.*)", fqn)
+    return match[1] + starred(match[2]) if match else fqn
 
 
 def frozen_leaves(analysis: Analysis) -> set[int]:
