@@ -43,7 +43,23 @@ def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
         if a in dims and b in dims:
             for x, y in zip(dims[a], dims[b], strict=True):
                 axes.link(x, y)
+    _link_repeats(builder.result)
     return builder.result
+
+
+def _link_repeats(result: Analysis) -> None:
+    """Give the calls of a module that is called more than once equal structures where sizes are equal."""
+    tape = result.tape
+    first: dict[tuple[str, tuple[str, ...]], Mark] = {}
+    for event in tape.events:
+        if isinstance(event, Mark) and event.target in result.dims:
+            other = first.setdefault((tape.calls[event.call].fqn, event.slots), event)
+            if other is not event:
+                result.repeats += [(other.source, event.source), (other.target, event.target)]
+    for a, b in result.repeats:
+        for x, y in zip(reversed(result.dims[a]), reversed(result.dims[b]), strict=False):
+            if x.size == y.size:
+                axes.link(x, y)
 
 
 def _apply(builder: Builder, op: Op) -> None:

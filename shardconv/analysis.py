@@ -90,6 +90,9 @@ class Analysis:
     """Modules of experts that are one operator, with the dim that counts the experts."""
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
+    repeats: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of tensors at one place of a module, in its first call and in another: it has one set of
+    boundary steps for all of its calls."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""
     from_stack: set[int] = field(default_factory=set)

@@ -239,27 +239,58 @@ def _category(solution: Solution, op: Op) -> str:
     return "row" if solution.layouts.assignment.partial_axes(state) else "column"
 
 
+@dataclass
+class _Call:
+    """The steps of one call of a module, and the dims of the tensors that they change."""
+
+    inputs: list[Boundary] = field(default_factory=list)
+    outputs: list[Boundary] = field(default_factory=list)
+    from_end: list[Boundary] = field(default_factory=list)
+    """Inputs, then outputs; dims counted from the end, and no sizes: the same in calls of other shapes."""
+    nodes: list[Node] = field(default_factory=list)
+
+    def counted_from_end(self) -> _Call:
+        """The same steps with dims that hold for tensors of any number of dims."""
+        steps = [
+            replace(b, dim=e.dim) for b, e in zip(self.inputs + self.outputs, self.from_end, strict=True)
+        ]
+        return replace(self, inputs=steps[: len(self.inputs)], outputs=steps[len(self.inputs) :])
+
+
 def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> None:
-    by_call: dict[int, tuple[list[Boundary], list[Boundary], list[Node]]] = {}
-    for event in solution.analysis.tape.events:
-        if isinstance(event, Mark):
-            found = by_call.setdefault(event.call, ([], [], []))
-            steps = _steps(solution, event)
-            (found[1] if event.is_output else found[0]).extend(steps)
-            if steps:
-                found[2].extend(solution.analysis.dims[event.source] + solution.analysis.dims[event.target])
-    seen: dict[str, tuple[list[Boundary], list[Boundary], list[Node]]] = {}
-    for call, found in by_call.items():
+    """The steps of every module; of one that is called several times, the same for all calls."""
+    first: dict[str, _Call] = {}
+    for call, found in _calls(solution).items():
         fqn = solution.analysis.tape.calls[call].fqn
-        first = seen.setdefault(fqn, found)
-        if first[:2] != found[:2]:
-            nodes = [x for d in first[2] + found[2] for x in axes.leaves(d)]
+        known = first.setdefault(fqn, found)
+        if known.from_end != found.from_end:
+            nodes = [x for d in known.nodes + found.nodes for x in axes.leaves(d)]
             raise Unlocalizable(_chosen(solution, nodes), f"{fqn} is called in different ways")
-    for fqn, (inputs, outputs, _) in seen.items():
-        if inputs or outputs:
+        if [b.dim for b in known.inputs + known.outputs] != [b.dim for b in found.inputs + found.outputs]:
+            first[fqn] = known.counted_from_end()
+    for fqn, found in first.items():
+        if found.from_end:
             entry = entries.setdefault(fqn, _Entry())
-            entry.inputs.extend(inputs)
-            entry.outputs.extend(outputs)
+            entry.inputs.extend(found.inputs)
+            entry.outputs.extend(found.outputs)
+
+
+def _calls(solution: Solution) -> dict[int, _Call]:
+    analysis = solution.analysis
+    out: dict[int, _Call] = {}
+    for is_output in (False, True):
+        for event in analysis.tape.events:
+            if not isinstance(event, Mark) or event.is_output != is_output:
+                continue
+            found = out.setdefault(event.call, _Call())
+            steps, rank = _steps(solution, event), len(analysis.dims[event.source])
+            (found.outputs if is_output else found.inputs).extend(steps)
+            found.from_end += [
+                replace(b, per_token=0, dim=None if b.dim is None else b.dim - rank) for b in steps
+            ]
+            if steps:
+                found.nodes += analysis.dims[event.source] + analysis.dims[event.target]
+    return out
 
 
 def _chosen(solution: Solution, nodes: Iterable[Node]) -> list[Node]:
@@ -344,6 +375,8 @@ def _may_stay_sharded(solution: Solution, mark: Mark, gathered: Boundary) -> boo
                 for t, dims in analysis.dims.items()
                 if any(id(x) in leaves for d in dims for x in axes.leaves(d))
             }
+    if any(tape.tensors[t].kind != "value" for t in region):
+        return False  # what it is added to, say, is whole
     contracted = {id(x) for c in analysis.contractions for d in c.dims for x in axes.leaves(d)}
     blocked = any(x.blocked for x in leaves.values())
     replayed = any(set(r.outputs) & region for r in tape.replays)

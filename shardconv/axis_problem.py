@@ -104,6 +104,8 @@ class AxisProblem:
             self._must_be_whole(tid)
         for a, b in graph.folded.ties:
             self._tie(a, b)
+        for a, b in analysis.repeats:
+            self._repeat(a, b)
 
     def _weight(self, call: int) -> float:
         return self.graph.folded.weight(self.graph.analysis.tape.calls[call].fqn)
@@ -295,23 +297,37 @@ class AxisProblem:
 
     def _tie(self, a: int, b: int) -> None:
         """Corresponding tensors of layers of one kind: the same choice."""
-        analysis = self.graph.analysis
-        if a not in analysis.dims or b not in analysis.dims:
+        dims = self.graph.analysis.dims
+        if a in dims and b in dims:
+            self._tie_states(a, b)
+            for x, y in zip(dims[a], dims[b], strict=True):
+                self._tie_dims(x, y)
+
+    def _repeat(self, a: int, b: int) -> None:
+        """Tensors at one place of a module that is called more than once: the same choice."""
+        dims = self.graph.analysis.dims
+        self._tie_states(a, b)
+        for x, y in zip(reversed(dims[a]), reversed(dims[b]), strict=False):
+            if x.size == y.size:
+                self._tie_dims(x, y)
+
+    def _tie_states(self, a: int, b: int) -> None:
+        partial = self.graph.analysis.partial
+        self._tie_variables(self.state(partial[a]), self.state(partial[b]))
+
+    def _tie_dims(self, x: Node, y: Node) -> None:
+        leaves = corresponding_leaves(x, y)
+        if leaves is None:
+            self.zero.update([*self.leaves(x), *self.leaves(y)])
             return
-        pairs: list[tuple[int | None, int | None]] = [
-            (self.state(analysis.partial[a]), self.state(analysis.partial[b]))
-        ]
-        for x, y in zip(analysis.dims[a], analysis.dims[b], strict=True):
-            leaves = corresponding_leaves(x, y)
-            if leaves is None:
-                self.zero.update([*self.leaves(x), *self.leaves(y)])
-            else:
-                pairs += [(self.leaf(p), self.leaf(q)) for p, q in leaves]
-        for p, q in pairs:
-            if p is not None and q is not None:
-                self._same(p, q)
-            else:
-                self.zero.update(v for v in (p, q) if v is not None)
+        for p, q in leaves:
+            self._tie_variables(self.leaf(p), self.leaf(q))
+
+    def _tie_variables(self, p: int | None, q: int | None) -> None:
+        if p is not None and q is not None:
+            self._same(p, q)
+        else:
+            self.zero.update(v for v in (p, q) if v is not None)
 
     def _must_be_whole(self, tid: int) -> None:
         analysis = self.graph.analysis

@@ -12,7 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class Result:
     """``equal``, ``float32`` (equal, but for float32 inside of the model), ``wrong``, ``refused``."""
     message: str = ""
     error: float = math.nan
-    """Largest difference of an output, relative to the largest value, in plain float64."""
+    """Largest difference of an output, relative to the largest value, in plain float64; in float32 where
+    the model's code cannot compute in float64."""
     exact_error: float = math.nan
     """The same where the model's casts to float32 keep float64."""
     parameters: int = 0
@@ -83,19 +84,17 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
         return Result(**about, status="refused", message=_line(error), seconds=time.perf_counter() - start)
     planned = time.perf_counter()
     try:
-        error, exact, counts = judge(plan, model)
-        status, message = _verdict(error, exact), ""
+        judged, message = judge(plan, model), ""
     except Exception as problem:
-        error = exact = math.nan
-        counts, status, message = Counter(), "wrong", _line(problem)
+        judged, message = Judged(math.inf, math.inf, math.inf, Counter()), _line(problem)
     return Result(
         **about,
-        status=status,
+        status=judged.status,
         message=message,
-        error=error,
-        exact_error=exact,
+        error=judged.error if not math.isnan(judged.error) else judged.single,
+        exact_error=judged.exact,
         **_facts(plan),
-        collectives=dict(counts),
+        collectives=dict(judged.collectives),
         notes=plan.notes,
         plan_seconds=planned - start,
         seconds=time.perf_counter() - start,
@@ -104,12 +103,6 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
-
-
-def _verdict(error: float, exact: float) -> str:
-    if error <= TOLERANCE:
-        return "equal"
-    return "float32" if error <= FLOAT32_TOLERANCE and not exact > TOLERANCE else "wrong"
 
 
 # What the plan says ------------------------------------------------------------------------------
@@ -147,33 +140,72 @@ def _template(name: str) -> str:
 # Numbers -----------------------------------------------------------------------------------------
 
 
-def judge(plan: Plan, model: ZooModel, seed: int = 7) -> tuple[float, float, Counter[str]]:
-    """Largest difference of the ranks' outputs in plain float64 and in exact float64, and the
-    collectives of one rank's forward pass."""
-    whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
-    if hasattr(whole, "set_experts_implementation"):
-        whole.set_experts_implementation("eager")  # torch's grouped product has no float64 kernel on CPUs
-    entries = parameter_plans(plan)
-    generator = torch.Generator().manual_seed(seed)
-    weights = {name: random_weight(tensor, generator) for name, tensor in stored_tensors(whole) if name in entries}
-    inputs = make_inputs(whole, seed=seed)
-    reference = fill(copy.deepcopy(whole), weights)
-    errors, counts = [], Counter[str]()
-    for exact in (False, True):
-        want = _run(reference, inputs, exact)
-        counts = Counter()
+@dataclass(frozen=True)
+class Judged:
+    """How far the ranks' outputs are from the unsharded model's, relative to the largest value of each."""
 
-        def rank(comm: Communicator, exact: bool = exact, counts: Counter[str] = counts) -> list[Tensor]:
-            local = parallelize(copy.deepcopy(whole), plan, comm)
+    error: float
+    """In plain float64; NaN where the model's own code cannot compute in it."""
+    exact: float
+    """In float64 whose casts to float32 are left out; NaN where plain float64 is enough, or as above."""
+    single: float
+    """In float32, where float64 cannot be computed in at all."""
+    collectives: Counter[str]
+
+    @property
+    def status(self) -> str:
+        """``equal``, ``float32`` (equal, but for float32 inside of the model) or ``wrong``."""
+        if self.error <= TOLERANCE:
+            return "equal"
+        if self.exact <= TOLERANCE and not self.error > FLOAT32_TOLERANCE:
+            return "float32"
+        return "float32" if math.isnan(self.exact) and self.single <= FLOAT32_TOLERANCE else "wrong"
+
+
+def judge(plan: Plan, model: ZooModel, seed: int = 7) -> Judged:
+    """Run the unsharded model and all ranks on the same random weights, and compare all outputs."""
+    double = _Trial(plan, model, seed, torch.float64)
+    error, collectives = double.run(exact=False)
+    exact = single = math.nan
+    if not error <= TOLERANCE:
+        exact, collectives = double.run(exact=True)
+    if math.isnan(error) and math.isnan(exact):
+        single, collectives = _Trial(plan, model, seed, torch.float32).run(exact=False)
+    return Judged(error, exact, single, collectives)
+
+
+class _Trial:
+    """One model with its weights and inputs, in one dtype."""
+
+    def __init__(self, plan: Plan, model: ZooModel, seed: int, dtype: torch.dtype) -> None:
+        self.plan = plan
+        self.entries = parameter_plans(plan)
+        self.whole = build_model(model.model_class, copy.deepcopy(model.config), dtype)
+        if hasattr(self.whole, "set_experts_implementation"):
+            self.whole.set_experts_implementation("eager")  # torch's grouped product has no float64 on CPUs
+        generator = torch.Generator().manual_seed(seed)
+        stored = {n: t for n, t in stored_tensors(self.whole) if n in self.entries}
+        self.weights = {n: random_weight(t, generator) for n, t in stored.items()}
+        self.inputs = make_inputs(self.whole, seed=seed)
+
+    def run(self, exact: bool) -> tuple[float, Counter[str]]:
+        """The largest difference, and one rank's collectives; NaN where the unsharded model fails."""
+        counts = Counter[str]()
+        try:
+            want = _run(fill(copy.deepcopy(self.whole), self.weights), self.inputs, exact)
+        except (RuntimeError, ValueError):
+            return math.nan, counts
+        if not any(t.isfinite().any() for t in want if t.numel()):
+            return math.nan, counts
+
+        def rank(comm: Communicator) -> float:
             if comm.rank == 0:
                 _count(comm, counts)
-            return _run(fill(local, local_weights(weights, entries, plan, comm.rank)), inputs, exact)
+            local = parallelize(copy.deepcopy(self.whole), self.plan, comm)
+            parts = local_weights(self.weights, self.entries, self.plan, comm.rank)
+            return difference(_run(fill(local, parts), self.inputs, exact), want)
 
-        results = run_ranks(plan.mesh, rank) if plan.tp > 1 else [want]
-        errors.append(max(difference(got, want) for got in results))
-        if errors[-1] <= TOLERANCE:
-            break
-    return errors[0], errors[-1], counts
+        return max(run_ranks(self.plan.mesh, rank)), counts
 
 
 def random_weight(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -192,8 +224,6 @@ def local_weights(
     weights: Mapping[str, Tensor], entries: Mapping[str, ParameterPlan], plan: Plan, rank: int
 ) -> dict[str, Tensor]:
     """What a rank holds of each parameter, in the dtype that it has."""
-    from dataclasses import replace
-
     return {
         name: local_tensor(
             replace(entries[name], dtype=str(w.dtype).removeprefix("torch.")), w, plan.mesh, rank
