@@ -174,8 +174,11 @@ class _ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: the call is on the tape, and its inputs get marks."""
-        if self.tracer.is_paused:
-            return
+        if not self.tracer.is_paused:
+            with torch._C.DisableTorchFunction():  # reading a size here is nothing that the model does
+                self._enter(module, args, kwargs)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recorder = self.recorder
         index = recorder.call_counts.get(self.fqn, 0)
         recorder.call_counts[self.fqn] = index + 1
@@ -191,8 +194,11 @@ class _ModuleHook:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook: the outputs get marks; the caller's tensors are again what they were for it."""
-        if self.tracer.is_paused:
-            return
+        if not self.tracer.is_paused:
+            with torch._C.DisableTorchFunction():
+                self._leave(output)
+
+    def _leave(self, output: Any) -> None:
         recorder = self.recorder
         slots = list(_tensor_slots("output", output))
         recorder.mark(recorder.stack[-1], slots)

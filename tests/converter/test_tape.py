@@ -9,12 +9,15 @@ from typing import Any
 import models
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
 from shardconv.analyse import analyse
 from shardconv.ints import TracedInt, traced_ints
+from shardconv.recorder import _Journal
 from shardconv.rules import RULES
 from shardconv.tape import Mark, Op, Tape, TensorInfo
 from shardconv.trace import trace
@@ -134,6 +137,24 @@ def _in_place(x: Tensor) -> Tensor:
     return x + 1
 
 
+def _written_twice(x: Tensor) -> Tensor:
+    x = x.clone()
+    row, column = x[0], x[:, 1]
+    row.mul_(2)
+    column.add_(1)
+    return x
+
+
+def test_all_that_was_written_through_views_arrives() -> None:
+    tape = tape_of(Call(_written_twice))
+    writes = [e for e in tape.events if isinstance(e, Op) and e.name == "alias_write"]
+    (mul,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.mul_"))
+    (add,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.add_"))
+    column, whole, again = writes
+    assert column.inputs[1] == whole.inputs[1] == mul.outputs[0]
+    assert again.inputs == (whole.outputs[0], add.outputs[0])
+
+
 def test_an_alias_sees_what_was_written() -> None:
     tape = tape_of(Call(_in_place))
     names = ops(tape)
@@ -179,6 +200,16 @@ def test_assignment_to_a_slice() -> None:
         (lambda x: torch.tensor([3, 9]).max().item(), 9),
         (lambda x: x.nonzero().shape[0], 5),
         (lambda x: torch.where(x > 3)[1].tolist(), [1, 2]),
+        (lambda x: x[x > 2].tolist(), [3.0, 4.0, 5.0]),
+        (lambda x: x.long().unique().tolist(), [0, 1, 2, 3, 4, 5]),
+        (lambda x: x.cpu().numpy().sum(), 15.0),
+        (lambda x: [int(row.sum()) for row in x], [3, 12]),
+        (lambda x: len(x[0].repeat_interleave(x[0].long())), 3),
+        (lambda x: x.long().flatten().bincount().tolist(), [1] * 6),
+        (lambda x: torch.histc(x, 3, 0, 5).tolist(), [2.0, 2.0, 2.0]),
+        (lambda x: torch.equal(x, x.clone()), True),
+        (lambda x: _written_twice(x).tolist(), [[0.0, 3.0, 4.0], [3.0, 5.0, 5.0]]),
+        (lambda x: torch.zeros_like(x).index_put_((x > 3,), x.new_ones(())).sum().item(), 2.0),
     ],
 )
 def test_a_value_that_depends_on_inputs_alone_is_the_true_one(function: Any, want: Any) -> None:
@@ -218,6 +249,69 @@ def test_a_question_behind_many_residual_layers_is_a_guess_at_once() -> None:
 
     assert len(tape_of(Call(function, linear)).guesses) == 1
     assert seen == [True]
+
+
+def _routed(linear: nn.Module, x: Tensor, seen: list[Any]) -> Tensor:
+    _, chosen = linear(x).softmax(-1).topk(2, dim=-1)
+    sizes = chosen.flatten().bincount(minlength=5).tolist()
+    masks = torch.nn.functional.one_hot(chosen, 5).sum(1).T
+    places = [torch.where(mask)[0] for mask in masks]
+    seen.append((sizes, [len(p) for p in places], [int(mask.sum()) for mask in masks]))
+    order = chosen.flatten().argsort(stable=True)
+    parts = x.repeat_interleave(2, dim=0)[order].split(sizes)
+    assert [p.shape[0] for p in parts] == sizes
+    return torch.cat(parts)
+
+
+def test_guesses_about_one_tensor_agree() -> None:
+    """Sizes add up to the number of tokens, masks have as many places, and nobody is left out."""
+    seen: list[Any] = []
+    linear = nn.Linear(3, 5, device="meta")
+    tape = tape_of(Call(lambda linear, x: _routed(linear, x, seen), linear), x=torch.randn(10, 3))
+    ((sizes, places, counts),) = seen
+    assert sizes == places == counts == [4] * 5
+    assert tape.tensors[tape.outputs[0]].shape == (20, 3)
+
+
+def test_a_rank_gets_the_same_answers() -> None:
+    """Where a tensor was gathered, nothing is known of its values; the answers are those of the whole."""
+    seen: list[Any] = []
+    linear = nn.Linear(3, 5, device="meta")
+    model = Call(lambda linear, x: _routed(linear, x, seen), linear)
+    whole = tape_of(model, x=torch.randn(10, 3))
+    linear.weight = nn.Parameter(torch.empty(5, 3, device="meta"))
+    model.function = lambda linear, x: _routed(lambda y: torch.zeros_like(linear(y)), x, seen)
+    again = trace(model, {"x": torch.randn(10, 3)}, RULES, like=whole)
+    assert seen[1][0] != seen[0][0], "zeros depend on no parameter: the true values"
+    model.function = lambda linear, x: _routed(lambda y: linear(y).neg(), x, seen)
+    trace(model, {"x": torch.randn(10, 3)}, RULES, like=whole)
+    assert seen[2] == seen[0]
+    assert again.answers == {}
+
+
+@given(columns=st.integers(2, 40), more=st.integers(0, 60))
+def test_a_stand_in_prefers_each_column_as_often(columns: int, more: int) -> None:
+    ramp = stand_in(TensorInfo((columns + more, columns), torch.float64, "value"))
+    counts = ramp.argmax(-1).bincount(minlength=columns)
+    assert counts.max() - counts.min() <= 1
+    assert ramp.abs().max() <= 1
+    assert all(row.unique().numel() == columns for row in ramp)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["set", "pop"]), st.integers(0, 5), st.integers(0, 99))), st.data())
+def test_a_journal_goes_back(changes: list[tuple[str, int, int]], data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, len(changes)))
+    journal: _Journal[int] = _Journal()
+    kept, length = {}, 0
+    for index, (what, key, value) in enumerate([*changes, ("set", 0, 0)]):
+        if index == stop:
+            kept, length = dict(journal), len(journal.log)
+        if what == "set":
+            journal[key] = value
+        else:
+            journal.pop(key)
+    journal.rewind(length)
+    assert journal == kept
 
 
 def test_buffers_are_constants_with_values() -> None:
