@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, contraction, convolution, experts, factory, pointwise, reduction, selection, views
+from . import (
+    attention,
+    contraction,
+    convolution,
+    experts,
+    factory,
+    pointwise,
+    pooling,
+    reduction,
+    selection,
+    views,
+)
 
 Rule = Callable[[Any, Any, Any], None]
 
@@ -18,6 +29,7 @@ RULES: dict[str, Rule] = {
     **pointwise.RULES,
     **contraction.RULES,
     **convolution.RULES,
+    **pooling.RULES,
     **views.RULES,
     **selection.RULES,
     **reduction.RULES,

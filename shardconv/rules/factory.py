@@ -52,6 +52,10 @@ RULES = {
         (
             "aten.histc",
             "aten.bincount",
+            "aten._is_all_true",
+            "aten._is_any_true",
+            "aten.masked_scatter",
+            "aten.index_copy",
             "aten.nonzero",
             "aten.one_hot",
             "aten.searchsorted",

@@ -294,6 +294,28 @@ def convolution(d: Draw) -> Drawn:
     return lambda *x: kinds[spatial - 1](*x, groups=groups, **options), tuple(operands)
 
 
+def pooled(d: Draw) -> Drawn:
+    batch, channels, length = d.integer(1, 3), d.integer(1, 6), d.integer(4, 7)
+    size, out = d.integer(1, 3), d.integer(1, 9)
+    line, image = f(batch, channels, length), f(batch, channels, length, length)
+    return d.choice(
+        [
+            (lambda x: F.avg_pool1d(x, size, stride=2), (line,)),
+            (lambda x: F.avg_pool2d(x, size), (image,)),
+            (lambda x: F.avg_pool3d(x, size), (f(batch, channels, 4, length, 5),)),
+            (lambda x: F.adaptive_avg_pool1d(x, out), (line,)),
+            (lambda x: F.adaptive_avg_pool2d(x, out), (image,)),
+            (lambda x: F.max_pool1d(x, size), (line,)),
+            (lambda x: F.max_pool2d(x, size), (image,)),
+            (lambda x: F.interpolate(x, size=out, mode="nearest"), (line,)),
+            (lambda x: F.interpolate(x, size=out, mode="linear"), (line,)),
+            (lambda x: F.interpolate(x, size=out, mode="nearest"), (image,)),
+            (lambda x: F.interpolate(x, size=out, mode="bilinear"), (image,)),
+            (lambda x: F.interpolate(x, size=out, mode="bicubic"), (image,)),
+        ]
+    )
+
+
 def triangular(d: Draw) -> Drawn:
     batch, n, k = d.shape(0, 2), d.integer(1, 4), d.integer(1, 4)
     upper = d.flag()
@@ -702,6 +724,7 @@ GENERATORS: dict[str, Callable[[Draw], Drawn]] = {
         addmm,
         einsum,
         convolution,
+        pooled,
         triangular,
         regrouped,
         flattened,

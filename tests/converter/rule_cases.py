@@ -141,6 +141,13 @@ CONTRACTION = [
         (f(2, 12, 9), f(18, 4, 3)),
         "2 (3*6) 4!",
     ),
+    Case("avg_pool1d", lambda x: F.avg_pool1d(x, 2), (f(2, 4, 6),), "2 4 3!"),
+    Case("avg_pool2d", lambda x: F.avg_pool2d(x, 2), (f(2, 4, 6, 6),), "2 4 3! 3!"),
+    Case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 2), (f(2, 4, 6),), "2 4 2!"),
+    Case("max_pool2d", lambda x: F.max_pool2d(x, 2), (f(2, 4, 6, 6),), "2 4 3! 3!"),
+    Case(
+        "interpolate", lambda x: F.interpolate(x, size=(5, 4), mode="bilinear"), (f(2, 4, 3, 3),), "2 4 5! 4!"
+    ),
     Case("conv2d", lambda x, w: F.conv2d(x, w, padding=1), (f(2, 4, 5, 5), f(6, 4, 3, 3)), "2 6 5! 5!"),
     Case("conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b), (f(2, 4, 5), f(4, 6, 3), f(6))),
     Case(
