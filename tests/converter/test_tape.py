@@ -338,6 +338,19 @@ def test_factories_without_a_device_are_on_meta() -> None:
     assert tape.tensors[tape.outputs[0]].shape == (2, 3)
 
 
+def test_literals_keep_their_values_on_any_device() -> None:
+    def forward(x: Tensor) -> Tensor:
+        sizes = torch.tensor([2, int(x.dim())], device=x.device).tolist()
+        rows = torch.tensor([x[0].long().sum(), 1], device=x.device).tolist()
+        return x.reshape(sizes[1], 3) + sizes[0] + rows[0]
+
+    tape = tape_of(Call(forward))
+    assert tape.guesses == []
+    assert tape.tensors[tape.outputs[0]].shape == (2, 3)
+    added = [op.args[1] for op in tape.events if isinstance(op, Op) and op.name.startswith("aten.add")]
+    assert added == [2, 3]
+
+
 def test_composite_operators_without_a_rule_are_taken_apart() -> None:
     tape = tape_of(Call(lambda x: torch.nn.functional.instance_norm(x[None])))
     assert all(not name.startswith("aten.instance_norm") for name in ops(tape))
@@ -417,6 +430,26 @@ def test_the_model_is_left_as_it_was(fail: bool) -> None:
     assert type(config) is models.OddConfig
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_hooks_that_a_forward_pass_registers_are_removed() -> None:
+    class Watches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3, device="meta")
+            self.is_watching = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_watching:
+                self.is_watching = True
+                self.inner.register_forward_hook(lambda module, args, output: output + 1)
+            return self.inner(x)
+
+    model = Watches()
+    first, second = tape_of(model), tape_of(model)
+    assert ops(first) == ops(second)
+    assert not model.inner._forward_hooks
+    assert not model.is_watching
 
 
 def test_tracing_twice_gives_the_same() -> None:
