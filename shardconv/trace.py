@@ -302,6 +302,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(_is_mapped(a) for a in args):
+            return func(*args, **kwargs)
         if func in _SIZES:
             return self._size(func(*args, **kwargs), args, kwargs)
         if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
@@ -350,7 +352,15 @@ class _Functions(TorchFunctionMode):
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
 _LITERALS = frozenset({torch.tensor, torch.as_tensor})
-_CONVERSIONS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+_CONVERSIONS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
+)
+
+
+def _is_mapped(value: Any) -> bool:
+    """Whether a tensor stands for one of many inside of ``torch.vmap``; what it does reaches the recorder as
+    operators on the many. torch has no public name for this question."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _has_traced(values: Any) -> bool:
