@@ -146,13 +146,14 @@ class _InputMaker:
     def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
         """The same with other sizes: of features to stand for, or of the text.
 
-        They are those that the model's error names and, if it complains of tokens, quotients of the form's
-        longest dim.
+        They are those that the model's error names and, if it complains of tokens, the rows of the forms
+        and quotients of their longest dim.
         """
         numbers = _numbers(error)
         if choice.forms and _is_about_tokens(error):
-            longest = max(max(next(iter(form.tensors.values())).shape) for form in choice.forms)
-            numbers += [longest >> k for k in range(6)]
+            shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
+            numbers += [math.prod(shape[:-1]) for shape in shapes]
+            numbers += [max(map(max, shapes)) >> k for k in range(6)]
         placed = [form.kind for form in choice.forms if self._place_id(form.kind) is not None]
         for n in numbers if choice.forms and self.tokens else ():
             for kind in placed:
