@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .journal import Journal
 from .tape import Mark, Op, Ref, Tape, TensorInfo, starred
 from .values import Place, Values
 
@@ -43,13 +44,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.answers = answers or {}
         self.tape = Tape()
         self.values = Values(self.tape)
-        self.ids: _Journal[int] = _Journal()
+        self.ids: Journal[int] = Journal()
         self.alive: list[Any] = []
         self.twins: dict[int, torch.Tensor] = {}
         self.by_storage: dict[int, list[torch.Tensor]] = {}
         self.writes: dict[int, list[tuple[int, torch.Tensor]]] = {}
         """By storage, what was written to it, in order: the new values and the tensors that have them."""
-        self.stale: _Journal[int] = _Journal()
+        self.stale: Journal[int] = Journal()
         """Tensors whose memory was written through others, with the first such write that they miss."""
         self.stack: list[int] = []
         self.call_counts: dict[str, int] = {}
@@ -348,32 +349,6 @@ class Point:
     depth: int
 
 
-class _Journal(dict[int, T]):
-    """A dict that can be taken back to an earlier state: what each change replaced is kept in ``log``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[int, T | None]] = []
-
-    def __setitem__(self, key: int, value: T) -> None:
-        self.log.append((key, self.get(key)))
-        super().__setitem__(key, value)
-
-    def pop(self, key: int, default: Any = None) -> Any:
-        """As of a dict; the default is None."""
-        self.log.append((key, self.get(key)))
-        return super().pop(key, default)
-
-    def rewind(self, length: int) -> None:
-        """Undo the changes behind the first ``length``."""
-        while len(self.log) > length:
-            key, before = self.log.pop()
-            if before is None:
-                super().pop(key, None)
-            else:
-                super().__setitem__(key, before)
-
-
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """What the recorder asks of an operator, once."""
@@ -433,15 +408,19 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return out
 
 
+_TRACER = (
+    "torch.",
+    "contextlib",
+    *(f"shardconv.{part}" for part in ("recorder", "trace", "functions", "opaque")),
+)
+
+
 def _calling_module() -> str:
     """The Python module outside of torch and of the tracer whose code is calling an operator."""
     frame = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if (
-            not name.startswith(("torch.", "shardconv.recorder", "shardconv.trace", "contextlib"))
-            and name != "torch"
-        ):
+        if not name.startswith(_TRACER) and name != "torch":
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from shardconv.analyse import analyse
 from shardconv.ints import TracedInt, traced_ints
-from shardconv.recorder import _Journal
+from shardconv.journal import Journal
 from shardconv.rules import RULES
 from shardconv.tape import Mark, Op, Tape, TensorInfo
 from shardconv.trace import trace
@@ -301,7 +301,7 @@ def test_a_stand_in_prefers_each_column_as_often(columns: int, more: int) -> Non
 @given(st.lists(st.tuples(st.sampled_from(["set", "pop"]), st.integers(0, 5), st.integers(0, 99))), st.data())
 def test_a_journal_goes_back(changes: list[tuple[str, int, int]], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(changes)))
-    journal: _Journal[int] = _Journal()
+    journal: Journal[int] = Journal()
     kept, length = {}, 0
     for index, (what, key, value) in enumerate([*changes, ("set", 0, 0)]):
         if index == stop:

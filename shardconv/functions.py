@@ -1,0 +1,143 @@
+"""Ints that remember where they came from, while a model is traced.
+
+A ``TorchFunctionMode`` answers sizes with ``TracedInt``, int attributes of modules and of their configs are
+wrapped as well, and every torch call that is given some is recorded as a ``Replay``: that is how the
+attributes are found that must shrink with the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .ints import TracedInt
+from .recorder import Recorder
+from .tape import Ref, Replay
+
+
+class Functions(TorchFunctionMode):
+    """Answers sizes with traced ints and records the calls that are given some."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(_is_mapped(a) for a in args):
+            return func(*args, **kwargs)
+        if func in _SIZES:
+            return self._size(func(*args, **kwargs), args, kwargs)
+        if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
+            return self._converted(func, args, kwargs)
+        if not _has_traced(args) and not _has_traced(kwargs.values()):
+            return self._call(func, args, kwargs)
+        refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
+        result = self._call(func, args, kwargs)
+        leaves = result if isinstance(result, (tuple, list)) else (result,)
+        outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
+        self.recorder.tape.replays.append(
+            Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
+        )
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``func``; a tensor of literals keeps its values, whatever device it is made for."""
+        if func not in _LITERALS or "device" not in kwargs or isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        values = pytree.tree_map_only(torch.Tensor, self.recorder.ask, args)
+        with torch.utils._python_dispatch._disable_current_modes():
+            real = func(*values, **{**kwargs, "device": "cpu"})
+        return self.recorder.meta(real)
+
+    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``tolist`` and the like: of the true value, if it does not depend on parameters."""
+        real = self.recorder.ask(args[0])
+        with torch.utils._python_dispatch._disable_current_modes():
+            return func(real, *args[1:], **kwargs)
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Ref(self.recorder.tid(value))
+        if isinstance(value, (tuple, list)):
+            items = [self._refs(v) for v in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        return value
+
+    def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
+        tid = self.recorder.tid(args[0])
+        if isinstance(result, int):
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            return TracedInt(result, ("size", tid, dim % args[0].dim()))
+        return torch.Size([TracedInt(n, ("size", tid, d)) for d, n in enumerate(result)])
+
+
+_SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
+_LITERALS = frozenset({torch.tensor, torch.as_tensor})
+_CONVERSIONS = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
+)
+
+
+def _is_mapped(value: Any) -> bool:
+    """Whether a tensor stands for one of many inside of ``torch.vmap``; what it does reaches the recorder as
+    operators on the many. torch has no public name for this question."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _has_traced(values: Any) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is TracedInt:
+            return True
+        if kind is slice:
+            if _has_traced((value.start, value.stop, value.step)):
+                return True
+        elif isinstance(value, (tuple, list)) and _has_traced(value):
+            return True
+    return False
+
+
+def wrap_ints(module: nn.Module, fqn: str) -> dict[int, Any]:
+    """Wrap the int attributes; the configs that were replaced, by ``id`` of what took their place."""
+    attributes = module.__dict__
+    replaced: dict[int, Any] = {}
+    for key, value in list(attributes.items()):
+        if key.startswith("_"):
+            continue
+        if type(value) is int:
+            attributes[key] = TracedInt(value, ("attr", fqn, key, value))
+        elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+            attributes[key] = type(value)(
+                TracedInt(v, ("attr", fqn, f"{key}.{i}", v)) for i, v in enumerate(value)
+            )
+        elif _is_config(value):
+            attributes[key] = _traced_config(value, fqn, key)
+            replaced[id(attributes[key])] = value
+    return replaced
+
+
+def _is_config(value: Any) -> bool:
+    from transformers import PreTrainedConfig
+
+    return isinstance(value, PreTrainedConfig)
+
+
+def _traced_config(config: Any, fqn: str, key: str) -> Any:
+    """A copy of ``config`` whose int attributes are traced as ``key.<name>`` of module ``fqn``."""
+    kind = type(config)
+
+    def read(self: Any, name: str) -> Any:
+        value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
+        if type(value) is int and not name.startswith("_"):
+            return TracedInt(value, ("attr", fqn, f"{key}.{name}", value))
+        return value
+
+    traced = copy.copy(config)
+    object.__setattr__(traced, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read}))
+    return traced

@@ -1,0 +1,33 @@
+"""A dict that can be taken back to an earlier state."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Journal(dict[int, T]):
+    """Keeps what each change replaced, in ``log``; values are never None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[int, T | None]] = []
+
+    def __setitem__(self, key: int, value: T) -> None:
+        self.log.append((key, self.get(key)))
+        super().__setitem__(key, value)
+
+    def pop(self, key: int, default: Any = None) -> Any:
+        """As of a dict; the default is None."""
+        self.log.append((key, self.get(key)))
+        return super().pop(key, default)
+
+    def rewind(self, length: int) -> None:
+        """Undo the changes behind the first ``length``."""
+        while len(self.log) > length:
+            key, before = self.log.pop()
+            if before is None:
+                super().pop(key, None)
+            else:
+                super().__setitem__(key, before)
