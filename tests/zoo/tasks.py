@@ -71,13 +71,14 @@ def _results(task: Task) -> Iterator[Result]:
 def _runs(model: ZooModel) -> bool:
     """Whether the unsharded model takes such a config: not every type lets its heads be grouped."""
     try:
-        solve_plan(_spec(model), 1)
+        solve_plan(specification(model), 1)
     except Exception:
         return False
     return True
 
 
-def _spec(model: ZooModel) -> ModelSpec:
+def specification(model: ZooModel) -> ModelSpec:
+    """What the converter is told of a model."""
     return ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
 
 
@@ -105,7 +106,7 @@ def _generation(task: Task) -> Iterator[Result]:
         signal.alarm(task.seconds)
         try:
             model = build(task.family, task.type)
-            outcome = generates(solve_plan(_spec(model), tp, check=False), model, cache)
+            outcome = generates(solve_plan(specification(model), tp), model, cache)
         except (Exception, TimeoutError) as error:
             outcome = f"unsupported: {type(error).__name__}: {error}"[:300]
         finally:

@@ -1,0 +1,91 @@
+"""A representative part of the coverage run: one type for each mechanism, its ranks as threads.
+
+``scripts/coverage`` does the same for every type and writes docs/coverage.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .generation import CACHES, generates
+from .measure import measure
+from .models import build
+from .tasks import specification
+from .variants import grouped
+
+SAMPLE: dict[tuple[str, str], str] = {
+    ("causal", "bamba"): "state-space mixer, depthwise convolution, gated norm over a sharded dim",
+    ("causal", "bloom"): "fused heads, ALiBi",
+    ("causal", "cohere2"): "parallel residual, sliding window",
+    ("causal", "deepseek_v3"): "latent attention, shared and routed experts, dense first layer",
+    ("causal", "falcon"): "one key/value head in a fused projection",
+    ("causal", "gemma2"): "soft caps, sliding and full attention",
+    ("causal", "gpt_bigcode"): "multi-query",
+    ("causal", "gpt_oss"): "sinks, biases of experts",
+    ("causal", "hrm_text"): "a stack that is looped",
+    ("causal", "jetmoe"): "sizes that depend on the router",
+    ("causal", "llama4_text"): "chunked attention, dense scores for experts",
+    ("causal", "mamba2"): "norm over groups",
+    ("causal", "mpt"): "ALiBi from a buffer",
+    ("causal", "olmo2"): "norm across heads",
+    ("causal", "qwen3_next"): "gated delta net, gated attention, shared expert with a gate",
+    ("causal", "recurrent_gemma"): "linear recurrence",
+    ("causal", "rwkv"): "time mixing",
+    ("causal", "zamba2"): "blocks that layers share, adapters of their own",
+    ("masked", "deberta-v2"): "relative positions in attention",
+    ("masked", "mobilebert"): "bottlenecks",
+    ("seq2seq", "bart"): "cross attention",
+    ("seq2seq", "switch_transformers"): "experts as modules, called one by one",
+    ("seq2seq", "t5"): "relative position bias that layers share",
+    ("other", "clip"): "two towers",
+    ("other", "llava"): "image tokens in a prompt",
+    ("other", "vit"): "patches",
+    ("other", "whisper"): "sounds",
+    ("other", "bert/question answering"): "another head",
+    ("other", "llama/sequence classification"): "another head",
+}
+FLOAT32_INSIDE = {"bamba", "deepseek_v3", "llama4_text", "olmo2", "qwen3_next", "recurrent_gemma", "zamba2"}
+"""Types whose code casts to float32 on paths that a sum over ranks reaches."""
+ENOUGH = 0.95
+
+GROUPED = ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
+GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "rwkv")
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("family", "model_type"), SAMPLE)
+def test_the_ranks_equal_the_whole(family: str, model_type: str, tp: int) -> None:
+    """All outputs, in float64, on other weights and inputs than the converter's own check had."""
+    result = measure(build(family, model_type), tp)
+    allowed = ("equal", "float32") if model_type in FLOAT32_INSIDE else ("equal",)
+    assert result.status in allowed, f"{result.status}, {result.error}: {result.message}"
+    assert result.sharded >= ENOUGH, result.replicated
+    assert result.collectives
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+@pytest.mark.parametrize("model_type", GROUPED)
+def test_fewer_key_value_heads_than_ranks(model_type: str, tp: int) -> None:
+    model = grouped("causal", model_type)
+    assert model is not None
+    result = measure(model, tp)
+    assert result.status in ("equal", "float32"), f"{result.status}, {result.error}: {result.message}"
+    assert result.sharded >= ENOUGH - 0.02, result.replicated
+
+
+@pytest.mark.parametrize("tp", [6, 12])
+def test_many_ranks(tp: int) -> None:
+    """Meshes of two and three prime axes: two key/value heads, and groups of four that are uneven."""
+    model = grouped("causal", "llama")
+    assert model is not None
+    assert measure(model, tp).status == "equal"
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model_type", GENERATING)
+def test_generation(model_type: str, cache: str) -> None:
+    """Greedy tokens of a padded batch, from the plan that was solved on a prefill."""
+    from shardconv.pipeline import solve_plan
+
+    model = build("causal", model_type)
+    assert generates(solve_plan(specification(model), 2), model, cache) == "same"

@@ -1,0 +1,62 @@
+"""Models of the zoo that are no plain decoders, converted and loaded in real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+from distributed import run_processes
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import shardconv
+from shardconv.inputs import make_inputs
+
+from .measure import difference, random_weight
+from .models import build
+
+CASES = [
+    ("causal", "bamba", 2),
+    ("causal", "deepseek_v3", 4),
+    ("causal", "gpt_oss", 3),
+    ("seq2seq", "t5", 3),
+    ("masked", "deberta-v2", 2),
+    ("other", "clip", 2),
+    ("other", "llava", 2),
+    ("other", "whisper", 4),
+    ("other", "qwen2/token classification", 3),
+]
+FLOAT32_INSIDE = ("bamba", "deepseek_v3")
+
+
+def outputs(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """Every tensor that the model returns."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64 on CPUs
+    with torch.no_grad():
+        return [t for t in pytree.tree_leaves(model(**inputs, **options)) if isinstance(t, Tensor)]
+
+
+def outputs_on_rank(path: Path, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
+    return outputs(shardconv_runtime.load(path), inputs, options)
+
+
+@pytest.mark.parametrize(("family", "model_type", "tp"), CASES)
+def test_converted_and_loaded(family: str, model_type: str, tp: int, tmp_path: Path) -> None:
+    zoo = build(family, model_type)
+    whole = zoo.model_class._from_config(zoo.config, dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(random_weight(parameter, generator))
+    whole.save_pretrained(tmp_path / "model")
+    whole = zoo.model_class.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    inputs = make_inputs(whole, seed=5)
+    want = outputs(whole, inputs.tensors, inputs.options)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=tp)
+    tolerance = 1e-5 if model_type in FLOAT32_INSIDE else 1e-9
+    for got in run_processes(tp, outputs_on_rank, tmp_path / "out", inputs.tensors, inputs.options):
+        assert difference(got, want) < tolerance
