@@ -11,6 +11,7 @@ from . import axes
 from .analysis import Analysis
 from .axes import Conflict
 from .builder import Arguments, Builder
+from .fold import prefixes
 from .norms import NormSite, find_norms
 from .opaque import OPAQUE
 from .rules import POINTWISE, RULES, views
@@ -48,11 +49,15 @@ def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
 
 
 def _link_repeats(result: Analysis) -> None:
-    """Give the calls of a module that is called more than once equal structures where sizes are equal."""
+    """Give the calls of a module with parameters that is called more than once equal structures.
+
+    One without may well serve several purposes.
+    """
     tape = result.tape
+    owners = {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
     first: dict[tuple[str, tuple[str, ...]], Mark] = {}
     for event in tape.events:
-        if isinstance(event, Mark) and event.target in result.dims:
+        if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in owners:
             other = first.setdefault((tape.calls[event.call].fqn, event.slots), event)
             if other is not event:
                 result.repeats += [(other.source, event.source), (other.target, event.target)]

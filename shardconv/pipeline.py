@@ -20,7 +20,6 @@ from torch import nn
 
 from . import annotate
 from .analyse import analyse
-from .analysis import Analysis
 from .annotate import Solution
 from .axes import Node, find, leaves
 from .check import simulate
@@ -33,9 +32,9 @@ from .localize import Unlocalizable, localize
 from .prove import fit_norm
 from .retrace import retrace
 from .shallow import find_bypasses
-from .solve import Assignment, solve
+from .solve import solve
 from .sources import ModelSpec
-from .tape import Tape, starred
+from .tape import Tape, draws, starred
 
 MAX_ROUNDS = 32
 
@@ -195,7 +194,7 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
         modules=modules,
         tied=annotate.tied_names(model),
         logits=annotate.logits_info(solution, modules),
-        notes=_notes(analysis, solution.layouts.assignment),
+        notes=_notes(solution),
     )
 
 
@@ -209,7 +208,9 @@ def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
     return sorted(n for n in names if not n.startswith(foreign) and n in sys.modules)
 
 
-def _notes(analysis: Analysis, assignment: Assignment) -> tuple[str, ...]:
+def _notes(solution: Solution) -> tuple[str, ...]:
+    """What a reader of the plan should know that it does not show."""
+    analysis, assignment = solution.analysis, solution.layouts.assignment
     unknown = [
         f"no rule for {name} (in {fqn}): all that it touches is replicated"
         for name, fqn in sorted(analysis.unknown.items())
@@ -220,9 +221,15 @@ def _notes(analysis: Analysis, assignment: Assignment) -> tuple[str, ...]:
         f"opaque: {name} could not be traced ({shorten(why, 120)}): it is replicated"
         for name, why in reversed(opaque.items())
     ]
+    stuck = [
+        f"no attribute makes it local, what it uses is whole there: {shorten(where, 160)}"
+        for where in dict.fromkeys(map(starred, solution.unlocalizable.values()))
+    ]
+    dice = sorted({starred(analysis.tape.calls[op.call].fqn) for op in draws(analysis.tape)})
+    seeds = [f"random numbers are drawn in {', '.join(n or 'the model' for n in dice)}: seed all ranks alike"]
     now, fewest = assignment.replicated
     split = [
         f"with the fewest collectives, {fewest:.0%} of the matrices would be whole on every rank; more "
         f"collectives were accepted, so that {now:.0%} are"
     ]
-    return (*untraced, *unknown, *guesses, *(split if now < fewest else ()))
+    return (*untraced, *unknown, *stuck, *guesses, *(split if now < fewest else ()))

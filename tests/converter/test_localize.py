@@ -66,11 +66,13 @@ def test_more_ranks_than_heads_that_are_repeated_by_an_attribute() -> None:
     assert (found["many"], found["few"]) == ((8, (1,)), (4, (1,)))
 
 
-def test_a_number_in_the_code_keeps_its_dim_whole_and_the_plan_says_so() -> None:
+def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> None:
+    """The weights are split all the same: attention is a fifth of this model."""
     plan = models.plan_of(models.LiteralModel, 2)
     entry = parameter_plans(plan)["stack.0.mixer.alpha.weight"]
-    assert [to_text(d) for d in entry.dims] == ["48", "64"]
-    assert entry.reason == "no attribute edit makes it local: stack.0.mixer: view"
+    assert [to_text(d) for d in entry.dims] == ["8@0*6", "64"]
+    assert [b.op for b in module_plans(plan)["stack.0.mixer.alpha"].outputs] == ["all_gather"]
+    assert "no attribute makes it local, what it uses is whole there: stack.*.mixer: view" in plan.notes
     assert not edits(plan, "stack.0.mixer")
     assert edits(plan, "stack.0.chewer")
 
