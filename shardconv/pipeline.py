@@ -232,4 +232,11 @@ def _notes(solution: Solution) -> tuple[str, ...]:
         f"with the fewest collectives, {fewest:.0%} of the matrices would be whole on every rank; more "
         f"collectives were accepted, so that {now:.0%} are"
     ]
-    return (*untraced, *unknown, *stuck, *guesses, *(split if now < fewest else ()))
+    return (
+        *untraced,
+        *unknown,
+        *stuck,
+        *(seeds if dice else ()),
+        *guesses,
+        *(split if now < fewest else ()),
+    )
