@@ -49,7 +49,7 @@ FLOAT32_INSIDE = {"bamba", "deepseek_v3", "llama4_text", "olmo2", "qwen3_next", 
 ENOUGH = 0.95
 
 GROUPED = ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
-GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "rwkv")
+GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "xlstm")
 
 
 @pytest.mark.parametrize("tp", [2, 3])
