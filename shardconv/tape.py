@@ -116,3 +116,14 @@ class Tape:
         """Names of the Python modules whose code called torch."""
         called = frozenset(e.origin for e in self.events if isinstance(e, Op) and e.origin)
         return called | self.inner_sources
+
+
+def draws(tape: Tape) -> list[Op]:
+    """The operators that draw random numbers; dropout, which rests in inference, is none."""
+    return [e for e in tape.events if isinstance(e, Op) and e.overload is not None and _is_random(e.overload)]
+
+
+def _is_random(overload: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    return not {"train", "training", "dropout_p"} & {a.name for a in overload._schema.arguments}
