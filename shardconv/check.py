@@ -220,7 +220,8 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:
     inputs = inputs.to(precision.dtype)
-    with torch.inference_mode(), precision.computing():
+    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
         result = model(**inputs.tensors, **inputs.options)
     return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
 

@@ -32,6 +32,29 @@ class _Meeting:
     result: Tensor | None = None
 
 
+class _Turns:
+    """One rank runs at a time, until it waits for others: each has random numbers of its own.
+
+    All start from the caller's state, as ranks do that were seeded alike. torch has one state for all
+    threads; it is exchanged when a rank's turn begins and ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start = torch.get_rng_state()
+        self._states: dict[int, Tensor] = {}
+
+    def begin(self, rank: int) -> None:
+        """Wait until no other rank runs."""
+        self._lock.acquire()
+        torch.set_rng_state(self._states.get(rank, self._start))
+
+    def end(self, rank: int) -> None:
+        """Let another rank run."""
+        self._states[rank] = torch.get_rng_state()
+        self._lock.release()
+
+
 class _Board:
     """Where the threads meet. One lock guards it; a collective's last rank computes for all."""
 
@@ -80,9 +103,10 @@ class _Board:
 class ThreadCommunicator(Communicator):
     """One rank that is a thread; sums go in rank order, so that all ranks get the same bits."""
 
-    def __init__(self, rank: int, mesh: Mesh, board: _Board) -> None:
+    def __init__(self, rank: int, mesh: Mesh, board: _Board, turns: _Turns) -> None:
         super().__init__(rank, mesh)
         self._board = board
+        self._turns = turns
         self._rounds: dict[tuple[int, ...], int] = {}
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -97,32 +121,38 @@ class ThreadCommunicator(Communicator):
         members = self.group(axes)
         self._rounds[members] = self._rounds.get(members, 0) + 1
         key = (members, self._rounds[members])
-        return self._board.meet(key, self.rank, members, x, kind, combine)
+        self._turns.end(self.rank)
+        try:
+            return self._board.meet(key, self.rank, members, x, kind, combine)
+        finally:
+            self._turns.begin(self.rank)
 
 
 def run_ranks(mesh: Mesh, function: Callable[[Communicator], T]) -> list[T]:
-    """Run ``function`` once for each rank of ``mesh``, at the same time, and return the results by rank.
+    """Run ``function`` once for each rank of ``mesh``, in turns, and return the results by rank.
 
-    Each thread has the caller's grad and inference mode. What ``function`` shares between the
-    ranks (a model, say) it must not change.
+    Each thread has the caller's grad and inference mode and random state. What ``function`` shares
+    between the ranks (a model, say) it must not change.
 
     Raises:
         RanksDisagree: ranks ran different collectives, or some ran fewer.
         Exception: what the lowest failing rank raised; the others are stopped.
     """
     num_ranks = torch.Size(mesh).numel()
-    board = _Board()
+    board, turns = _Board(), _Turns()
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(rank: int) -> None:
+        turns.begin(rank)
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                results[rank] = function(ThreadCommunicator(rank, mesh, board))
+                results[rank] = function(ThreadCommunicator(rank, mesh, board, turns))
         except BaseException as error:
             errors[rank] = error
         finally:
+            turns.end(rank)
             board.leave(rank, failed=rank in errors)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]

@@ -19,7 +19,7 @@ from shardconv.analyse import analyse
 from shardconv.ints import TracedInt, traced_ints
 from shardconv.journal import Journal
 from shardconv.rules import RULES
-from shardconv.tape import Mark, Op, Tape, TensorInfo
+from shardconv.tape import Mark, Op, Tape, TensorInfo, draws
 from shardconv.trace import trace
 from shardconv.values import stand_in
 
@@ -495,3 +495,14 @@ def test_a_buffer_that_is_written_through_a_view_has_a_new_value() -> None:
     assert len(writes) == 1
     (add,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.add"))
     assert add.inputs == writes[0].outputs
+
+
+def test_operators_that_draw_random_numbers() -> None:
+    def forward(x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5, training=False)
+        return x + torch.randn(x.shape) + torch.rand_like(x)
+
+    assert [op.name for op in draws(tape_of(Call(forward)))] == [
+        "aten.randn.default",
+        "aten.rand_like.default",
+    ]

@@ -262,3 +262,16 @@ def compiled_without_breaks() -> tuple[int, bool]:
 
 def test_collectives_compile_into_one_graph_and_are_counted() -> None:
     assert run_processes(2, compiled_without_breaks, start_group=True) == [(2, True)] * 2
+
+
+def test_ranks_draw_the_same_numbers_as_one_that_was_seeded_alike() -> None:
+    def rank(comm: Communicator) -> list[torch.Tensor]:
+        drawn = [torch.randn(3)]
+        comm.all_reduce(torch.zeros(1), (0,))
+        return [*drawn, torch.randn(3)]
+
+    torch.manual_seed(3)
+    want = [torch.randn(3), torch.randn(3)]
+    torch.manual_seed(3)
+    for got in run_ranks((3,), rank):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))

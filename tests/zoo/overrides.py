@@ -196,7 +196,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
         "num_buckets": 4,
-        "hash_seed": 0,
     },
     "masked:reformer": {"is_decoder": False},
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
@@ -211,13 +210,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vibevoice_asr": {
         "acoustic_tokenizer_encoder_config": {
             "num_filters": 4,
-            "vae_std": 0.0,
             "downsampling_ratios": [2, 2],
             "depths": [1, 1, 1],
         },
         "semantic_tokenizer_encoder_config": {
             "num_filters": 4,
-            "vae_std": 0.0,
             "downsampling_ratios": [2, 2],
             "depths": [1, 1, 1],
         },
