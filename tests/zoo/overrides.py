@@ -165,6 +165,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         }
     },
+    "moss_transcribe_diarize": {"audio_config": {"max_source_positions": 52}},
     "nemotron": {"num_key_value_heads": 4},
     "nemotron_h": _NEMOTRON_H,
     "nemo_speechlm": {"text_config": _NEMOTRON_H},
