@@ -1,0 +1,89 @@
+"""Models that are called with images or sounds, and other heads: converted, loaded by processes, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from distributed import run_processes
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from zoo.measure import difference, random_weight
+from zoo.models import build
+
+import shardconv
+from shardconv.exact import Float64
+from shardconv.inputs import make_inputs
+
+TYPES = [
+    "clip",
+    "llava",
+    "vit",
+    "wav2vec2",
+    "whisper",
+    "bert/sequence classification",
+    "llama/question answering",
+]
+
+
+def save(model_type: str, path: Path) -> type[transformers.PreTrainedModel]:
+    """Write a checkpoint in float64, every parameter random."""
+    zoo = build("other", model_type)
+    model = zoo.model_class(zoo.config).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(random_weight(parameter, generator))
+    model.save_pretrained(path)
+    return zoo.model_class
+
+
+def outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """All tensors that the model returns."""
+    with torch.no_grad(), Float64():
+        return [t for t in pytree.tree_leaves(model(**inputs)) if isinstance(t, Tensor)]
+
+
+def outputs_on_rank(path: Path, calls: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    model = shardconv_runtime.load(path)
+    return [outputs(model, inputs) for inputs in calls]
+
+
+def tokens_on_rank(path: Path, inputs: dict[str, Tensor]) -> list[int]:
+    return generated(shardconv_runtime.load(path), inputs)
+
+
+def generated(model: Any, inputs: dict[str, Tensor]) -> list[int]:
+    """Five tokens after each prompt."""
+    tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    flat: list[int] = tokens.flatten().tolist()
+    return flat
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
+    whole = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
+    given = make_inputs(whole, seed=5).tensors
+    calls = [given]
+    if {"input_ids", "pixel_values"} <= set(given) and hasattr(whole, "lm_head"):
+        text = given["input_ids"].clone().clamp(max=200)
+        calls.append({"input_ids": text, "attention_mask": given["attention_mask"]})
+    want = [outputs(whole, inputs) for inputs in calls]
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    assert not any(note.startswith("traced without") for note in plan.notes)
+    for rank in run_processes(2, outputs_on_rank, tmp_path / "out", calls):
+        assert max(difference(got, wanted) for got, wanted in zip(rank, want, strict=True)) < 1e-9
+
+
+@pytest.mark.parametrize("model_type", ["llava", "whisper"])
+def test_text_about_images_and_sounds(tmp_path: Path, model_type: str) -> None:
+    """The prompt is seen or heard once; the steps after it are of text alone."""
+    whole = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
+    inputs = {n: t for n, t in make_inputs(whole, seed=5).tensors.items() if n != "decoder_input_ids"}
+    want = generated(whole, inputs)
+    shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    assert run_processes(2, tokens_on_rank, tmp_path / "out", inputs) == [want, want]
