@@ -21,13 +21,13 @@ from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges, size
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .exact import Float64
 from .fold import prefixes
 from .inputs import TraceInputs
 from .shallow import Bypass, bypass, planned_alike
 from .simulate import run_ranks
+from .trace import results
 from .writer import local_tensor
 
 TOLERANCE = 1e-9
@@ -223,7 +223,7 @@ def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> li
     with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
         result = model(**inputs.tensors, **inputs.options)
-    return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    return results(model, result)
 
 
 def _difference(got: list[Tensor], want: list[Tensor]) -> float:

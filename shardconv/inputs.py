@@ -69,9 +69,10 @@ def trace_inputs(model: nn.Module, seed: int = 0) -> tuple[TraceInputs, Tape]:
         SolveError: it cannot be traced with anything that is known how to make.
     """
     maker = _InputMaker(model, seed)
-    attempts = [(maker, choice) for choice in maker.choices()]
+    makers = [maker, _InputMaker(model, seed, cache=False)] if maker.cache else [maker]
+    attempts = [(each, choice) for choice in maker.choices() for each in makers]
     if maker.tokens:
-        attempts.append((_InputMaker(model, seed, batch=1), _Choice()))
+        attempts.append((_InputMaker(model, seed, batch=1, cache=False), _Choice()))
     problems: list[tuple[_Choice, Exception]] = []
     for each, choice in attempts:
         found = _attempt(each, choice, problems)
@@ -119,10 +120,11 @@ def _attempt(
 class _InputMaker:
     """Makes the inputs of one model for one seed."""
 
-    def __init__(self, model: nn.Module, seed: int, batch: int = 0) -> None:
+    def __init__(self, model: nn.Module, seed: int, batch: int = 0, cache: bool = True) -> None:
         self.model = model
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
+        self.cache = cache and "use_cache" in self.parameters
         self.seed = seed
         self.tokens = self._token_parameter()
         self.batch, self.length = _sizes(model)
@@ -183,7 +185,11 @@ class _InputMaker:
         ]
         if missing or not tensors:
             raise self.refusal(missing or self.parameters)
-        return TraceInputs(tensors, {"use_cache": False} if "use_cache" in self.parameters else {})
+        return TraceInputs(tensors, self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """With a cache: its sizes may be read off attributes that no other code reads."""
+        return {"use_cache": self.cache} if "use_cache" in self.parameters else {}
 
     def refusal(self, names: Iterable[str]) -> SolveError:
         """Nothing is known of these parameters."""

@@ -60,7 +60,7 @@ def trace(
         raise SolveError(f"{where}: the forward pass cannot be traced on the meta device: {error}") from error
     finally:
         tracer.undo()
-    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    leaves = results(model, outputs)
     recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
     return recorder.tape
 
@@ -155,6 +155,17 @@ class _Frame:
         ):
             now.clear()
             now.update(before)
+
+
+def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
+    """The tensors that a model returns to its caller, who must get them whole.
+
+    What has the name of an argument (a state, a cache) is handed back at the next call, to the same rank.
+    """
+    if isinstance(outputs, Mapping):
+        handed_back = inspect.signature(model.forward).parameters
+        outputs = [value for name, value in outputs.items() if name not in handed_back]
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
 
 
 class _ModuleHook:

@@ -163,6 +163,7 @@ RULES = {
         (
             "aten.fill",
             "aten.silu",
+            "aten.log_sigmoid",
             "aten.gelu",
             "aten.bernoulli",
             "aten.nan_to_num",

@@ -132,7 +132,7 @@ def test_text() -> None:
     assert int(ids.max()) < VOCAB
     assert mask[0, :3].tolist() == [0, 0, 1]
     assert int((mask == 0).sum()) == 2
-    assert inputs.options == {"use_cache": False}
+    assert inputs.options == {"use_cache": True}
     assert inputs.notes == ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,16 @@ def generates(plan: Plan, model: ZooModel, cache: str, seed: int = 11) -> str:
     Returns:
         ``same``, ``different: …``, or ``unsupported: …`` where the unsharded model itself cannot.
     """
-    whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
+    outcome = ""
+    for dtype in (torch.float64, torch.float32):  # some code cannot compute in float64
+        outcome = _generates(plan, model, cache, seed, dtype)
+        if not outcome.startswith("unsupported"):
+            break
+    return outcome
+
+
+def _generates(plan: Plan, model: ZooModel, cache: str, seed: int, dtype: torch.dtype) -> str:
+    whole = build_model(model.model_class, copy.deepcopy(model.config), dtype)
     if not getattr(whole, "can_generate", lambda: False)():
         return "unsupported: the class has no generate"
     if hasattr(whole, "set_experts_implementation"):
@@ -37,29 +47,27 @@ def generates(plan: Plan, model: ZooModel, cache: str, seed: int = 11) -> str:
     entries = parameter_plans(plan)
     weights = {n: random_weight(t, generator) for n, t in stored_tensors(whole) if n in entries}
     try:
-        want = _tokens(fill(copy.deepcopy(whole), weights), cache)
+        want = _tokens(fill(copy.deepcopy(whole), weights), cache, dtype)
     except Exception as error:
         return f"unsupported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
     def rank(comm: Communicator) -> Tensor:
         local = parallelize(copy.deepcopy(whole), plan, comm)
-        return _tokens(fill(local, local_weights(weights, entries, plan, comm.rank)), cache)
+        return _tokens(fill(local, local_weights(weights, entries, plan, comm.rank)), cache, dtype)
 
     try:
         results = run_ranks(plan.mesh, rank)
     except Exception as error:
         return f"different: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if all(torch.equal(got, want) for got in results):
-        return "same"
-    return "different: other tokens"
+    return "same" if all(torch.equal(got, want) for got in results) else "different: other tokens"
 
 
-def _tokens(model: Any, cache: str) -> Tensor:
+def _tokens(model: Any, cache: str, dtype: torch.dtype) -> Tensor:
     """Prompt and new tokens ``[2, S + T]`` of a batch with left padding."""
     ids = torch.tensor([[11, 245, 3, 77, 130, 9, 201], [0, 0, 0, 88, 5, 254, 19]])
     mask = (ids != 0).long()
     options: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
-    with torch.inference_mode(), Float64():
+    with torch.inference_mode(), Float64() if dtype == torch.float64 else nullcontext():
         tokens: Tensor = model.generate(
             input_ids=ids,
             attention_mask=mask,

@@ -23,13 +23,13 @@ from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, size
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shardconv.exact import Float64
 from shardconv.inputs import TraceInputs, make_inputs
 from shardconv.pipeline import solve_plan
 from shardconv.simulate import run_ranks
 from shardconv.sources import ModelSpec
+from shardconv.trace import results
 from shardconv.writer import local_tensor
 
 from .models import ZooModel
@@ -257,7 +257,7 @@ def _run(model: nn.Module, inputs: TraceInputs, exact: bool) -> list[Tensor]:
                 result = model(**inputs.tensors, **inputs.options)
         else:
             result = model(**inputs.tensors, **inputs.options)
-    return [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    return results(model, result)
 
 
 def _count(comm: Communicator, counts: Counter[str]) -> None:

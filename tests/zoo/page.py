@@ -36,10 +36,10 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         "Written by `scripts/coverage`: a tiny random model of every type that transformers "
-        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}), planned for 2, 3 "
-        "and 4 ranks, its ranks run as threads of one process and compared with the unsharded model in plain "
-        "float64, on other weights and other inputs than those the converter's own check used. `tests/zoo` has "
-        "the configs."
+        f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}), planned for "
+        "2, 3 and 4 ranks, its ranks run as threads of one process and compared with the unsharded model "
+        "in plain float64, on other weights and other inputs than those the converter's own check used. "
+        "`tests/zoo` has the configs."
     )
     yield ""
     yield from _summary(rows)
@@ -60,7 +60,10 @@ def _plain(rows: Iterable[Row], variant: str = "") -> list[Row]:
 def _summary(rows: Sequence[Row]) -> Iterable[str]:
     yield "## Summary"
     yield ""
-    yield "| | tp | types | equal (1e-9) | equal but for float32 inside (1e-5) | refused | wrong | ≥ 95% sharded |"
+    yield (
+        "| | tp | types | equal (1e-9) | equal but for float32 inside (1e-5) | refused | wrong | "
+        "at least 95% sharded |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     for family, title in FAMILIES.items():
         for variant in sorted({r["variant"] for r in rows if not r["variant"].startswith("generate")}):
@@ -78,8 +81,8 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
     if plans:
         plans.sort()
         yield (
-            f"The whole run took {sum(seconds.values()) / 60:.0f} minutes of one core. A plan, checked by the "
-            f"converter, took {plans[len(plans) // 2]:.1f} s in the median and {plans[-1]:.1f} s at most."
+            f"The whole run took {sum(seconds.values()) / 60:.0f} minutes of one core. A plan, checked by "
+            f"the converter, took {plans[len(plans) // 2]:.1f} s in the median and {plans[-1]:.1f} s at most."
         )
         yield ""
 
@@ -113,10 +116,10 @@ def _family(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield f"## {title}"
     yield ""
     yield (
-        "Sharded: the share of the elements of parameters with two or more dims, of those that the forward pass "
-        "reads, that is split, at tp 2 / 3 / 4. Edits: integer attributes of modules that are set to local "
-        "values. Collectives: those of one forward pass at tp 2, and how many of them are in a layer. Error: the "
-        "largest of all sizes. Plan: seconds at tp 2, with the converter's own check."
+        "Sharded: the share of the elements of parameters with two or more dims, of those that the forward "
+        "pass reads, that is split, at tp 2 / 3 / 4. Edits: integer attributes of modules that are set to local "
+        "values. Collectives: those of one forward pass at tp 2, and how many of them are in a layer. Error: "
+        "the largest of all sizes. Plan: seconds at tp 2, with the converter's own check."
     )
     yield ""
     yield "| type | sharded | edits | reduce + gather | per layer | error | few heads | generate | plan |"
@@ -139,8 +142,8 @@ def _type_line(model_type: str, rows: Sequence[Row]) -> str:
     error = f"{worst:.0e}" + (" (float32 inside)" if any(r["status"] == "float32" for r in good) else "")
     return (
         f"| {model_type} | {sharded} | {first['edits']} | {c.get('all_reduce', 0)} + "
-        f"{c.get('all_gather', 0)} | {first['per_layer']:.1f} | {error} | {_few(rows)} | {_generated(rows)} | "
-        f"{first['plan_seconds']:.1f} |"
+        f"{c.get('all_gather', 0)} | {first['per_layer']:.1f} | {error} | {_few(rows)} | "
+        f"{_generated(rows)} | {first['plan_seconds']:.1f} |"
     )
 
 

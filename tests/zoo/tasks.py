@@ -101,18 +101,17 @@ def _generation(task: Task) -> Iterator[Result]:
     tp = task.tps[0]
     about = {"family": task.family, "type": task.type, "tp": tp}
     signal.signal(signal.SIGALRM, _stop)
-    for cache in CACHES:
-        start = time.perf_counter()
-        signal.alarm(task.seconds)
-        try:
-            model = build(task.family, task.type)
-            outcome = generates(solve_plan(specification(model), tp), model, cache)
-        except (Exception, TimeoutError) as error:
-            outcome = f"unsupported: {type(error).__name__}: {error}"[:300]
-        finally:
-            signal.alarm(0)
-        status, _, message = outcome.partition(": ")
-        yield replace(
-            Result(**about, variant=f"generate, {cache} cache", status=status, message=message),
-            seconds=time.perf_counter() - start,
-        )
+    signal.alarm(2 * task.seconds)
+    try:
+        model = build(task.family, task.type)
+        plan = solve_plan(specification(model), tp)
+        for cache in CACHES:
+            start = time.perf_counter()
+            status, _, message = generates(plan, model, cache).partition(": ")
+            result = Result(**about, variant=f"generate, {cache} cache", status=status, message=message)
+            yield replace(result, seconds=time.perf_counter() - start)
+    except (Exception, TimeoutError) as error:
+        message = f"{type(error).__name__}: {error}"[:300]
+        yield Result(**about, variant="generate", status="unsupported", message=message)
+    finally:
+        signal.alarm(0)

@@ -81,6 +81,22 @@ def test_many_ranks(tp: int) -> None:
     assert measure(model, tp).status == "equal"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "tp"),
+    [
+        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 4),
+        ("llama", {"intermediate_size": 131, "vocab_size": 257}, 4),
+        ("gpt2", {"vocab_size": 50257}, 8),
+        ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}, 5),
+        ("phi3", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 6),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, int], tp: int) -> None:
+    result = measure(build("causal", model_type, **sizes), tp)
+    assert result.status == "equal", f"{result.status}, {result.error}: {result.message}"
+    assert result.sharded >= ENOUGH, result.replicated
+
+
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("model_type", GENERATING)
 def test_generation(model_type: str, cache: str) -> None:
