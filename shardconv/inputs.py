@@ -8,7 +8,6 @@ first, and the first with which the forward pass runs is taken. The plan says wh
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import math
@@ -51,15 +50,20 @@ class TraceInputs:
 
 
 def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:
-    """The inputs that ``trace_inputs`` settles on."""
-    return trace_inputs(model, seed)[0]
+    """The inputs that ``trace_inputs`` settles on, for a model on any device and of any dtype.
+
+    They are tried on a copy without numbers, in float32, since code may insist on that.
+    """
+    memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    stand_in = copy.deepcopy(model, memo).float()  # type: ignore[arg-type]
+    return trace_inputs(stand_in, seed)[0].to(_dtype(model))
 
 
 def trace_inputs(model: nn.Module, seed: int = 0) -> tuple[TraceInputs, Tape]:
     """Token ids with a left-padded attention mask, and what else the model's forward asks for.
 
     Args:
-        model: on any device; floating point inputs get the dtype of its parameters.
+        model: on meta; floating point inputs get the dtype of its parameters.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
 
     Returns:
@@ -134,7 +138,7 @@ class _InputMaker:
 
     def choices(self) -> Iterator[_Choice]:
         """Combinations of the forms of what the model takes beside tokens: all kinds, one, none."""
-        maker = Maker(list(self.parameters), self.config, self._dtype(), self.batch, self.seed)
+        maker = Maker(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed)
         kinds = maker.kinds()
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
@@ -204,20 +208,12 @@ class _InputMaker:
         Raises:
             SolveError: it fails, or does not read what a form gives.
         """
-        tape = trace(self._stand_in, inputs.tensors, RULES, inputs.options)
+        tape = trace(self.model, inputs.tensors, RULES, inputs.options)
         for form in forms:
             name = next(iter(form.tensors))
             if not _is_read(tape, tape.inputs[list(inputs.tensors).index(name)]):
                 raise SolveError(f"{name} is not read")
         return tape
-
-    @functools.cached_property
-    def _stand_in(self) -> nn.Module:
-        """The model with its parameters on meta."""
-        if all(p.is_meta for p in self.model.parameters()):
-            return self.model
-        memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in self.model.parameters()}
-        return copy.deepcopy(self.model, memo)  # type: ignore[arg-type]
 
     def _token_parameter(self) -> str:
         """The parameter that takes token ids; empty if there is none."""
@@ -227,9 +223,6 @@ class _InputMaker:
         known = main in (*IMAGES, *SOUNDS, *STATES)
         has_words = first_int(self.config, ("vocab_size",)) > 0
         return main if main in self.parameters and not known and has_words else ""
-
-    def _dtype(self) -> torch.dtype:
-        return next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
 
     # Tokens -----------------------------------------------------------------------------------
 
@@ -317,7 +310,7 @@ class _InputMaker:
         if next(iter(form.tensors)) not in tensors:
             tensors = form.tensors  # the signature is *args, **kwargs
         try:
-            tape = trace(_Features(self._stand_in, method), tensors, RULES)
+            tape = trace(_Features(self.model, method), tensors, RULES)
         except SolveError:
             return 0
         return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
@@ -377,6 +370,10 @@ def _left_out(choice: _Choice, problems: Sequence[tuple[_Choice, Exception]]) ->
 def _num_rows(table: Any) -> int:
     weight = getattr(table, "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:

@@ -202,6 +202,15 @@ def test_a_model_of_one_row_gets_one() -> None:
     assert len(make_inputs(on_meta(Single())).tensors["input_ids"]) == 1
 
 
+def test_code_that_insists_on_float32_is_tried_in_float32() -> None:
+    class Insists(Text):
+        def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:  # type: ignore[override]
+            return self.speak(self.embed(input_ids).float() + pixel_values.float().mean())
+
+    inputs = make_inputs(Insists().double())
+    assert inputs.tensors["pixel_values"].dtype == torch.float64
+
+
 def test_what_the_model_says_first_is_the_error() -> None:
     class Broken(Text):
         def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]

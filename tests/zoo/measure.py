@@ -214,7 +214,7 @@ def random_weight(tensor: Tensor, generator: torch.Generator) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     value = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     if tensor.dim() < 2:
-        value = 0.5 + 0.2 * value
+        value = (0.5 + 0.2 * value).abs()
     else:
         value /= math.sqrt(max(1, tensor.shape[-1]))
     return value.to(tensor.dtype)
