@@ -117,7 +117,7 @@ def _family(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         "Sharded: the share of the elements of parameters with two or more dims, of those that the forward "
-        "pass reads, that is split, at tp 2 / 3 / 4. Edits: integer attributes of modules that are set to local "
+        "pass reads, that is split, at tp 2 / 3 / 4. Edits: integer attributes of modules, set to local "
         "values. Collectives: those of one forward pass at tp 2, and how many of them are in a layer. Error: "
         "the largest of all sizes. Plan: seconds at tp 2, with the converter's own check."
     )
