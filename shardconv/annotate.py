@@ -27,7 +27,6 @@ from .fold import Folded, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit, Unlocalizable
 from .rules import contraction
-from .structure import num_tokens
 from .tape import Mark, Op
 
 
@@ -202,7 +201,7 @@ def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
             if entry.category != "vocab" or not entry.inputs:
                 entry.category = "vocab"
                 entry.inputs.append(Boundary(lookup.slot, "local_rows", layout=rows, per_token=1))
-                width = _per_token(analysis, lookup.output)
+                width = _per_token(solution, lookup.output)
                 entry.outputs.append(Boundary(lookup.output_slot, "zero_foreign", per_token=width))
     _collect_experts(solution, entries)
 
@@ -218,10 +217,8 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
             op = "local_rows_or_end" if site.split.past_end else "local_rows"
             ids, weights = site.where.inputs[1:]
             entry.inputs += [
-                Boundary(site.where.ids, op, layout=layout, per_token=_per_token(solution.analysis, ids)),
-                Boundary(
-                    site.where.weights, "zero_foreign", per_token=_per_token(solution.analysis, weights)
-                ),
+                Boundary(site.where.ids, op, layout=layout, per_token=_per_token(solution, ids)),
+                Boundary(site.where.weights, "zero_foreign", per_token=_per_token(solution, weights)),
             ]
 
 
@@ -306,7 +303,7 @@ def _reduced_axes(solution: Solution, mark: Mark) -> tuple[int, ...]:
 def _steps(solution: Solution, mark: Mark) -> list[Boundary]:
     """Reduce, then gather, then slice: what a mark does to its tensor."""
     analysis, layouts = solution.analysis, solution.layouts
-    width = _per_token(analysis, mark.source)
+    width = _per_token(solution, mark.source)
     out: list[Boundary] = []
     reduced = _reduced_axes(solution, mark)
     pairs = [
@@ -328,8 +325,8 @@ def _step(slot: str, op: str, dim: int, layout: Dim, per_token: int) -> Boundary
     return Boundary(slot, op, dim=dim, layout=layout, per_token=per_token)
 
 
-def _per_token(analysis: Analysis, tid: int) -> int:
-    return math.ceil(math.prod(analysis.tape.tensors[tid].shape) / num_tokens(analysis.tape))
+def _per_token(solution: Solution, tid: int) -> int:
+    return math.ceil(math.prod(solution.analysis.tape.tensors[tid].shape) / solution.layouts.num_tokens)
 
 
 def _fqn(solution: Solution, event: Op | Mark) -> str:

@@ -250,7 +250,9 @@ def _classify(tape: Tape, segments: list[_Segment]) -> None:
         shared = tuple(
             t
             for p, t in enumerate(segment.outside)
-            if p not in passed[signature] and not tape.tensors[t].name.startswith(segment.fqn + ".")
+            if p not in passed[signature]
+            and not tape.tensors[t].name.startswith(segment.fqn + ".")
+            and 0 not in tape.tensors[t].shape  # an empty cache is as good as another
         )
         segment.kind = kinds.setdefault((signature, shared), len(kinds))
 

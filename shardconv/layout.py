@@ -12,7 +12,7 @@ from . import axes
 from .analysis import Analysis
 from .axes import LEAF, Node, find
 from .solve import Assignment
-from .structure import frozen_leaves
+from .structure import frozen_leaves, num_tokens
 
 
 class Layouts:
@@ -25,6 +25,7 @@ class Layouts:
         self._dims: dict[int, Dim] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._frozen = frozen_leaves(analysis)
+        self.num_tokens = num_tokens(analysis.tape)
 
     def dim(self, node: Node) -> Dim:
         """The layout of one dim."""
