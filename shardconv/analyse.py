@@ -12,9 +12,11 @@ from .analysis import Analysis
 from .axes import Conflict
 from .builder import Arguments, Builder
 from .fold import prefixes
+from .ints import sources
 from .norms import NormSite, find_norms
 from .opaque import OPAQUE
 from .rules import POINTWISE, RULES, views
+from .structure import frozen_leaves
 from .tape import Mark, Op, Tape, starred
 
 
@@ -39,6 +41,7 @@ def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
             builder.norm(site)
     for tid in tape.outputs:
         builder.tensor(tid)
+    _block_compared(builder)
     dims = builder.result.dims
     for a, b in ties:
         if a in dims and b in dims:
@@ -46,6 +49,27 @@ def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
                 axes.link(x, y)
     _link_repeats(builder.result)
     return builder.result
+
+
+def _block_compared(builder: Builder) -> None:
+    """A parameter's size that is compared with a size of the input must be the global one on every rank.
+
+    Code that refuses more tokens than a table has rows, say: no other trace would show it.
+    """
+    result = builder.result
+    frozen: set[int] | None = None
+    for sides in result.tape.comparisons:
+        sizes = [[s for s in sources(side) if s[0] == "size" and s[1] in result.dims] for side in sides]
+        for own, other in (sizes, reversed(sizes)):
+            tables = [result.dims[tid][dim] for _, tid, dim in own if builder.is_parameter(tid)]
+            if not tables or not other:
+                continue
+            frozen = frozen_leaves(result) if frozen is None else frozen
+            given = [x for _, tid, dim in other for x in axes.leaves(result.dims[tid][dim])]
+            if any(id(x) in frozen for x in given):
+                builder.why = "its size is compared with that of the input"
+                for dim in tables:
+                    builder.block_dim(dim)
 
 
 def _link_repeats(result: Analysis) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 Expr = tuple[Any, ...]
@@ -74,6 +75,33 @@ def _reflected(symbol: str) -> Callable[[TracedInt, Any], Any]:
     return method
 
 
+_COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__")
+_watchers: list[Callable[[Expr | int, Expr | int], None]] = []
+
+
+@contextmanager
+def watching(watcher: Callable[[Expr | int, Expr | int], None]) -> Iterator[None]:
+    """Tell ``watcher`` both sides whenever code asks which of two ints is larger."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.pop()
+
+
+def _compared(name: str) -> Callable[[TracedInt, Any], Any]:
+    compute = getattr(int, name)
+
+    def method(self: TracedInt, other: Any) -> Any:
+        if _watchers and isinstance(other, int):
+            _watchers[-1](self.expr, _operand(other))
+        return compute(self, other)
+
+    return method
+
+
+for _name in _COMPARISONS:
+    setattr(TracedInt, _name, _compared(_name))
 for _symbol, _function in _OPERATIONS.items():
     setattr(TracedInt, f"__{_function.__name__}__", _forward(_symbol))
     setattr(TracedInt, f"__r{_function.__name__}__", _reflected(_symbol))

@@ -255,6 +255,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Values ----------------------------------------------------------------------------------
 
+    def compared(self, left: Any, right: Any) -> None:
+        """Code asked which of two ints is larger."""
+        self.tape.comparisons.append((left, right))
+
     def ask(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor holds, or a guess; it must be whole."""
         tid = self.tid(tensor)

@@ -101,6 +101,8 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
+    comparisons: list[tuple[Any, Any]] = field(default_factory=list)
+    """Both sides, as ``ints.Expr``, wherever code asked which of two ints is larger."""
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     guesses: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .functions import Functions, wrap_ints
+from .ints import watching
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
 from .tape import Event, Mark, ModuleCall, Op, Tape
@@ -51,7 +52,7 @@ def trace(
     arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
     tracer = _Tracer(recorder, model, like)
     try:
-        with torch.inference_mode(), Functions(recorder), recorder:
+        with torch.inference_mode(), watching(recorder.compared), Functions(recorder), recorder:
             outputs = model(**arguments, **(options or {}))
     except SolveError:
         raise

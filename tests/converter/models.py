@@ -351,6 +351,23 @@ class GatedNormModel(OddModel):
     mlp = GatedMlp
 
 
+class PlacedModel(OddModel):
+    """Learned positions, and code that refuses more tokens than there are."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.places = nn.Embedding(128, config.width)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        if input_ids.shape[1] > self.places.weight.shape[0]:
+            raise ValueError("more tokens than places")
+        x = self.lookup(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for layer in self.stack:
+            x = layer(x)
+        return CausalLMOutput(logits=self.speak(x))
+
+
 def spec(model_class: type[OddModel], **sizes: Any) -> ModelSpec:
     """What ``solve_plan`` is given."""
     return ModelSpec(model_class.__name__, OddConfig(**sizes), model_class, "float32")

@@ -6,7 +6,7 @@ import models
 import pytest
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import to_text
+from shardconv_runtime.slices import Leaf, to_text
 
 
 def edits(plan: Plan, fqn: str) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -75,6 +75,13 @@ def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> N
     assert "no attribute makes it local, what it uses is whole there: stack.*.mixer: view" in plan.notes
     assert not edits(plan, "stack.0.mixer")
     assert edits(plan, "stack.0.chewer")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_rows_that_the_length_is_compared_with_are_whole(tp: int) -> None:
+    """The trace is short, and would not show that a rank with fewer rows refuses longer inputs."""
+    entries = parameter_plans(models.plan_of(models.PlacedModel, tp))
+    assert entries["places.weight"].dims[0] == Leaf(128)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
