@@ -186,7 +186,8 @@ class _Trial:
         generator = torch.Generator().manual_seed(seed)
         stored = {n: t for n, t in stored_tensors(self.whole) if n in self.entries}
         self.weights = {n: random_weight(t, generator) for n, t in stored.items()}
-        self.inputs = make_inputs(self.whole, seed=seed)
+        single = build_model(model.model_class, copy.deepcopy(model.config), torch.float32)
+        self.inputs = make_inputs(single, seed=seed).to(dtype)  # found by running: some code forbids float64
 
     def run(self, exact: bool) -> tuple[float, Counter[str]]:
         """The largest difference, and one rank's collectives; NaN where the unsharded model fails."""
