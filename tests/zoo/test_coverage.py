@@ -44,12 +44,21 @@ SAMPLE: dict[tuple[str, str], str] = {
     ("other", "bert/question answering"): "another head",
     ("other", "llama/sequence classification"): "another head",
 }
-FLOAT32_INSIDE = {"bamba", "deepseek_v3", "llama4_text", "olmo2", "qwen3_next", "recurrent_gemma", "zamba2"}
+FLOAT32_INSIDE = {
+    "bamba",
+    "deepseek_v3",
+    "llama4_text",
+    "olmo2",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "zamba2",
+}
 """Types whose code casts to float32 on paths that a sum over ranks reaches."""
 ENOUGH = 0.95
 
 GROUPED = ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
-GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "xlstm")
+GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "recurrent_gemma", "rwkv")
 
 
 @pytest.mark.parametrize("tp", [2, 3])
