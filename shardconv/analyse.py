@@ -10,8 +10,7 @@ import torch
 from . import axes
 from .analysis import Analysis
 from .axes import Conflict
-from .builder import Arguments, Builder
-from .fold import prefixes
+from .builder import Arguments, Builder, owning_modules
 from .ints import sources
 from .norms import NormSite, find_norms
 from .opaque import OPAQUE
@@ -78,7 +77,7 @@ def _link_repeats(result: Analysis) -> None:
     One without may well serve several purposes.
     """
     tape = result.tape
-    owners = {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
+    owners = owning_modules(tape)
     first: dict[tuple[str, tuple[str, ...]], Mark] = {}
     for event in tape.events:
         if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in owners:

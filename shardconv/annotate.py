@@ -8,7 +8,6 @@ parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +26,7 @@ from .fold import Folded, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit, Unlocalizable
 from .rules import contraction
-from .tape import Mark, Op
+from .tape import Mark, Op, starred
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
         if entry is None:
             entry = _parameter(solution, by_name.get(shown), tensor)
             entry = known[shown] = _row_bias(solution, model, shown, entry)
-        entries.setdefault((_template(name), entry), []).append(name)
+        entries.setdefault((starred(name), entry), []).append(name)
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
 
 
@@ -165,7 +164,7 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...]:
     order = {call.fqn: i for i, call in reversed(list(enumerate(solution.analysis.tape.calls)))}
     grouped: dict[tuple[str, ModulePlan], list[str]] = {}
     for fqn in sorted(entries, key=lambda f: order.get(f, -1)):
-        grouped.setdefault((_template(fqn), _module_plan(entries[fqn])), []).append(fqn)
+        grouped.setdefault((starred(fqn), _module_plan(entries[fqn])), []).append(fqn)
     return tuple(replace(plan, names=tuple(compress(names))) for (_, plan), names in grouped.items())
 
 
@@ -331,10 +330,6 @@ def _per_token(solution: Solution, tid: int) -> int:
 
 def _fqn(solution: Solution, event: Op | Mark) -> str:
     return solution.analysis.tape.calls[event.call].fqn
-
-
-def _template(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "#", name)
 
 
 # Logits --------------------------------------------------------------------------------------------

@@ -186,6 +186,11 @@ class Builder:
         self.result.norms.append(NormUse(site, groups, normalised))
 
 
+def owning_modules(tape: Tape) -> set[str]:
+    """FQNs of the modules that have parameters or buffers, themselves or in modules inside."""
+    return {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
+
+
 def passive_calls(tape: Tape) -> frozenset[int]:
     """Calls of modules without parameters that are called in several forms, at which nothing can be done.
 
@@ -197,8 +202,7 @@ def passive_calls(tape: Tape) -> frozenset[int]:
             slots = forms.setdefault(tape.calls[event.call].fqn, {})
             slots.setdefault(event.slots, set()).add(tape.tensors[event.source].shape)
     several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
-    owners = {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
-    passive = several - owners - {""}
+    passive = several - owning_modules(tape) - {""}
     return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
 
 

@@ -127,7 +127,7 @@ class _Simulation:
         for precision in _PRECISIONS:
             whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
             self.weights = {n: _random(n, t) for n, t in stored_tensors(whole) if n in self.entries}
-            _fill(whole, self.weights)
+            fill(whole, self.weights)
             try:
                 want = _outputs(whole, self.inputs, precision)
                 if all(t.isfinite().any() for t in want if t.numel()):
@@ -142,20 +142,12 @@ class _Simulation:
 
     def difference(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""
-        parts = self._parts(comm.rank)
+        parts = local_weights(self.weights, self.plan, comm.rank)
         worst = _difference(self._rank(comm, precision, parts, gather_logits=True), want)
         if self.plan.logits is None:
             return worst
         own = self._rank(comm, precision, parts, gather_logits=False)
         return max(worst, _difference(own, self._with_own_logits(want, comm.rank)))
-
-    def _parts(self, rank: int) -> dict[str, Tensor]:
-        """The rank's part of every weight."""
-        parts = {}
-        for name, weight in self.weights.items():
-            entry = replace(self.entries[name], dtype=str(weight.dtype).removeprefix("torch."))
-            parts[name] = local_tensor(entry, weight, self.plan.mesh, rank)
-        return parts
 
     def _rank(
         self, comm: Communicator, precision: _Precision, parts: Mapping[str, Tensor], gather_logits: bool
@@ -163,7 +155,7 @@ class _Simulation:
         """What one rank returns."""
         model = copy.deepcopy(self.model).to(precision.dtype)
         local = bypass(parallelize(model, self.plan, comm, gather_logits), self.skipped)
-        _fill(local, parts)
+        fill(local, parts)
         return _outputs(local, self.inputs, precision)
 
     def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
@@ -202,8 +194,18 @@ def _random(name: str, tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
 
 
-def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set parameters and buffers, and every other name of one that is tied."""
+def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """A rank's part of every weight (global shapes to local ones), in the dtype that it has."""
+    entries = parameter_plans(plan)
+    parts = {}
+    for name, weight in weights.items():
+        entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
+        parts[name] = local_tensor(entry, weight, plan.mesh, rank)
+    return parts
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Set parameters and buffers, and every other name of one that is tied; return ``model``."""
     aliases: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
@@ -216,6 +218,7 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 module._parameters[alias] = real
         else:
             owner._buffers[attribute] = tensor
+    return model
 
 
 def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:

@@ -226,17 +226,17 @@ def _notes(solution: Solution) -> tuple[str, ...]:
         for where in dict.fromkeys(map(starred, solution.unlocalizable.values()))
     ]
     dice = sorted({starred(analysis.tape.calls[op.call].fqn) for op in draws(analysis.tape)})
-    seeds = [f"random numbers are drawn in {', '.join(n or 'the model' for n in dice)}: seed all ranks alike"]
+    seeds = f"random numbers are drawn in {', '.join(n or 'the model' for n in dice)}: seed all ranks alike"
     now, fewest = assignment.replicated
-    split = [
+    split = (
         f"with the fewest collectives, {fewest:.0%} of the matrices would be whole on every rank; more "
         f"collectives were accepted, so that {now:.0%} are"
-    ]
+    )
     return (
         *untraced,
         *unknown,
         *stuck,
-        *(seeds if dice else ()),
+        *([seeds] if dice else ()),
         *guesses,
-        *(split if now < fewest else ()),
+        *([split] if now < fewest else ()),
     )

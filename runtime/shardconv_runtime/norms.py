@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,9 @@ from .boundary import forward_signature
 from .collectives import Communicator, Reduce
 from .errors import PlanError
 from .plan import NormInfo
+from .plan_checks import GATE_ACTIVATIONS
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "sigmoid": torch.sigmoid,
-    "gelu": functional.gelu,
-    "relu": functional.relu,
-    "identity": lambda gate: gate,
-}
-"""What may be applied to the gate of a gated norm."""
 
 
 class ShardedNorm(nn.Module):
@@ -68,11 +60,10 @@ class ShardedNorm(nn.Module):
         wide = x.to(self._compute_dtype(x))
         if gate is not None and self.info.gate_first:
             wide = wide * self._activated(gate, wide.dtype)
-        y = self._normalised(wide)
+        y = self._scale(self._normalised(wide), x.dtype)
         if gate is None or self.info.gate_first:
-            return self._scale(y, x.dtype)
-        scaled = self._scale(y, x.dtype)
-        return (scaled * self._activated(gate, wide.dtype)).to(x.dtype)
+            return y
+        return (y * self._activated(gate, wide.dtype)).to(x.dtype)
 
     def _arguments(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         if not self.info.gate:
@@ -84,7 +75,9 @@ class ShardedNorm(nn.Module):
         return given[self.info.input], given[self.info.gate]
 
     def _activated(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        return GATE_ACTIVATIONS[self.info.gate_activation](gate.to(dtype))
+        name, gate = self.info.gate_activation, gate.to(dtype)
+        activated: Tensor = gate if name == "identity" else getattr(functional, name)(gate)
+        return activated
 
     def _normalised(self, x: Tensor) -> Tensor:
         grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)

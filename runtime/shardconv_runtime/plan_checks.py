@@ -204,7 +204,8 @@ def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
             _fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
 
 
-_GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
+GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
+"""What may be applied to the gate of a gated norm: functions of ``torch.nn.functional``, or nothing."""
 
 
 def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
@@ -217,7 +218,7 @@ def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
     _check_axes(f"{where}.axes", norm.axes, mesh)
     if len(norm.groups) not in (1, math.prod(mesh)) or any(n < 1 for n in norm.groups):
         _fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
-    if norm.gate and (norm.gate_activation not in _GATE_ACTIVATIONS or not norm.input):
+    if norm.gate and (norm.gate_activation not in GATE_ACTIVATIONS or not norm.input):
         _fail(f"{where}.gate", "needs an input and a known gate_activation")
     for field, name in (("weight", norm.weight), ("bias", norm.bias)):
         if name and not all(map(_is_step, name.split("."))):

@@ -13,10 +13,11 @@ from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from torch import Tensor
 
+from shardconv.check import fill, local_weights
 from shardconv.exact import Float64
 from shardconv.simulate import run_ranks
 
-from .measure import fill, local_weights, random_weight
+from .measure import random_weight
 from .models import ZooModel
 
 NEW_TOKENS = 6
@@ -47,13 +48,13 @@ def _generates(plan: Plan, model: ZooModel, cache: str, seed: int, dtype: torch.
     entries = parameter_plans(plan)
     weights = {n: random_weight(t, generator) for n, t in stored_tensors(whole) if n in entries}
     try:
-        want = _tokens(fill(copy.deepcopy(whole), weights), cache, dtype)
+        want = _tokens(fill(copy.deepcopy(whole), weights).eval(), cache, dtype)
     except Exception as error:
         return f"unsupported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
     def rank(comm: Communicator) -> Tensor:
         local = parallelize(copy.deepcopy(whole), plan, comm)
-        return _tokens(fill(local, local_weights(weights, entries, plan, comm.rank)), cache, dtype)
+        return _tokens(fill(local, local_weights(weights, plan, comm.rank)).eval(), cache, dtype)
 
     try:
         results = run_ranks(plan.mesh, rank)

@@ -11,26 +11,26 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from shardconv_runtime.build import owner_of, parallelize, stored_tensors
+from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
-from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, size
 from torch import Tensor, nn
 
+from shardconv.check import fill, local_weights
 from shardconv.exact import Float64
 from shardconv.inputs import TraceInputs, make_inputs
 from shardconv.pipeline import solve_plan
 from shardconv.simulate import run_ranks
 from shardconv.sources import ModelSpec
+from shardconv.tape import starred
 from shardconv.trace import results
-from shardconv.writer import local_tensor
 
 from .models import ZooModel
 
@@ -114,7 +114,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     unused = {n for n, e in entries.items() if "does not use it" in e.reason}
     wide = [n for n, e in entries.items() if len(e.dims) > 1 and n not in unused]
     split = {n for n in wide if any(axes_of(d) for d in entries[n].dims)}
-    replicated = {_template(n): entries[n].reason for n in wide if n not in split}
+    replicated = {starred(n): entries[n].reason for n in wide if n not in split}
     layers = {m[0] for n in entries if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
     inside = sum(
         sum(1 for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather")) + (1 if m.norm else 0)
@@ -123,18 +123,15 @@ def _facts(plan: Plan) -> dict[str, Any]:
         if any(name == x or name.startswith(x + ".") for x in layers)
     )
     total = sum(numel[n] for n in wide)
+    edits = {(starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.edits}
     return {
         "parameters": plan.model.num_parameters,
         "sharded": sum(numel[n] for n in split) / total if total else 1.0,
         "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
-        "edits": len({(_template(x), e.attribute) for m in plan.modules for x in m.names for e in m.edits}),
+        "edits": len(edits),
         "per_layer": inside / len(layers) if layers else float(inside),
         "replicated": replicated,
     }
-
-
-def _template(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|\{[^}]*\}", "*", name)
 
 
 # Numbers -----------------------------------------------------------------------------------------
@@ -193,7 +190,7 @@ class _Trial:
         """The largest difference, and one rank's collectives; NaN where the unsharded model fails."""
         counts = Counter[str]()
         try:
-            want = _run(fill(copy.deepcopy(self.whole), self.weights), self.inputs, exact)
+            want = _run(fill(copy.deepcopy(self.whole), self.weights).eval(), self.inputs, exact)
         except (RuntimeError, ValueError):
             return math.nan, counts
         if not any(t.isfinite().any() for t in want if t.numel()):
@@ -203,8 +200,8 @@ class _Trial:
             if comm.rank == 0:
                 _count(comm, counts)
             local = parallelize(copy.deepcopy(self.whole), self.plan, comm)
-            parts = local_weights(self.weights, self.entries, self.plan, comm.rank)
-            return difference(_run(fill(local, parts), self.inputs, exact), want)
+            parts = local_weights(self.weights, self.plan, comm.rank)
+            return difference(_run(fill(local, parts).eval(), self.inputs, exact), want)
 
         return max(run_ranks(self.plan.mesh, rank)), counts
 
@@ -219,35 +216,6 @@ def random_weight(tensor: Tensor, generator: torch.Generator) -> Tensor:
     else:
         value /= math.sqrt(max(1, tensor.shape[-1]))
     return value.to(tensor.dtype)
-
-
-def local_weights(
-    weights: Mapping[str, Tensor], entries: Mapping[str, ParameterPlan], plan: Plan, rank: int
-) -> dict[str, Tensor]:
-    """What a rank holds of each parameter, in the dtype that it has."""
-    return {
-        name: local_tensor(
-            replace(entries[name], dtype=str(w.dtype).removeprefix("torch.")), w, plan.mesh, rank
-        )
-        for name, w in weights.items()
-    }
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Set parameters and buffers under all of their names; return ``model``."""
-    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            aliases.setdefault(id(parameter), []).append((module, attribute))
-    for name, tensor in tensors.items():
-        owner, attribute = owner_of(model, name)
-        if attribute in owner._parameters:
-            real = nn.Parameter(tensor, requires_grad=False)
-            for module, alias in aliases[id(owner._parameters[attribute])]:
-                module._parameters[alias] = real
-        else:
-            owner._buffers[attribute] = tensor
-    return model.eval()
 
 
 def _run(model: nn.Module, inputs: TraceInputs, exact: bool) -> list[Tensor]:
