@@ -61,7 +61,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     for name, tensor in stored_tensors(model):
         if name in aliases:
             continue
-        shown = _stand_in(name, stand_ins)
+        shown = stand_in(name, stand_ins)
         entry = known.get(shown)
         if entry is None:
             entry = _parameter(solution, by_name.get(shown), tensor)
@@ -70,7 +70,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
 
 
-def _stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
+def stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
     """The parameter of a layer that was solved, for one of a layer like it."""
     layer = next((p for p in prefixes(name) if p in stand_ins), "")
     return stand_ins[layer] + name[len(layer) :] if layer else name

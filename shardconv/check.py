@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
-from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.errors import PlanError, SolveError, SourceError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges, size
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from .exact import Float64
 from .fold import prefixes
 from .inputs import TraceInputs
+from .memory import available_bytes
 from .shallow import Bypass, bypass, planned_alike
 from .simulate import run_ranks
 from .trace import results
@@ -66,24 +66,53 @@ def simulate(
         Unprovable: the unsharded model fails.
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
-    simulation = _Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}))
-    if simulation.needed_bytes() > min(max_bytes or MAX_SIMULATED_BYTES, _available_bytes() // 2):
+    weights = _RandomWeights(plan)
+    simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}), weights)
+    if simulation.needed_bytes() > min(max_bytes or MAX_SIMULATED_BYTES, available_bytes() // 2):
         return None
-    precision, want = simulation.reference()
     try:
-        differences = run_ranks(plan.mesh, lambda comm: simulation.difference(comm, precision, want))
-    except PlanError:
-        raise
-    except Exception as error:
-        raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-    worst = max(differences)
-    if not worst <= precision.tolerance:
+        outcome = simulation.run()
+    except Unprovable as error:
+        raise Unprovable(
+            f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
+            f"{error}; pass --no-check (check=False) to rely on shapes and positions"
+        ) from error
+    if not outcome.agrees:
         raise SolveError(
-            f"the plan is wrong: simulated ranks differ from the unsharded model by {worst:.1e} of its "
-            f"largest output (allowed: {precision.tolerance:.0e}). Nothing was written. This is a bug in "
+            f"the plan is wrong: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
+            f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
             "shardconv; please report it."
         )
-    return worst
+    return outcome.worst
+
+
+class Weights(Protocol):
+    """Where the numbers of a simulation come from."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
+
+        Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
+        """
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Those of one rank, local, of the same names and dtypes. What ranks share may be one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the simulated ranks compare with the unsharded model."""
+
+    worst: float
+    """Largest difference of an output, relative to the largest value."""
+    tolerance: float
+    dtype: torch.dtype
+    """That both were run in."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is one of rounding."""
+        return self.worst <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +129,65 @@ _PRECISIONS = (_Precision(torch.float64, TOLERANCE), _Precision(torch.float32, 1
 """The second is for the few models whose code insists on float32 somewhere."""
 
 
-class _Simulation:
-    """One model, one plan: the unsharded run and that of each rank, on the same random weights."""
+class _RandomWeights:
+    """The same random numbers for the unsharded model and the ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._made: dict[str, Tensor] = {}
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Draw them."""
+        self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
+        return self._made
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Cut them."""
+        return local_weights(self._made, self._plan, rank)
+
+
+class Simulation:
+    """One model, one plan: the unsharded run and that of each rank, on the same weights.
+
+    Args:
+        plan: the plan to prove.
+        model: the global model, on meta; it is copied.
+        inputs: what it is called with.
+        skipped: layers to leave out, on both sides.
+        weights: of both sides.
+    """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, inputs: TraceInputs, skipped: Mapping[str, Bypass]
+        self,
+        plan: Plan,
+        model: nn.Module,
+        inputs: TraceInputs,
+        skipped: Mapping[str, Bypass],
+        weights: Weights,
     ) -> None:
         self.plan = plan
         self.model = model
         self.inputs = inputs
         self.skipped = skipped
+        self.weights = weights
         self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
+
+    def run(self) -> Outcome:
+        """Run the unsharded model, then all ranks.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+            SolveError: the ranks fail.
+            ShardconvError: weights cannot be read, or the plan does not fit the model.
+        """
+        precision, want = self._reference()
+        try:
+            differences = run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want))
+        except (PlanError, SourceError):
+            raise
+        except Exception as error:
+            raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
+        return Outcome(max(differences), precision.tolerance, precision.dtype)
 
     def needed_bytes(self) -> int:
         """Float64 copies of the whole model and of all ranks."""
@@ -121,28 +198,24 @@ class _Simulation:
             total += 8 * numel * (1 + self.plan.tp // split)
         return total
 
-    def reference(self) -> tuple[_Precision, list[Tensor]]:
+    def _reference(self) -> tuple[_Precision, list[Tensor]]:
         """What the unsharded model returns, in the best precision that its code bears."""
         problem: Exception | None = None
         for precision in _PRECISIONS:
             whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
-            self.weights = {n: _random(n, t) for n, t in stored_tensors(whole) if n in self.entries}
-            fill(whole, self.weights)
+            fill(whole, self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries}))
             try:
                 want = _outputs(whole, self.inputs, precision)
                 if all(t.isfinite().any() for t in want if t.numel()):
                     return precision, want
                 problem = problem or ArithmeticError("an output has no finite value")
             except Exception as error:
-                problem = problem or error
-        raise Unprovable(
-            f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
-            f"{problem}; pass --no-check (check=False) to rely on shapes and positions"
-        ) from problem
+                problem = problem or error.with_traceback(None)  # which would keep the weights in memory
+        raise Unprovable(str(problem)) from problem
 
-    def difference(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
+    def _distance(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""
-        parts = local_weights(self.weights, self.plan, comm.rank)
+        parts = self.weights.local(comm.rank)
         worst = _difference(self._rank(comm, precision, parts, gather_logits=True), want)
         if self.plan.logits is None:
             return worst
@@ -173,15 +246,6 @@ class _Simulation:
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
     """Whether a parameter belongs to one of the layers."""
     return any(p in layers for p in prefixes(name))
-
-
-def _available_bytes() -> int:
-    """Memory that is free or can be freed (caches), where the system tells; else what is free."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import click
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.manifest import MANIFEST_NAME
 from shardconv_runtime.plan_checks import EXPERT_MODES
 
-from .convert import convert, parse_size, plan, require_tp
-from .replan import replan
+from .convert import convert, parse_memory, parse_ranks, parse_size, plan, require_tp
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -42,7 +42,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except ShardconvError as error:
         return _fail(str(error))
     except (click.Abort, KeyboardInterrupt):
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        print("interrupted; the same command continues what it was writing", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on exit
@@ -121,6 +121,10 @@ def cli() -> None:
       shardconv plan MODEL --tp 8           what a conversion would do, from the config alone
       shardconv convert MODEL --tp 8 out/   do it
       shardconv inspect out/                what a converted directory holds
+      shardconv verify out/                 that every byte of it is right
+      shardconv reshard out/ --tp 4 out-4/  the same model for another number of ranks
+      shardconv merge out/ hf/              back to an ordinary checkpoint
+      shardconv export out/ --format dcp d/ for torch's distributed checkpoint
       shardconv replan out/                 solve it again after an upgrade of transformers
 
     \b
@@ -143,6 +147,18 @@ def cli() -> None:
     help="Begin a new file after so much; as 500MB or 5GB. A tensor is never split.",
 )
 @click.option(
+    "--memory",
+    default="512MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="For the buffers that weights pass through.",
+)
+@click.option(
+    "--ranks",
+    metavar="LIST",
+    help="Write these ranks only, as 0-3 or 0,2,5; the part that comes last completes OUT.  [default: all]",
+)
+@click.option(
     "--overwrite", is_flag=True, help="Replace OUT if it is a converted directory, and nothing else."
 )
 @click.option("--no-check", is_flag=True, help="Skip the proof of the plan (retrace and simulated ranks).")
@@ -154,22 +170,27 @@ def convert_command(
 
     MODEL is a directory with config.json and weights, or the id of a Hub repository. The plan is proven
     before anything is written: every rank is simulated in float64 and compared with the unsharded model.
-    OUT appears when all is done, or not at all.
+    Until all is done, OUT has no manifest.json and holds a directory .partial only; the same command
+    continues a run that was interrupted.
 
     \b
     Examples:
       shardconv convert ./my-model --tp 2 out/
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
+      shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine
     """
     from .report import human_bytes
     from .summary import summarize
 
     require_tp(tp)  # here too, so that these answer before the libraries are imported
     parse_size(options["max_file_size"])
-    with _working(quiet, verbose) as progress:
+    parse_memory(options["memory"])
+    if options["ranks"] is not None:
+        parse_ranks(options["ranks"], tp)
+    with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
-    if not quiet:
+    if not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         click.echo(
             f"{out}: {human_bytes(max(summary.rank_bytes))} on each of {tp} ranks, "
@@ -181,9 +202,16 @@ def convert_command(
 @click.argument("model")
 @tp_option
 @experts_option
-@click.option("--json", "as_json", is_flag=True, help="Print the plan itself, as in plan.json.")
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the plan (JSON) to FILE."
+    "--format",
+    "chosen",
+    type=click.Choice(("report", "json", "tp_plan")),
+    help="A report, the plan itself as in plan.json, or a tp_plan of transformers.  "
+    "[default: report; json in FILE]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it to FILE, too."
 )
 @click.option("--check", is_flag=True, help="Prove the plan too, as convert does.")
 @click.option("--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass.")
@@ -191,6 +219,7 @@ def convert_command(
 def plan_command(
     model: str,
     tp: int,
+    chosen: str | None,
     as_json: bool,
     output: str | None,
     tokens: int,
@@ -203,73 +232,48 @@ def plan_command(
     Prints each kind of layer with its category, local shapes and bytes per rank, what stays replicated
     and why, and the collectives of one forward pass with the bytes of their tensors.
 
+    A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
+    from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
+
     \b
     Examples:
       shardconv plan org/name --tp 8
       shardconv plan ./my-model --tp 4 --json -o plan.json
+      shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
-    from shardconv_runtime import codec
+    from shardconv_runtime.typed_json import write_text
 
     require_tp(tp)
-    with _working(quiet, verbose) as progress:
+    if as_json and chosen not in (None, "json"):
+        raise click.UsageError(f"--json and --format {chosen} are two formats; give one")
+    chosen = "json" if as_json else chosen
+    with working(quiet, verbose) as progress:
         solved = plan(model, tp, progress=progress, **options)
-    if output is not None:
-        codec.write(solved, output)
-    if not quiet or as_json:
-        _print_plan(solved, as_json, tokens)
+        shown = _plan_text(solved, chosen or "report", tokens, model, options)
+        if output is not None:
+            write_text(Path(output), shown if chosen else _plan_text(solved, "json", tokens, model, options))
+    if not quiet or chosen not in (None, "report"):
+        click.echo(shown, nl=False)
 
 
-@cli.command("inspect")
-@click.argument("out", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print the plan itself.")
-@click.option("--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass.")
-def inspect_command(out: str, as_json: bool, tokens: int) -> None:
-    """Show the plan and the files of the converted directory OUT.
+def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
+    """The plan in one of the formats; ``options`` are those of ``plan``."""
+    if chosen == "tp_plan":
+        from .tp_plan import skeleton, to_json, tp_plan
 
-    \b
-    Example:
-      shardconv inspect out/
-    """
-    from shardconv_runtime import codec, manifest
+        how_to_read = {name: value for name, value in options.items() if name not in ("experts", "check")}
+        return to_json(tp_plan(solved, skeleton(model, **how_to_read)))
+    if chosen == "json":
+        from shardconv_runtime import codec
 
-    found = manifest.read(out)
-    for rank in range(found.tp):
-        manifest.check_sizes(out, found, rank)
-    _print_plan(codec.read(Path(out) / manifest.PLAN_NAME), as_json, tokens)
-    if not as_json:
-        from .report import files_report
+        return codec.dumps(solved)
+    from .report import report
 
-        click.echo("\n" + files_report(found), nl=False)
-
-
-@cli.command("replan")
-@click.argument("out", type=click.Path())
-@click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks.")
-def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: bool, verbose: bool) -> None:
-    """Solve OUT again for the installed torch and transformers, keeping its shards.
-
-    A plan holds for the model code that it was solved for; after an upgrade the runtime refuses it
-    and names this command. It takes seconds. If the new plan slices some tensor in another way, OUT is
-    left as it is and has to be converted again.
-
-    \b
-    Example:
-      shardconv replan out/
-    """
-    with _working(quiet, verbose) as progress:
-        solved = replan(out, trust_remote_code=trust_remote_code, check=not no_check, progress=progress)
-    if not quiet:
-        code = solved.code
-        click.echo(
-            f"{out}: planned for torch {code.torch}, transformers {code.transformers}; the shards are kept"
-        )
+    return report(solved, num_tokens=tokens)
 
 
 @contextmanager
-def _working(quiet: bool, verbose: bool) -> Iterator[Any]:
+def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
     from .chatter import quiet_libraries
@@ -283,9 +287,19 @@ def _working(quiet: bool, verbose: bool) -> Iterator[Any]:
         yield progress
 
 
-def _print_plan(solved: Any, as_json: bool, tokens: int) -> None:
+def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
     from shardconv_runtime import codec
 
     from .report import report
 
     click.echo(codec.dumps(solved) if as_json else report(solved, num_tokens=tokens), nl=False)
+
+
+def _add_commands() -> None:
+    from .cli_converted import COMMANDS
+
+    for command in COMMANDS:
+        cli.add_command(command)
+
+
+_add_commands()

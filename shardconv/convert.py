@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from typing import Any
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.manifest import rank_directory
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.plan_checks import EXPERT_MODES
 
@@ -20,6 +22,12 @@ from .progress import Progress, Silent
 MAX_FILE_SIZE = 5 * 10**9
 """Bytes after which a new shard file is begun."""
 
+MEMORY = 512 * 2**20
+"""Bytes for the buffers that weights pass through."""
+
+MIN_MEMORY = 2**20
+
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -35,6 +43,8 @@ def convert(
     token: str | bool | None = None,
     dtype: str | None = None,
     max_file_size: int | str = MAX_FILE_SIZE,
+    memory: int | str = MEMORY,
+    ranks: Collection[int] | str | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
     check: bool = True,
@@ -42,15 +52,21 @@ def convert(
 ) -> Plan:
     """Solve a model for ``tp`` ranks and write its shards and its plan to ``out``.
 
+    A run that was killed, or failed for want of space, say, is continued by the same call.
+
     Args:
         model: directory or Hub id of a transformers model.
-        out: directory to make; it must not exist, or be empty, unless ``overwrite``.
+        out: directory to make; it must not exist, or be empty, unless ``overwrite``, or hold what an earlier
+            run left unfinished.
         tp: number of ranks.
         experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
             whole experts on each rank.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
+        memory: bytes for the buffers that weights pass through, or text.
+        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Each part may be written by
+            another machine, to one directory; the last one completes it.
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
         check: prove the plan (retrace and float64 simulation) before anything is written.
@@ -60,7 +76,8 @@ def convert(
         The plan, as in ``out/plan.json``.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy; ``out`` is then as it was.
+        ShardconvError: with what is wrong and the remedy. ``out`` is then as it was, but for its
+            ``.partial``, from which the next run continues.
 
     Example:
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
@@ -68,12 +85,15 @@ def convert(
     progress = progress or Silent()
     require_tp(tp)
     require_experts(experts)
-    limit = parse_size(max_file_size)
-    output = Output.prepare(out, overwrite=overwrite, source=model)
+    limit, budget = parse_size(max_file_size), parse_memory(memory)
+    wanted = parse_ranks(ranks, tp) if isinstance(ranks, str) else ranks
+    owners = None if wanted is None else {rank_directory(rank, tp) for rank in wanted}
+    output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners)
 
     from .pipeline import solve_plan
-    from .sources import read_weights, resolve
-    from .writer import write
+    from .scaled import blocks_in, flatten
+    from .sources import lazy_weights, resolve, select
+    from .writer import origin_of, write
 
     progress.stage(f"reading {os.fspath(model)}")
     spec = resolve(
@@ -86,11 +106,22 @@ def convert(
         dtype=dtype,
         need_weights=True,
     )
-    solved: Plan = solve_plan(spec, tp, experts=experts, check=check, progress=progress.stage)
-    progress.stage("loading the weights")
-    weights = read_weights(spec, parameter_plans(solved).keys())
-    with output.building() as directory:
-        write(solved, weights, directory, spec, max_file_size=limit, progress=progress)
+    origin = origin_of(spec)
+    progress.stage("finding the weights in the checkpoint")
+    found = lazy_weights(spec)
+    blocks = blocks_in(found)
+    solved: Plan = solve_plan(spec, tp, experts=experts, blocks=blocks, check=check, progress=progress.stage)
+    solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
+    write(
+        solved,
+        weights,
+        output,
+        origin,
+        ranks=wanted,
+        max_file_size=limit,
+        memory=budget,
+        progress=progress,
+    )
     return solved
 
 
@@ -170,6 +201,36 @@ def parse_size(size: int | str) -> int:
     if num_bytes < 1:
         raise ShardconvError(f"the file size {size!r} must be 1 byte or more, as 5GB or 500MB")
     return num_bytes
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes from a number or from text as ``512MiB``.
+
+    Raises:
+        ShardconvError: it is not a size, or too small to work with.
+    """
+    num_bytes = parse_size(memory)
+    if num_bytes < MIN_MEMORY:
+        raise ShardconvError(f"memory of {memory} is too little; give 1MiB or more")
+    return num_bytes
+
+
+def parse_ranks(text: str, tp: int) -> tuple[int, ...]:
+    """Ranks from text as ``0-3,6``, ascending.
+
+    Raises:
+        ShardconvError: it is not a list of ranks below ``tp``.
+    """
+    ranks: set[int] = set()
+    for item in text.split(","):
+        match = _RANKS.fullmatch(item.strip())
+        if match is None:
+            raise ShardconvError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last or last >= tp:
+            raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
+        ranks.update(range(first, last + 1))
+    return tuple(sorted(ranks))
 
 
 def _parse_size_text(text: str) -> int:

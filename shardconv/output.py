@@ -1,15 +1,9 @@
-"""The directory that a conversion makes: whole or not at all, and never in place of anything else.
-
-The files are built in a sibling ``OUT.partial-<pid>``, which takes the place of ``OUT`` by a rename when
-all is done, and is removed when anything goes wrong.
-"""
+"""Where a directory may be made: never in place of anything that shardconv did not write."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,101 +11,99 @@ from shardconv_runtime.errors import CheckpointError, ShardconvError
 from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME
 from shardconv_runtime.manifest import read as read_manifest
 
+from .job import PARTIAL, is_placed, known_files, read_state
+from .workspace import refuse_if_busy
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """A place where a converted directory may be put."""
 
     path: Path
+    overwrite: bool
 
     @classmethod
     def prepare(
-        cls, out: str | os.PathLike[str], *, overwrite: bool, source: str | os.PathLike[str]
+        cls,
+        out: str | os.PathLike[str],
+        *,
+        overwrite: bool,
+        source: str | os.PathLike[str],
+        owners: Collection[str] | None = None,
     ) -> Output:
         """Check that ``out`` may be made, without making it.
 
         Args:
-            out: the directory to make.
+            out: the directory to make. It may hold what an earlier run left unfinished.
             overwrite: whether a converted directory may be replaced.
             source: the model; ``out`` may not hold it.
+            owners: whose files are to be written, see ``workspace``; by default all.
 
         Raises:
-            ShardconvError: it exists and is not empty, or cannot be written.
+            ShardconvError: it exists and is not empty, or cannot be written, or another process writes to it.
         """
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
             raise ShardconvError(f"OUT {out} is a file; name a directory that does not exist yet")
-        if path.is_dir() and any(path.iterdir()):
-            if not overwrite:
+        if path.is_dir() and any(file.name != PARTIAL for file in path.iterdir()):
+            if not overwrite and not _is_being_finished(path):
                 raise ShardconvError(f"OUT {out} is not empty; name another directory, or pass --overwrite")
             _require_replaceable(path, Path(source).expanduser())
         _require_writable(path)
-        return cls(path)
+        refuse_if_busy(path, owners)
+        return cls(path, overwrite)
 
-    @contextmanager
-    def building(self) -> Iterator[Path]:
-        """A fresh directory to fill; it takes the place of ``path`` when the block ends without error."""
-        partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
-        parents = [parent for parent in self.path.parents if not parent.exists()]
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            yield partial
-            _put(partial, self.path)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            _remove_empty(parents)
-            raise
+    def require_free(self) -> None:
+        """Check again, now that the plan is made.
 
+        Raises:
+            ShardconvError: a converted directory was put there meanwhile, and may not be replaced.
+        """
+        is_there = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
+        if is_there and not self.overwrite:
+            raise ShardconvError(
+                f"OUT {self.path} was written by another process meanwhile; name another directory, "
+                "or pass --overwrite"
+            )
 
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    def replaced(self) -> list[str]:
+        """The files of the converted directory that is there; the last one makes it complete.
 
-
-def _put(partial: Path, path: Path) -> None:
-    """Move ``partial`` to ``path``; what was there goes only once its successor is in place."""
-    old = path.with_name(f"{path.name}.old-{os.getpid()}")
-    if path.exists():
-        path.rename(old)
-    try:
-        partial.rename(path)
-    except BaseException:
-        if old.exists():
-            old.rename(path)
-        raise
-    fsync_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        Raises:
+            ShardconvError: it was not there before, and may not be replaced.
+        """
+        self.require_free()
+        if not (self.path / MANIFEST_NAME).is_file():
+            return []
+        return [*(entry.path for entry in read_manifest(self.path).files), PLAN_NAME, MANIFEST_NAME]
 
 
-def _remove_empty(made: list[Path]) -> None:
-    for directory in made:
-        try:
-            directory.rmdir()
-        except OSError:
-            return
+def _is_being_finished(path: Path) -> bool:
+    """Whether what is there was put there by a run of which something is left to do."""
+    state = read_state(path / PARTIAL)
+    if state is None or state.moves is None:
+        return False
+    return not (path / MANIFEST_NAME).is_file() or is_placed(path, state.moves)
 
 
 def _require_replaceable(path: Path, source: Path) -> None:
     """Only what shardconv wrote may be removed."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
         raise ShardconvError(f"OUT {path} holds the model to convert; name another directory")
-    if path.is_symlink() or not (path / MANIFEST_NAME).is_file():
+    known = known_files(path)
+    if path.is_symlink() or not (known or (path / MANIFEST_NAME).is_file()):
         raise ShardconvError(
             f"OUT {path} was not written by shardconv, so it is not overwritten; name another directory"
         )
     try:
-        known = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
+        if (path / MANIFEST_NAME).is_file():
+            known |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
     except CheckpointError as error:
         raise ShardconvError(f"OUT {path} cannot be replaced: {error}; remove it yourself") from error
     strange = sorted(
         str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink()
     )
-    foreign = [name for name in strange if name not in known]
+    foreign = [name for name in strange if name not in known and name.split("/")[0] != PARTIAL]
     if foreign:
         raise ShardconvError(
             f"OUT {path} holds {foreign[0]}, which shardconv did not write; move it away first"

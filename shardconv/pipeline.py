@@ -35,6 +35,7 @@ from .shallow import find_bypasses
 from .solve import solve
 from .sources import ModelSpec
 from .tape import Tape, draws, starred
+from .torn import Blocks, require_whole_blocks, split_at_blocks
 
 MAX_ROUNDS = 32
 
@@ -44,6 +45,7 @@ def solve_plan(
     tp: int,
     *,
     experts: str = "tp",
+    blocks: Blocks | None = None,
     check: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -53,6 +55,7 @@ def solve_plan(
         spec: the resolved model; only its config is used.
         tp: number of ranks.
         experts: ``tp`` splits each expert of a mixture, ``ep`` gives whole experts to each rank.
+        blocks: of block-scaled parameters; no rank's part of them begins or ends inside of a block.
         check: retrace the local model and compare simulated ranks with the unsharded model.
         progress: told the name of each stage.
 
@@ -62,7 +65,7 @@ def solve_plan(
     tell = progress or (lambda _: None)
     try:
         with _no_collection():
-            return _stages(spec, tp, experts, check, tell)
+            return _stages(spec, tp, experts, blocks or {}, check, tell)
     except ShardconvError:
         raise
     except Exception as error:
@@ -84,7 +87,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[[str], None]) -> Plan:
+def _stages(
+    spec: ModelSpec, tp: int, experts: str, blocks: Blocks, check: bool, tell: Callable[[str], None]
+) -> Plan:
     tell("building the model")
     model = _built(spec)
     tell("tracing")
@@ -94,7 +99,7 @@ def _stages(spec: ModelSpec, tp: int, experts: str, check: bool, tell: Callable[
     if experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
-    plan = _solved(spec, tp, model, folded, inputs if check else None, experts)
+    plan = _solved(spec, tp, model, folded, inputs if check else None, experts, blocks)
     plan = replace(plan, notes=(*inputs.notes, *plan.notes))
     if check:
         tell("simulating the ranks")
@@ -119,13 +124,20 @@ def _built(spec: ModelSpec) -> nn.Module:
 
 
 def _solved(
-    spec: ModelSpec, tp: int, model: nn.Module, folded: Folded, inputs: TraceInputs | None, experts: str
+    spec: ModelSpec,
+    tp: int,
+    model: nn.Module,
+    folded: Folded,
+    inputs: TraceInputs | None,
+    experts: str,
+    blocks: Blocks,
 ) -> Plan:
     """Solve, and again without what turns out not to be possible, until all fits."""
     analysis = analyse(folded.tape, folded.ties)
     parallel = ExpertParallel(analysis) if experts == "ep" else None
     ruled_out: dict[int, str] = {}
     forbidden: list[Node] = parallel.forbidden() if parallel else []
+    forbidden += split_at_blocks(analysis, folded, blocks)
     for _ in range(MAX_ROUNDS):
         assignment = solve(analysis, tp, forbidden, folded)
         try:
@@ -134,6 +146,7 @@ def _solved(
             edits = localize(layouts) | (parallel.edits(layouts) if parallel else {})
             solution = Solution(layouts, edits, norms, folded, ruled_out)
             plan = _plan(spec, tp, model, solution)
+            require_whole_blocks(solution, plan.parameters, blocks)
             if parallel:
                 plan = replace(plan, experts=experts, notes=(*plan.notes, *parallel.notes(layouts)))
             if inputs is not None:

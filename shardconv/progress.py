@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
@@ -11,14 +12,18 @@ Advance = Callable[[int], object]
 """Called with the number of bytes that are done since the last call."""
 
 
+LINE_EVERY_S = 30.0
+"""How often a log hears of a long stage."""
+
+
 class Progress(Protocol):
     """Where the stages report to."""
 
     def stage(self, text: str) -> None:
         """A stage begins; ``text`` says what it does."""
 
-    def bar(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:
-        """Follow work on ``total_bytes`` bytes."""
+    def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> AbstractContextManager[Advance]:
+        """Follow work on ``total_bytes`` bytes, of which an earlier run did ``done_bytes``."""
 
 
 class Silent:
@@ -28,7 +33,7 @@ class Silent:
         """Nothing."""
 
     @contextmanager
-    def bar(self, label: str, total_bytes: int) -> Iterator[Advance]:
+    def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
         """Nothing."""
         yield lambda num_bytes: None
 
@@ -44,21 +49,36 @@ class Lines:
         print(text, file=self.stream, flush=True)
 
     @contextmanager
-    def bar(self, label: str, total_bytes: int) -> Iterator[Advance]:
-        """Print the label and the amount at the start."""
-        self.stage(f"{label}: {total_bytes / 1e6:,.1f} MB")
-        yield lambda num_bytes: None
+    def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
+        """Print the label and the amount at the start, and what is done and the rate twice a minute."""
+        rest = f", of which {done_bytes / 1e6:,.1f} MB are done" if done_bytes else ""
+        self.stage(f"{label}: {total_bytes / 1e6:,.1f} MB{rest}")
+        done, start = done_bytes, time.monotonic()
+        told = start
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done, told
+            done += num_bytes
+            now = time.monotonic()
+            if now - told >= LINE_EVERY_S and done < total_bytes:
+                told, rate = now, (done - done_bytes) / (now - start)
+                left = f"{(total_bytes - done) / max(rate, 1) / 60:,.1f} minutes left"
+                self.stage(f"{label}: {done / total_bytes:.0%}, {rate / 1e6:,.0f} MB/s, {left}")
+
+        yield advance
 
 
 class Bars(Lines):
     """Lines for the stages and tqdm bars for bytes: for terminals."""
 
     @contextmanager
-    def bar(self, label: str, total_bytes: int) -> Iterator[Advance]:
+    def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
         """A tqdm bar that stays on the screen."""
         from tqdm import tqdm  # only terminals pay for the import
 
-        with tqdm(total=total_bytes, desc=label, unit="B", unit_scale=True, file=self.stream) as bar:
+        with tqdm(
+            total=total_bytes, initial=done_bytes, desc=label, unit="B", unit_scale=True, file=self.stream
+        ) as bar:
             yield bar.update
 
 

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 from shardconv_runtime import codec, manifest
+from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
 from shardconv_runtime.layout_hash import layout_sha256
 from shardconv_runtime.manifest import Manifest
-from shardconv_runtime.plan import Plan, global_shape, parameter_plans
+from shardconv_runtime.plan import Plan, global_shape
 from shardconv_runtime.slices import to_text
 
 from .progress import Progress, Silent
@@ -49,12 +50,15 @@ def replan(
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
     from .pipeline import solve_plan
+    from .scaled import block_sizes, blocks_of, with_blocks
     from .sources import resolve
     from .writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
     tell = (progress or Silent()).stage
-    new: Plan = solve_plan(spec, old.tp, experts=old.experts, check=check, progress=tell)
+    blocks = block_sizes(old)
+    new: Plan = solve_plan(spec, old.tp, experts=old.experts, blocks=blocks, check=check, progress=tell)
+    new = with_blocks(new, blocks_of(old))
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}
@@ -79,7 +83,7 @@ def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan)
 
 
 def _first_difference(old: Plan, new: Plan) -> str:
-    before, after = parameter_plans(old), parameter_plans(new)
+    before, after = stored_plans(old), stored_plans(new)
     for name in (*before, *after):
         if name not in after or name not in before:
             return f"{name} is no longer a parameter" if name not in after else f"{name} is a new parameter"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shardconv_runtime.blocks import stored_entries
 from shardconv_runtime.dtypes import STORED_BITS, STORED_NAME
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.names import compress
@@ -15,10 +16,10 @@ from shardconv_runtime.plan import (
     ModulePlan,
     ParameterPlan,
     Plan,
+    by_name,
     global_shape,
     local_shape,
     module_plans,
-    parameter_plans,
 )
 
 COMMUNICATING = ("all_reduce", "all_gather")
@@ -86,9 +87,10 @@ class Summary:
 
 def summarize(plan: Plan) -> Summary:
     """Work out the numbers of a plan."""
-    parameters = parameter_plans(plan)
+    entries = tuple(stored_entries(plan))
+    parameters = by_name("parameters", entries)
     numbers = Counter(map(id, parameters.values()))
-    counts = [(entry, numbers[id(entry)]) for entry in plan.parameters]
+    counts = [(entry, numbers[id(entry)]) for entry in entries]
     return Summary(
         kinds=_kinds(plan, parameters),
         replicated=_replicated(plan, parameters),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Code of model directories is cached under their names, which tests that run at once share.
+os.environ["HF_MODULES_CACHE"] = os.path.join(
+    tempfile.gettempdir(), f"shardconv-modules-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-{os.getpid()}"
+)
 
 import pytest
 import torch
@@ -34,6 +41,7 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         tp: int,
         *,
         experts: str = "tp",
+        blocks: Any = None,
         check: bool = True,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:

@@ -94,7 +94,7 @@ def fill(model: nn.Module, plan: Plan, state: dict[str, Tensor], rank: int) -> N
 
 def _entry(path: Path, name: str, rank: int | None) -> FileEntry:
     data = (path / name).read_bytes()
-    return FileEntry(name, len(data), hashlib.sha256(data).hexdigest(), rank)
+    return FileEntry(name, len(data), f"sha256:{hashlib.sha256(data).hexdigest()}", rank)
 
 
 def _on_mesh(entry: ParameterPlan, config: Any, axes: tuple[int, ...]) -> ParameterPlan:

@@ -52,3 +52,6 @@ STORED_NAME: Mapping[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 """torch's name of a dtype, as in a plan, to safetensors' name."""
+
+TORCH_NAME: Mapping[str, str] = {stored: name for name, stored in STORED_NAME.items()}
+"""safetensors' name of a dtype to torch's."""

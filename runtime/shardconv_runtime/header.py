@@ -63,6 +63,13 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
         ) from error
 
 
+def data_start(path: str | os.PathLike[str]) -> int:
+    """Where the bytes of the tensors begin in a file that ``read_header`` accepts."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+    return _LENGTH_BYTES + int(length)
+
+
 def _read_length(prefix: bytes, num_bytes: int) -> int:
     if len(prefix) < _LENGTH_BYTES:
         raise MalformedError("", f"it has {num_bytes} bytes only")
@@ -91,8 +98,21 @@ def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, St
     return metadata, ordered
 
 
+def _plain_entry(value: Any) -> _Entry | None:
+    """An entry without fault, read without the care that names one: there may be a hundred thousand."""
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        return None
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        return None
+    numbers = (*shape, *offsets)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        return None
+    return _Entry(dtype, tuple(shape), (offsets[0], offsets[1]))
+
+
 def _tensor(name: str, value: Any) -> StoredTensor:
-    entry: _Entry = from_json(_Entry, value, name)
+    entry = _plain_entry(value) or from_json(_Entry, value, name)
     bits = STORED_BITS.get(entry.dtype)
     if bits is None:
         raise MalformedError(f"{name}.dtype", f"unknown dtype {entry.dtype[:40]!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 
+from .blocks import stored_entries
 from .names import expand_all
 from .plan import ParameterPlan, Plan
 from .slices import Mesh, axes_of, coordinates, ranges, size
@@ -18,7 +19,7 @@ def layout_sha256(plan: Plan) -> str:
     """sha256 (hex) over tp, ties, and each tensor's name, dtype, shape and positions on each rank."""
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
     lines = [f"{alias} = {name}\n" for alias, name in plan.tied]
-    for parameter in plan.parameters:
+    for parameter in stored_entries(plan):
         text = _describe(parameter, plan.mesh)
         lines += [f"{name} {text}\n" for name in expand_all(parameter.names)]
     for line in sorted(lines):

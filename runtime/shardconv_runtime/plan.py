@@ -53,6 +53,11 @@ class ParameterPlan:
     """Mesh axes over which the parameter is a Partial: whole where their coordinate is 0, zero elsewhere."""
     reason: str = ""
     """Why it is replicated; empty where some dim is sharded or partial."""
+    block: tuple[int, ...] = ()
+    """Sizes of the blocks, one for each dim, of values in float8 that share a factor, see ``blocks``. The
+    module gets their product in the model's dtype."""
+    block_dtype: str = ""
+    """Of the factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
     Raises:
         PlanError: two entries claim one name, or the patterns stand for too many names.
     """
-    return _by_name("parameters", plan.parameters)
+    return by_name("parameters", plan.parameters)
 
 
 def module_plans(plan: Plan) -> dict[str, ModulePlan]:
@@ -202,7 +207,7 @@ def module_plans(plan: Plan) -> dict[str, ModulePlan]:
     Raises:
         PlanError: two entries claim one name, or the patterns stand for too many names.
     """
-    return _by_name("modules", plan.modules)
+    return by_name("modules", plan.modules)
 
 
 def global_shape(entry: ParameterPlan) -> tuple[int, ...]:
@@ -215,7 +220,12 @@ def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(local_size(dim, mesh, rank) for dim in entry.dims)
 
 
-def _by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
+def by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
+    """Expand the names of entries.
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
     found: dict[str, _Entry] = {}
     for index, entry in enumerate(entries):
         try:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+from .blocks import VALUES_DTYPE, check_blocks
 from .dtypes import STORED_NAME
 from .errors import PlanError
 from .plan import (
@@ -101,6 +102,17 @@ def _check_head(plan: Plan) -> None:
         _fail("code.fingerprint", "expected 64 hex digits in lower case")
 
 
+def _check_blocks(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
+    if not entry.block:
+        if entry.block_dtype:
+            _fail(f"{where}.block_dtype", "only a parameter with blocks has it")
+        return
+    if entry.dtype != VALUES_DTYPE or len(entry.block) != len(entry.dims) or min(entry.block) < 1:
+        _fail(f"{where}.block", f"blocks of {VALUES_DTYPE} have one size for each dim, 1 or more")
+    _check_dtype(f"{where}.block_dtype", entry.block_dtype)
+    check_blocks(entry, mesh)
+
+
 def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if not entry.names or "" in entry.names:
         _fail(f"{where}.names", "a parameter needs a name")
@@ -108,6 +120,7 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if len(entry.dims) > MAX_TENSOR_DIMS:
         _fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
     _check_dims(f"{where}.dims", entry.dims, mesh)
+    _check_blocks(where, entry, mesh)
     _check_axes(f"{where}.partial", entry.partial, mesh)
     if both := sorted(set(entry.partial).intersection(_all_axes(entry.dims))):
         _fail(

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from .blocks import SUFFIX, dequantised, stored_plans
 from .build import owner_of, retie, stored_tensors
 from .dtypes import STORED_NAME
 from .errors import CheckpointError
@@ -23,7 +24,7 @@ from .manifest import (
     check_shard,
     check_sizes,
     resolve,
-    sha256_of,
+    sha256_checksum,
 )
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
 
@@ -48,7 +49,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     """
     check_sizes(directory, manifest, rank)
     for entry in manifest.files_of(rank):
-        if _is_code(entry) and sha256_of(resolve(directory, entry.path)) != entry.sha256:
+        if _is_code(entry) and sha256_checksum(resolve(directory, entry.path)) != entry.checksum:
             raise CheckpointError(
                 f"{directory}: {entry.path} is not the one that was converted (its sha256 is not that in "
                 f"{MANIFEST_NAME}); {_REMEDY}"
@@ -84,7 +85,7 @@ def read(
         CheckpointError: a tensor is missing.
     """
     todo = set(parameter_plans(plan))
-    for name, tensor in _tensors(files, device):
+    for name, tensor in _parameters(files, plan, device):
         target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
         _assign(model, name, tensor.to(target))
         todo.remove(name)
@@ -106,6 +107,24 @@ def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> to
         return stored
     kept_wide = stored.itemsize > getattr(torch, model_dtype).itemsize
     return torch.promote_types(stored, wanted) if kept_wide else wanted
+
+
+def _parameters(files: RankFiles, plan: Plan, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The parameters in the files; one with blocks once its values and its factors were read."""
+    scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
+    partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
+    waiting: dict[str, Tensor] = {}
+    for name, tensor in _tensors(files, device):
+        if name not in partner:
+            yield name, tensor
+        elif partner[name] not in waiting:
+            waiting[name] = tensor
+        else:
+            found = {name: tensor, partner[name]: waiting.pop(partner[name])}
+            values = name if name in scaled else partner[name]
+            dtype = getattr(torch, plan.model.dtype)
+            block = scaled[values].block
+            yield values, dequantised(found[values], found[partner[values]], block, dtype)
 
 
 def _tensors(files: RankFiles, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -142,7 +161,7 @@ def _is_shard(entry: FileEntry) -> bool:
 def _compare(
     directory: Path, found: dict[str, tuple[StoredTensor, FileEntry]], plan: Plan, rank: int
 ) -> None:
-    expected = parameter_plans(plan)
+    expected = stored_plans(plan)
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(
             f"{directory}: no file of rank {rank} has {missing[0]} ({len(missing)} such); {_REMEDY}"

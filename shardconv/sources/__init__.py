@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from .resolve import resolve
 from .spec import ModelSpec
-from .weights import read_weights
+from .weights import lazy_weights, select
 
-__all__ = ["ModelSpec", "read_weights", "resolve"]
+__all__ = ["ModelSpec", "lazy_weights", "resolve", "select"]

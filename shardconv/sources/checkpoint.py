@@ -6,18 +6,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-from shardconv_runtime.dtypes import STORED_NAME
+from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.header import read_header
+
+from .pickled import load_pickled
 
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 """(single file, index of several files), the preferred format first, as transformers looks for them."""
-
-_TORCH_NAME = {stored: name for name, stored in STORED_NAME.items()}
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -62,18 +61,10 @@ def stored_dtype(file: Path) -> str | None:
     """dtype of the first floating-point tensor of a weight file, as ``"bfloat16"``."""
     if file.suffix == ".safetensors":
         _, tensors = read_header(file)
-        found = (_TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
+        found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
     else:
-        found = (str(dtype).removeprefix("torch.") for dtype in _pickled_dtypes(file))
+        found = (str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values())
     return next((name for name in found if name.startswith(("float", "bfloat"))), None)
-
-
-def _pickled_dtypes(file: Path) -> list[torch.dtype]:
-    try:
-        tensors = torch.load(file, map_location="meta", weights_only=True)
-        return [tensor.dtype for tensor in tensors.values()]
-    except Exception as error:  # the unpickler may raise anything on a corrupt file
-        raise SourceError(f"{file} cannot be read by torch.load; download or copy it again") from error
 
 
 def _indexed(index: Path) -> list[Path]:

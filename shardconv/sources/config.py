@@ -15,7 +15,7 @@ import transformers
 from shardconv_runtime.errors import SourceError
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from .locate import brief
+from .messages import brief
 
 FALLBACKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -122,9 +122,13 @@ def _class_from_repository(config: Any, directory: Path) -> type | None:
     return cls
 
 
+def _is_model(cls: object) -> bool:
+    return isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+
+
 def _fits(cls: object, config: Any) -> bool:
     """Whether ``cls`` is a model that is built from this config."""
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+    if not _is_model(cls):
         return False
     expected = getattr(cls, "config_class", None)
     return expected is None or isinstance(config, expected)
@@ -136,14 +140,4 @@ def _from_mapping(mapping_name: str, config: Any) -> type | None:
         return None
     found = mapping[type(config)]
     cls = found[0] if isinstance(found, tuple) else found
-    return cls if _fits(cls, config) else None
-
-
-def quantisation_of(config: Any) -> str | None:
-    """The name of the method that the weights are quantised with, if they are."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            found = settings if isinstance(settings, dict) else vars(settings)
-            return str(found.get("quant_method") or "an unnamed method")
-    return None
+    return cls if _is_model(cls) else None  # the mapping knows; some types share another one's class

@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
 
 from .checkpoint import wanted_weights
+from .messages import brief
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")
 """Everything but weights and code that a model repository may need at run time."""
@@ -102,9 +103,3 @@ def _explain(repo_id: str, hub: Hub, error: Exception) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"{start} it cannot be read{at}: {brief(error)}; check --token and try again"
     return f"{start} it cannot be reached{at} ({type(error).__name__}); check the path or the network"
-
-
-def brief(error: BaseException, limit: int = 200) -> str:
-    """An error's message in one line of at most ``limit`` characters, or its type's name."""
-    text = " ".join(str(error).split()).rstrip(".:;")
-    return (text if len(text) <= limit else text[:limit] + "...") or type(error).__name__

@@ -10,8 +10,9 @@ import transformers
 from shardconv_runtime.errors import SourceError
 
 from .checkpoint import stored_dtype, validate, weight_files
-from .config import model_class_of, quantisation_of, read_config
+from .config import model_class_of, read_config
 from .locate import Hub, locate
+from .quantised import blocks_of, without_quantisation
 from .spec import ModelSpec, is_custom
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -47,7 +48,9 @@ def resolve(
     hub = Hub(revision, cache_dir, local_files_only, token)
     directory, commit = locate(model, hub, code=trust_remote_code, need_weights=need_weights)
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    _refuse_quantised(config, str(directory))
+    blocks = blocks_of(config, str(directory))
+    if blocks is not None:
+        config = without_quantisation(config)
     files = weight_files(directory) if need_weights else ()
     validate(files)
     model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
@@ -60,6 +63,8 @@ def resolve(
         directory=directory,
         revision=commit,
         weight_files=files,
+        blocks=blocks,
+        dequantise=blocks is not None and dtype is not None,
     )
 
 
@@ -67,7 +72,9 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
     name = type(config).__name__
     if need_weights:
         raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
-    _refuse_quantised(config, name)
+    blocks = blocks_of(config, name)
+    if blocks is not None:
+        config = without_quantisation(config)
     model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
     return ModelSpec(
         name=name,
@@ -75,15 +82,8 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
         model_class=model_class,
         dtype=_dtype(dtype, config, ()),
         trust_remote_code=is_custom(model_class),
+        blocks=blocks,
     )
-
-
-def _refuse_quantised(config: Any, where: str) -> None:
-    method = quantisation_of(config)
-    if method is not None:
-        raise SourceError(
-            f"{where} is quantised ({method}), which is not supported; convert the unquantised model"
-        )
 
 
 def _dtype(asked: str | None, config: Any, files: tuple[Path, ...]) -> str:

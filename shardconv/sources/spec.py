@@ -27,6 +27,10 @@ class ModelSpec:
     """Commit of a Hub repository; None for local directories."""
     weight_files: tuple[Path, ...] = ()
     """Checkpoint files, validated; empty where no weights were asked for."""
+    blocks: tuple[int, int] | None = None
+    """Of a block-scaled float8 checkpoint: rows and columns of a block. ``config`` is the plain model's."""
+    dequantise: bool = False
+    """Convert such a checkpoint without its blocks."""
 
     @property
     def class_name(self) -> str:

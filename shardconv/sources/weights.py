@@ -1,23 +1,29 @@
-"""Read the parameters of a model from its checkpoint, as transformers itself would.
+"""Which bytes of the checkpoint each parameter of a model is made of, as transformers itself would load it.
 
 transformers renames, stacks, splits and transposes what a checkpoint holds on the way to a
-parameter; its own ``from_pretrained`` does it here, on the CPU, so that all of it applies.
+parameter; its own ``from_pretrained`` does it here, on tensors that only record it, so that all of it
+applies and no weight is read.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from shardconv_runtime.blocks import SUFFIX
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.names import natural_key
 from transformers import PreTrainedModel
 
-from .locate import brief
+from ..lazy import LazyTensor
+from .leaves import lazy_tensors
+from .messages import brief
+from .quantised import Scaled, Scales, dequantised_tensors, factors_in
+from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
 from .spec import ModelSpec
 
 SHOWN = 3
@@ -27,42 +33,107 @@ _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE
 """A row of transformers' loading report."""
 
 
-def read_weights(spec: ModelSpec, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The tensors of the parameters and persistent buffers ``names``, global, on the CPU.
+def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
+    """The tensors of all parameters and persistent buffers, global, by FQN; tied ones under each name.
+
+    Those of a block-scaled checkpoint are values with factors, unless it is to be dequantised.
 
     Args:
         spec: a model with a directory.
-        names: FQNs; those of tied parameters may be left out.
 
     Raises:
         SourceError: a tensor is missing from the checkpoint, not used by the model, or of another shape.
     """
-    model, info = _load(spec)
+    tensors = lazy_tensors(spec.weight_files)
+    factors = {} if spec.blocks is None else factors_in(tensors, spec.blocks)
+    plain = _plain(spec, tensors, factors)
+    model, info = _load(spec, plain)
     _require_shapes(spec, info["mismatched_keys"])
     _require_all(spec, info["missing_keys"])
     _refuse_extra(spec, info["unexpected_keys"])
-    found: dict[str, torch.Tensor] = model.state_dict()
-    absent = sorted(set(names) - found.keys())
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state: dict[str, torch.Tensor] = model.state_dict()
+    drawn = _drawn(spec, plain, {name: state[name] for name in parameters & state.keys()})
+    weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
+    _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
+    found = {name: lazy for name, lazy in weights.items() if lazy is not None}
+    if spec.blocks is None or spec.dequantise:
+        return dict(found)
+    scales = Scales(tensors, factors, spec.blocks)
+    return {name: scales.of(name, lazy) or lazy for name, lazy in found.items()}
+
+
+def select(
+    spec: ModelSpec, weights: Mapping[str, LazyTensor | Scaled], names: Collection[str]
+) -> dict[str, LazyTensor | Scaled]:
+    """The weights that a plan names.
+
+    Raises:
+        SourceError: the model has no such weight.
+    """
+    absent = sorted(set(names) - weights.keys())
     if absent:
         raise SourceError(
             f"the model of {spec.name} has no {_some(absent)}, which the plan names; plan it again"
         )
-    return {name: found[name] for name in names}
+    return {name: weights[name] for name in names}
 
 
-def _load(spec: ModelSpec) -> tuple[Any, dict[str, Any]]:
+def _plain(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """The checkpoint as one of the model without quantisation."""
+    if spec.blocks is not None and spec.dequantise:
+        return dequantised_tensors(tensors, factors, spec.blocks, spec.dtype)
+    scales = {name + SUFFIX for name in factors}
+    return {name: tensor for name, tensor in tensors.items() if name not in scales}
+
+
+def _drawn(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor], parameters: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """Parameters that the checkpoint lacks, as it may by the model's code, but that are drawn at random.
+
+    Others, a table of sines, say, have the same values each time the model is loaded.
+    """
+    made = {name: value for name, value in parameters.items() if not isinstance(value, RecordedTensor)}
+    if not made:
+        return set()
+    again = _load(spec, tensors)[0].state_dict()
+    return {name for name, value in made.items() if not torch.equal(value, again[name])}
+
+
+def _load(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, Any]]:
+    """The model, as transformers loads it, and its report.
+
+    Some models' code writes into parameters once they are loaded: small ones then are read, and it may.
+    """
+    try:
+        return _load_from(spec, tensors)
+    except InPlaceError:
+        pass
+    try:
+        return _load_from(spec, small_ones_read(tensors))
+    except InPlaceError as error:
+        raise SourceError(f"the weights of {spec.name} cannot be read: {error}, a large one") from error
+
+
+def _load_from(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor | torch.Tensor]
+) -> tuple[Any, dict[str, Any]]:
     reports: list[str] = []
     try:
-        with _loading_reports() as reports:
+        with _loading_reports() as reports, recording(tensors) as checkpoint:
             loaded: tuple[Any, dict[str, Any]] = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
-                str(spec.directory),
+                None,
                 config=spec.config,
+                state_dict=checkpoint,
                 dtype=getattr(torch, spec.dtype),
-                local_files_only=True,
-                trust_remote_code=spec.trust_remote_code,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+    except (SourceError, InPlaceError):
+        raise
     except Exception as error:  # unpicklers, converters and custom code may raise anything
         _require_converted(spec, reports, error)
         raise SourceError(f"the weights of {spec.name} cannot be read: {brief(error)}") from error

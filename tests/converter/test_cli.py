@@ -20,6 +20,8 @@ COMMANDS = {
         "--tp",
         "--experts",
         "--max-file-size",
+        "--memory",
+        "--ranks",
         "--overwrite",
         "--no-check",
         "--revision",
@@ -34,6 +36,7 @@ COMMANDS = {
     "plan": {
         "--tp",
         "--experts",
+        "--format",
         "--json",
         "--output",
         "--check",
@@ -49,6 +52,30 @@ COMMANDS = {
     },
     "inspect": {"--json", "--tokens"},
     "replan": {"--no-check", "--trust-remote-code", "--quiet", "--verbose"},
+    "verify": {
+        "--against",
+        "--numerics",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "merge": {"--max-file-size", "--memory", "--trust-remote-code", "--quiet", "--verbose"},
+    "reshard": {
+        "--tp",
+        "--max-file-size",
+        "--memory",
+        "--ranks",
+        "--overwrite",
+        "--no-check",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "export": {"--format", "--max-file-size", "--memory", "--quiet", "--verbose"},
 }
 
 
@@ -97,7 +124,11 @@ class TestConvert:
         code, text, err = run(capsys, "convert", llama_dir, "--tp", 2, out, "--dtype", "bfloat16")
         assert code == 0
         assert text.startswith(f"{out}: 22.2 kB on each of 2 ranks, of 44.0 kB")
-        assert err.splitlines() == [f"reading {llama_dir}", "loading the weights", "writing: 0.0 MB"]
+        assert err.splitlines() == [
+            f"reading {llama_dir}",
+            "finding the weights in the checkpoint",
+            "writing: 0.0 MB",
+        ]
         assert manifest.read(out).tp == 2
         assert codec.read(out / "plan.json").model.dtype == "bfloat16"
 
@@ -116,10 +147,14 @@ class TestConvert:
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(manifest, "write", interrupt)
+        monkeypatch.setattr(manifest, "dumps", interrupt)
         code, out, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
-        assert (code, out, err.strip()) == (130, "", "interrupted; nothing was left behind")
-        assert not (tmp_path / "out").exists()
+        assert (code, out, err.strip()) == (
+            130,
+            "",
+            "interrupted; the same command continues what it was writing",
+        )
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
 
     def test_faults_of_our_own_are_told_apart(
         self,
@@ -131,7 +166,7 @@ class TestConvert:
         def fail(*args: object) -> None:
             raise ZeroDivisionError("oh")
 
-        monkeypatch.setattr(manifest, "write", fail)
+        monkeypatch.setattr(manifest, "dumps", fail)
         code, _, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
         assert (code, err.count("\n")) == (1, 1)
         assert err.startswith("error: internal error (ZeroDivisionError: oh); please report it")
@@ -222,13 +257,27 @@ class TestBadInput:
             (["plan", "MODEL"], "Missing option '--tp'; see shardconv plan --help"),
             (["convert", "MODEL", "--tp", "2"], "Missing argument 'OUT'; see shardconv convert --help"),
             (["convert", "MODEL", "OUT", "--tp", "2", "--dtype", "int4"], "'int4' is not one of 'float64'"),
-            (["convert", "MODEL", "OUT", "--tp", "2", "--max-file-size", "x"], "write it as 5GB or 500MB"),
+            (
+                ["convert", "MODEL", "OUT", "--tp", "2", "--max-file-size", "--memory", "--ranks", "x"],
+                "write it as 5GB or 500MB",
+            ),
             (["convert", "MODEL", "MODEL", "--tp", "2"], "is not empty; name another directory"),
             (["convert", "MODEL", "MODEL", "--tp", "2", "--overwrite"], "holds the model to convert"),
             (["convert", "./absent", "OUT", "--tp", "2", "-q"], "no such directory: ./absent"),
             (["inspect", "MODEL"], "is not a converted model"),
             (["replan", "MODEL", "-q"], "is not a converted model"),
             (["inspect", "./absent"], "is not a converted model"),
+            (["merge", "MODEL", "OUT", "-q"], "is not a converted model"),
+            (["merge", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
+            (["merge", "./absent", "MODEL", "-q"], "is not empty; name another directory\n"),
+            (["merge", "MODEL", "OUT", "--max-file-size", "big"], "write it as 5GB or 500MB"),
+            (["reshard", "MODEL", "OUT", "--tp", "2", "-q"], "is not a converted model"),
+            (["reshard", "MODEL", "OUT", "--tp", "0"], "tp must be a whole number of 1 or more, got 0"),
+            (["reshard", "MODEL", "OUT", "--tp", "2", "--memory", "1kB"], "memory of 1kB is too little"),
+            (["export", "MODEL", "OUT", "-q"], "is not a converted model"),
+            (["export", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
+            (["export", "./absent", "MODEL", "-q"], "is not empty; name another directory\n"),
+            (["export", "MODEL", "OUT", "--format", "gguf"], "'gguf' is not 'dcp'"),
             (["frobnicate"], "No such command 'frobnicate'"),
         ],
     )
@@ -254,10 +303,10 @@ class TestBadInput:
         def fail(*args: object) -> None:
             raise OSError(28, "No space left on device", "out/plan.json")
 
-        monkeypatch.setattr(manifest, "write", fail)
+        monkeypatch.setattr(manifest, "dumps", fail)
         err = self.refused(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
         assert "No space left on device" in err
-        assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
 
     def test_a_converted_directory_that_lost_a_file(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -307,3 +356,42 @@ class TestPlan:
         code, text, _ = run(capsys, "replan", out)
         assert code == 0
         assert text.endswith("the shards are kept\n")
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestFromConverted:
+    """Commands that make another directory of a converted one."""
+
+    def test_reshard_and_merge(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        code, out, err = run(capsys, "reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4)
+        assert code == 0
+        assert out.startswith(f"{tmp_path / 'out2'}: ")
+        assert "on each of 4 ranks; shardconv inspect" in out
+        assert err.splitlines()[-1].startswith("writing: ")
+        code, out, err = run(capsys, "merge", tmp_path / "out2", tmp_path / "hf", "--memory", "1MiB")
+        assert (code, out) == (0, f"{tmp_path / 'hf'}: 21 tensors in 1 file, 87.9 kB\n")
+        assert err.splitlines() == [
+            f"finding the layout in which transformers saves {tmp_path / 'out2'}",
+            "writing: 0.1 MB",
+        ]
+        files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        assert files == {path.name: path.read_bytes() for path in llama_dir.iterdir()}
+
+    def test_a_part_says_what_is_missing(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        argv = ("reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4, "--ranks", "0-1")
+        code, out, err = run(capsys, *argv)
+        assert (code, out) == (0, "")
+        assert "still to be written by others: ranks 2-3" in err
+
+    def test_quiet_prints_nothing(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        assert run(capsys, "reshard", "-q", "--tp=3", tmp_path / "out", tmp_path / "out2") == (0, "", "")
+        assert run(capsys, "merge", "-q", tmp_path / "out", tmp_path / "hf") == (0, "", "")

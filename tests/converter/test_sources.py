@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
 from small_models import make_custom, save_random, small_config
 
-from shardconv.sources import ModelSpec, locate, read_weights, resolve
+from shardconv.copying import read_tensor
+from shardconv.sources import ModelSpec, lazy_weights, locate, resolve, select
 
 Change = Callable[[Path], object]
 
@@ -30,6 +31,11 @@ def change_tensors(path: Path, **values: torch.Tensor | None) -> None:
     file = path / "model.safetensors"
     changed = load_file(file) | {name.replace("__", "."): value for name, value in values.items()}
     save_file({k: v for k, v in changed.items() if v is not None}, file, {"format": "pt"})
+
+
+def read_weights(spec: ModelSpec, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Parameters in memory."""
+    return {name: read_tensor(lazy) for name, lazy in select(spec, lazy_weights(spec), names).items()}
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -144,7 +150,7 @@ BAD_CONFIGS: dict[str, tuple[Change, str]] = {
     "wrong field": (lambda p: change_config(p, hidden_size="wide"), "not a valid config: .*'hidden_size'"),
     "quantised": (
         lambda p: change_config(p, quantization_config={"quant_method": "fp8"}),
-        r"is quantised \(fp8\), which is not supported; convert the unquantised model",
+        r"is quantised \(fp8\), which cannot be sharded; convert the unquantised model",
     ),
 }
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import sys
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,39 +26,34 @@ from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, coordinates,
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
-from shardconv import writer
+from shardconv import fill
 from shardconv.output import Output
 from shardconv.progress import Advance, Silent
-from shardconv.safefile import write_tensors
 from shardconv.writer import local_tensor
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int64", "uint8", "bool"])
-def test_the_library_reads_what_is_written(tmp_path: Path, dtype: str) -> None:
-    tensors = {
-        "scalar": torch.ones(()),
-        "empty": torch.ones(0, 3),
-        "matrix": torch.arange(6.0).reshape(2, 3).T,
-        "é": torch.ones(1),
-    }
-    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    tensors["bytes"] = torch.ones(3, dtype=torch.uint8)
-    declared = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
-    path = tmp_path / "x.safetensors"
-    num_bytes, digest = write_tensors(path, declared, tensors.__getitem__, {"a": "b"}, lambda n: None)
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    metadata, _ = read_header(path)
-    assert (metadata, num_bytes, digest) == ({"a": "b"}, path.stat().st_size, manifest.sha256_of(path))
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-
-
 def files_in(path: Path) -> set[str]:
     """Relative paths of all files."""
     return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """All files."""
+    return {file: (path / file).read_bytes() for file in files_in(path)}
+
+
+def fail_on_write(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The third write to a file fails."""
+    write, calls = fill._Target.write, itertools.count()
+
+    def failing(*args: Any) -> None:
+        if next(calls) >= 2:
+            raise error
+        write(*args)
+
+    patch.setattr(fill._Target, "write", failing)
 
 
 def held(dim: Dim, mesh: Mesh, rank: int) -> list[int]:
@@ -150,12 +148,16 @@ def test_the_manifest_names_every_file_with_its_size_and_checksum(llama_dir: Pat
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= files_in(out)
     assert not {"modeling_custom.py", "README.md"} & files_in(out)
     for entry in found.files:
-        assert manifest.sha256_of(out / entry.path) == entry.sha256
+        data = (out / entry.path).read_bytes()
+        kind, _, digest = entry.checksum.partition(":")
+        assert kind == ("crc32" if entry.path.endswith(".safetensors") else "sha256")
+        assert digest == (f"{zlib.crc32(data):08x}" if kind == "crc32" else hashlib.sha256(data).hexdigest())
     for rank in range(2):
         manifest.check_sizes(out, found, rank)
         shard = out / manifest.shard_path(rank, 2, 0, 1)
         manifest.check_shard(shard, rank, 2, layout_sha256(plan))
-    assert found.source == manifest.Source("llama")
+    size = (llama_dir / "model.safetensors").stat().st_size
+    assert found.source == manifest.Source("llama", files=(manifest.SourceFile("model.safetensors", size),))
     assert found.tools.keys() == {"shardconv", "torch", "transformers", "safetensors"}
 
 
@@ -205,32 +207,34 @@ class TestOutput:
     """OUT appears whole or not at all, and replaces only what shardconv wrote."""
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-    def test_a_failure_leaves_nothing(
+    def test_a_failure_leaves_what_can_be_continued(
         self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
     ) -> None:
-        def fail(*args: object) -> None:
-            raise error
-
-        monkeypatch.setattr(manifest, "write", fail)
-        with pytest.raises(type(error)):
-            shardconv.convert(llama_dir, tmp_path / "new" / "out", 2)
-        assert {p.name for p in tmp_path.iterdir()} == {"llama"}
+        with monkeypatch.context() as patch:
+            fail_on_write(patch, error)
+            with pytest.raises((ShardconvError, KeyboardInterrupt)) as caught:
+                shardconv.convert(llama_dir, tmp_path / "new" / "out", 2)
+        if isinstance(error, OSError):
+            assert "No space left on device; correct that and run the same command again" in str(caught.value)
+        assert {p.name for p in (tmp_path / "new" / "out").iterdir()} == {".partial"}
+        shardconv.convert(llama_dir, tmp_path / "new" / "out", 2)
+        shardconv.convert(llama_dir, tmp_path / "other", 2)
+        assert contents(tmp_path / "new" / "out") == contents(tmp_path / "other")
 
     def test_a_failure_keeps_what_was_to_be_replaced(
         self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = tmp_path / "out"
         shardconv.convert(llama_dir, out, 2)
-        before = {file: (out / file).read_bytes() for file in files_in(out)}
-
-        def fail(*args: object, **options: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(writer, "write_tensors", fail)
-        with pytest.raises(OSError, match="No space"):
-            shardconv.convert(llama_dir, out, 4, overwrite=True)
-        assert {file: (out / file).read_bytes() for file in files_in(out)} == before
-        assert {p.name for p in tmp_path.iterdir()} == {"llama", "out"}
+        before = contents(out)
+        with monkeypatch.context() as patch:
+            fail_on_write(patch, OSError(28, "No space left on device"))
+            with pytest.raises(ShardconvError, match="No space"):
+                shardconv.convert(llama_dir, out, 4, overwrite=True)
+        assert {path: data for path, data in contents(out).items() if ".partial" not in path} == before
+        shardconv.convert(llama_dir, out, 4, overwrite=True)
+        assert manifest.read(out).tp == 4
+        assert not [path for path in contents(out) if ".partial" in path or "of-00002" in path]
 
     def test_an_empty_directory_is_used(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -247,6 +251,7 @@ class TestOutput:
         assert manifest.read(out).tp == 2
         assert not (out / "rank-00000-of-00004").exists()
         assert {p.name for p in tmp_path.iterdir()} == {"llama", "out"}
+        assert not (out / ".partial").exists()
 
     def test_overwrite_spares_everything_else(self, llama_dir: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -407,12 +412,14 @@ def test_tp_must_be_a_positive_int(tp: int, llama_dir: Path, tmp_path: Path) -> 
 
 def test_progress_is_told_all_bytes(llama_dir: Path, tmp_path: Path) -> None:
     done: list[int] = []
-    expected = sum(tensor.nbytes for tensor in load_file(llama_dir / "model.safetensors").values())
+    totals: list[int] = []
 
     class Counting(Silent):
-        def bar(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:
-            assert total_bytes == expected
+        def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> AbstractContextManager[Advance]:
+            assert done_bytes == 0
+            totals.append(total_bytes)
             return nullcontext(done.append)
 
     shardconv.convert(llama_dir, tmp_path / "out", 1, progress=Counting())
-    assert sum(done) == expected
+    shards = (tmp_path / "out").rglob("*.safetensors")
+    assert [sum(done)] == totals == [sum(shard.stat().st_size for shard in shards)]

@@ -46,7 +46,7 @@ def converted(tmp_path: Path) -> Path:
         (directory / path).write_bytes(data)
     (directory / "plan.json").write_text(PLAN_TEXT, "utf-8")
     entries = [
-        FileEntry(path, len(data), manifest.sha256_of(directory / path), rank)
+        FileEntry(path, len(data), manifest.sha256_checksum(directory / path), rank)
         for path, (data, rank) in sorted(contents.items())
     ]
     manifest.write(
@@ -63,17 +63,28 @@ def test_names() -> None:
 
 
 def test_exact_bytes_and_round_trip() -> None:
-    entry = FileEntry("rank-00001-of-00004/model-00001-of-00001.safetensors", 12, "a" * 64, 1)
+    entry = FileEntry("rank-00001-of-00004/model-00001-of-00001.safetensors", 12, "crc32:0123abcd", 1)
     value = Manifest(4, "b" * 64, Source("name"), {"torch": "2", "shardconv": "0.1.0"}, (entry,))
-    text = manifest.dumps(value)
-    assert text == (
-        '{\n  "format": "shardconv.manifest",\n  "version": 1,\n  "tp": 4,\n'
+    plain = (
+        '{\n  "format": "shardconv.manifest",\n  "version": 2,\n  "tp": 4,\n'
         f'  "plan_sha256": "{"b" * 64}",\n'
         '  "source": {"name": "name"},\n  "tools": {"shardconv": "0.1.0", "torch": "2"},\n  "files": [\n'
         '    {"path": "rank-00001-of-00004/model-00001-of-00001.safetensors", "num_bytes": 12, '
-        f'"sha256": "{"a" * 64}", "rank": 1}}\n  ]\n}}\n'
+        '"checksum": "crc32:0123abcd", "rank": 1}\n  ]\n}\n'
     )
-    assert manifest.loads(text) == value
+    digest = codec.sha256(plain)
+    text = manifest.dumps(value)
+    assert text == plain.removesuffix("\n}\n") + f',\n  "sha256": "{digest}"\n}}\n'
+    assert manifest.loads(text) == replace(value, sha256=digest)
+    assert manifest.is_intact(text)
+
+
+@pytest.mark.parametrize(("old", "new"), [("name", "nome"), ("2", "3"), ("\n  ", "\n\t "), ("0123", "0133")])
+def test_a_changed_manifest_is_not_intact(old: str, new: str) -> None:
+    entry = FileEntry("config.json", 12, "crc32:0123abcd")
+    text = manifest.dumps(Manifest(4, "b" * 64, Source("org/name"), {"torch": "x2"}, (entry,)))
+    at = text.rindex(old)
+    assert not manifest.is_intact(text[:at] + new + text[at + len(old) :])
 
 
 def test_example_in_the_documentation_is_a_manifest() -> None:
@@ -199,10 +210,10 @@ def test_snapshot_of_a_hub_cache_is_fine(converted: Path, tmp_path: Path) -> Non
 
 
 def _edited(**changes: Any) -> str:
-    entry = {"path": "config.json", "num_bytes": 2, "sha256": "a" * 64}
+    entry = {"path": "config.json", "num_bytes": 2, "checksum": "sha256:" + "a" * 64}
     document = {
         "format": "shardconv.manifest",
-        "version": 1,
+        "version": 2,
         "tp": 2,
         "plan_sha256": "b" * 64,
         "source": {"name": "x"},
@@ -242,7 +253,7 @@ def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"format": "shardconv.plan"}, "another kind of file"),
-        ({"version": 9}, "reads version 1, the file has 9"),
+        ({"version": 9}, "reads version 2, the file has 9"),
         ({"tp": 0}, "^tp: must be 1 or more"),
         ({"plan_sha256": "B" * 64}, "^plan_sha256: expected 64 hex"),
         ({"source": {}}, '^source: the key "name" is missing'),
@@ -251,7 +262,7 @@ def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
         ({"tools": []}, "^tools: expected an object"),
         ({"files": None}, "^files: expected a list, got null"),
         ({"file": {"num_bytes": -1}}, r"^files\[0\]\.num_bytes: must not be negative"),
-        ({"file": {"sha256": ""}}, r"^files\[0\]\.sha256"),
+        ({"file": {"checksum": "a" * 64}}, r"^files\[0\]\.checksum"),
         ({"file": {"rank": 2}}, r"^files\[0\]\.rank: 2 is not one of 2 ranks"),
         ({"file": {"rank": 1}}, "not the place of a file that rank 1 reads"),
         ({"file": {"path": "rank-00000-of-00002/a", "rank": 1}}, "not the place of a file that rank 1 reads"),

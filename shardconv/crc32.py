@@ -1,0 +1,96 @@
+"""CRC-32 of a file from the CRC-32s of its parts, which may be worked out in any order.
+
+``zlib.crc32`` computes the checksum of one stretch of bytes; this joins two of them. Appending n zero
+bytes to a message is a linear map of its CRC over GF(2), and the CRC of ``a + b`` is that of ``a``
+mapped over ``len(b)`` zero bytes, xor that of ``b`` (zlib's ``crc32_combine``, by Mark Adler).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+_POLYNOMIAL = 0xEDB88320
+"""Of CRC-32, least significant first."""
+
+_Matrix = tuple[int, ...]
+"""Images of the 32 unit vectors."""
+
+
+class Extent(NamedTuple):
+    """A written stretch of a file."""
+
+    offset: int
+    """In bytes from the start of the file."""
+    num_bytes: int
+    crc32: int
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two stretches laid end to end.
+
+    Args:
+        first: CRC-32 of the first.
+        second: CRC-32 of the second.
+        second_bytes: length of the second.
+    """
+    return _times(_zero_bytes_matrix(second_bytes), first) ^ second
+
+
+def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    """The same stretches in order, those that touch made one.
+
+    Raises:
+        ValueError: two overlap.
+    """
+    joined: list[Extent] = []
+    for extent in sorted(extents):
+        if joined and extent.offset < joined[-1].offset + joined[-1].num_bytes:
+            raise ValueError(f"bytes at {extent.offset} were written twice")
+        if joined and extent.offset == joined[-1].offset + joined[-1].num_bytes:
+            last = joined[-1]
+            crc = combine(last.crc32, extent.crc32, extent.num_bytes)
+            joined[-1] = Extent(last.offset, last.num_bytes + extent.num_bytes, crc)
+        else:
+            joined.append(extent)
+    return tuple(joined)
+
+
+@lru_cache(maxsize=4096)
+def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
+    """What appending so many zero bytes does to a CRC."""
+    result = tuple(1 << place for place in range(32))
+    power = 0
+    while num_bytes:
+        if num_bytes & 1:
+            result = _compose(_power_matrix(power), result)
+        num_bytes >>= 1
+        power += 1
+    return result
+
+
+@lru_cache(maxsize=64)
+def _power_matrix(power: int) -> _Matrix:
+    """Of ``2 ** power`` zero bytes."""
+    if power > 0:
+        half = _power_matrix(power - 1)
+        return _compose(half, half)
+    matrix = (_POLYNOMIAL, *(1 << place for place in range(31)))  # one zero digit
+    for _ in range(3):
+        matrix = _compose(matrix, matrix)
+    return matrix
+
+
+def _compose(outer: _Matrix, inner: _Matrix) -> _Matrix:
+    return tuple(_times(outer, column) for column in inner)
+
+
+def _times(matrix: _Matrix, vector: int) -> int:
+    total, place = 0, 0
+    while vector:
+        if vector & 1:
+            total ^= matrix[place]
+        vector >>= 1
+        place += 1
+    return total

@@ -1,0 +1,60 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Names of the limit, of what is used, and, in ``memory.stat``, of what of that is cached files."""
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that is free or can be freed, of the machine and of what a scheduler or container allows.
+
+    Args:
+        root: of the file system in which the kernel's files are.
+    """
+    return min([_of_machine(root), *_of_cgroups(root)])
+
+
+def _of_machine(root: Path) -> int:
+    """With caches that can be dropped, where the system tells; else what is free."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_cgroups(root: Path) -> Iterator[int]:
+    """What is left in each control group that this process is in, and that has a limit.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = top / path.lstrip("/")
+        for directory in (group, *group.parents):
+            yield from _left(directory, *(_CGROUP_1 if controllers else _CGROUP_2))
+            if directory == top:
+                break
+
+
+def _left(directory: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
+    try:
+        allowed = int((directory / limit).read_text())
+        used = int((directory / usage).read_text())
+        stats = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        yield max(0, allowed - used + int(stats[cached]))
+    except (OSError, ValueError, KeyError):
+        return  # no limit ("max"), or none that can be read

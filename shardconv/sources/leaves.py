@@ -1,0 +1,48 @@
+"""The tensors of weight files, not read: where each one's bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from shardconv_runtime.dtypes import TORCH_NAME
+from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.header import data_start, read_header
+
+from ..lazy import FileLeaf, LazyTensor, whole
+from .pickled import pickled_tensors
+
+
+def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
+    """The tensors of safetensors or PyTorch files by their names.
+
+    Of a PyTorch file of the zip format only the pickle is read. One of the older format, which has no
+    place for each tensor, is read whole when the first of its tensors is needed.
+
+    Raises:
+        SourceError: a file cannot be read, or holds a tensor that another one holds too.
+    """
+    found: dict[str, LazyTensor] = {}
+    for file in files:
+        read = _safetensors if file.suffix == ".safetensors" else pickled_tensors
+        for name, tensor in read(file):
+            if name in found:
+                raise SourceError(f"{file} holds {name}, and so does another file; remove one of them")
+            found[name] = tensor
+    return found
+
+
+def _safetensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
+    try:
+        _, tensors = read_header(file)
+        start = data_start(file)
+    except CheckpointError as error:
+        reason = str(error).removesuffix("; copy or convert it again")
+        raise SourceError(f"{reason}; download or copy it again") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TORCH_NAME:
+            raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch has not")
+        count = torch.Size(tensor.shape).numel()
+        leaf = FileLeaf(file, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], count)
+        yield name, whole(leaf, tensor.shape)

@@ -1,0 +1,301 @@
+"""``OUT/.partial``: where the files of an output directory are made, so that a crash loses nothing.
+
+    OUT/.partial/job.json              what is being written, to the byte; no other job may continue it
+    OUT/.partial/OWNER.journal         which stretches of the owner's files are on disk
+    OUT/.partial/rank-.../*.safetensors
+    OUT/.partial/setup.lock            held by a process that begins or finishes
+
+An **owner** (a rank, or what is common) is written by one process at a time, which holds a lock on its
+journal; so parts of the ranks can be written on many machines. Whoever finishes its part last, so that the
+journals of all owners are complete and nobody holds one, moves the files to OUT.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardconv_runtime.errors import ShardconvError
+
+from .crc32 import Extent, join
+from .durable import fsync, write_durably
+from .job import (
+    ABANDONED,
+    JOB_NAME,
+    PARTIAL,
+    Job,
+    Moves,
+    State,
+    as_json,
+    difference,
+    displace,
+    is_placed,
+    known_files,
+    place,
+    read_state,
+    write_state,
+)
+from .locks import LOCK_NAME, BusyError, is_locked, locked_journal, refuse, setup_lock, unlock
+from .target import TargetFile
+from .write_log import Key, Written, append_line, forget, read_log, truncate_torn
+
+__all__ = ["PARTIAL", "Job", "Workspace", "known_files", "opened", "refuse_if_busy", "write_durably"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """An open ``OUT/.partial``, whose ``owners`` this process has locked."""
+
+    out: Path
+    files: tuple[TargetFile, ...]
+    """Of all owners."""
+    journals: Mapping[str, int]
+    """Open and locked, of the owners that this process writes."""
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self.out / PARTIAL
+
+    @property
+    def is_finishing(self) -> bool:
+        """All is written, and an earlier process died while it moved the files to OUT."""
+        state = read_state(self.path)
+        return state is not None and state.moves is not None
+
+    def location(self, index: int) -> Path:
+        """Where file ``index`` is made."""
+        return self.path / self.files[index].path
+
+    def mine(self) -> list[int]:
+        """Indices of the files of the locked owners."""
+        return [index for index, file in enumerate(self.files) if file.owner in self.journals]
+
+    def written(self) -> dict[int, Written]:
+        """What is durable of each file of the locked owners; a file that was lost is begun again."""
+        found = self._logged(self.journals)
+        for index in [index for index in found if not self._is_there(index)]:
+            forget(self._journal_of(index), index)
+            del found[index]
+        return found
+
+    def append(self, index: int, key: Key, extents: Sequence[Extent]) -> None:
+        """Journal what a unit put into a file, and what is durable already."""
+        append_line(self._journal_of(index), index, key, extents)
+
+    def sync(self) -> None:
+        """Make the journals durable."""
+        for handle in self.journals.values():
+            os.fsync(handle)
+
+    def checksums(self) -> dict[str, int] | None:
+        """CRC-32 of each file, by path; None while an owner is not done (``unfinished``)."""
+        found = self._complete()
+        if None in found.values() or self._busy():
+            return None
+        return {path: whole.crc32 for path, whole in found.items() if whole is not None}
+
+    def unfinished(self) -> list[str]:
+        """The owners of files that are not complete, and those that another process still holds."""
+        found = self._complete()
+        incomplete = {file.owner for file in self.files if found[file.path] is None}
+        return sorted(incomplete | self._busy())
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Wait until no other part is beginning or finishing; the end of it is the end of this part."""
+        with setup_lock(self.path / LOCK_NAME, self.out):
+            yield
+            for handle in self.journals.values():  # or of two last parts each would leave it to the other
+                unlock(handle)
+
+    def finish(self, paths: Sequence[str], replaced: Sequence[str]) -> None:
+        """Move the files to OUT, and remove the workspace.
+
+        Args:
+            paths: of all files in the workspace that OUT is to have; the last one makes OUT complete.
+            replaced: of the files that OUT has and that go; the last one makes it complete now.
+        """
+        for path in paths:
+            fsync(self.path / path)
+        state = read_state(self.path)
+        assert state is not None
+        write_state(self.path, replace(state, moves=Moves(tuple(paths), tuple(replaced))))
+        self.finish_again()
+
+    def finish_again(self) -> None:
+        """Finish what ``finish`` began."""
+        place(self.out)
+        _empty(self.path)
+
+    def _journal_of(self, index: int) -> int:
+        return self.journals[self.files[index].owner]
+
+    def _complete(self) -> dict[str, Extent | None]:
+        """By path of each file, the one stretch that it is, or None."""
+        found = self._logged({file.owner for file in self.files})
+        return {file.path: _complete(file, found.get(index, {})) for index, file in enumerate(self.files)}
+
+    def _busy(self) -> set[str]:
+        """Other owners that a process writes at this moment."""
+        others = {file.owner for file in self.files} - self.journals.keys()
+        return {owner for owner in others if is_locked(_journal_path(self.path, owner), self.out)}
+
+    def _logged(self, owners: Iterable[str]) -> dict[int, Written]:
+        found: dict[int, Written] = {}
+        for owner in owners:
+            found.update(read_log(_journal_path(self.path, owner)))
+        return found
+
+    def _is_there(self, index: int) -> bool:
+        path = self.location(index)
+        return path.is_file() and path.stat().st_size == self.files[index].num_bytes
+
+
+@contextmanager
+def opened(
+    out: Path,
+    job: Job,
+    files: Sequence[TargetFile],
+    owners: Collection[str],
+    *,
+    optional: Collection[str] = (),
+    tell: Callable[[str], None],
+    check: Callable[[], object] = lambda: None,
+) -> Iterator[Workspace]:
+    """Lock the owners' files in ``OUT/.partial`` and continue what was begun, or begin.
+
+    Args:
+        out: the output directory; it is made.
+        job: what is written.
+        files: of all owners.
+        owners: whose files this process writes. If these are all, another job that was begun in ``out``
+            is thrown away; a part refuses instead, since others may have done theirs.
+        optional: owners that this process writes too, unless another one does at this moment.
+        tell: is told in one line that work begins anew.
+        check: called when no other process begins or finishes; it raises an error if this may not begin.
+
+    Raises:
+        ShardconvError: another process writes the same to ``out``, or a part does not fit the others.
+    """
+    is_part = {file.owner for file in files} != {*owners, *optional}
+    partial = out / PARTIAL
+    partial.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, partial)  # once no file in it is open: NFS keeps those
+        with setup_lock(partial / LOCK_NAME, out):
+            journals = {
+                owner: stack.enter_context(locked_journal(_journal_path(partial, owner), out))
+                for owner in owners
+            }
+            for owner in optional:
+                with suppress(BusyError):
+                    journals[owner] = stack.enter_context(locked_journal(_journal_path(partial, owner), out))
+            try:
+                check()
+            except ShardconvError:
+                _remove_if_unused(partial)
+                raise
+            _agree(out, as_json(job), journals, is_part, tell)
+            for handle in journals.values():
+                truncate_torn(handle)
+        yield Workspace(out, tuple(files), journals)
+
+
+def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
+    """Refuse, before any work, if another process writes to ``out``.
+
+    Args:
+        out: the output directory.
+        owners: the ones to look at; by default all.
+
+    Raises:
+        ShardconvError: one does.
+    """
+    for journal in (out / PARTIAL).glob("*.journal"):
+        if (owners is None or journal.stem in owners) and is_locked(journal, out):
+            refuse(out)
+
+
+def _complete(file: TargetFile, written: Written) -> Extent | None:
+    """The one stretch that is the whole file, if all of it was written."""
+    extents = join(extent for unit in written.values() for extent in unit)
+    return extents[0] if len(extents) == 1 and extents[0][:2] == (0, file.num_bytes) else None
+
+
+def _agree(
+    out: Path, job: Job, journals: Mapping[str, int], is_part: bool, tell: Callable[[str], None]
+) -> None:
+    """Make this the job of the workspace."""
+    partial = out / PARTIAL
+    state = read_state(partial) or State(ABANDONED)  # without it, it is not known whose the journals are
+    if state.job == job:
+        return
+    if state.job != ABANDONED:
+        _give_up(out, state, difference(state.job, job), is_part, tell)
+    _clear(out, state, journals)
+    write_state(partial, State(job))
+
+
+def _give_up(out: Path, state: State, reason: str, is_part: bool, tell: Callable[[str], None]) -> None:
+    """Decide that what was begun is not continued."""
+    partial = out / PARTIAL
+    if is_part:
+        raise ShardconvError(
+            f"OUT {out} holds parts of another conversion ({reason}); use the same model and options "
+            f"for all parts, or remove {partial}"
+        )
+    if state.moves is not None and is_placed(out, state.moves):
+        raise ShardconvError(
+            f"OUT {out} is complete, of another conversion ({reason}); remove {partial}, which is all "
+            "that an earlier run left to do, and pass --overwrite to replace OUT"
+        )
+    tell(f"{reason}: what was begun in {out} is thrown away")
+
+
+def _clear(out: Path, state: State, journals: Mapping[str, int]) -> None:
+    """Remove what another job left, but for the journals that are locked."""
+    partial = out / PARTIAL
+    refuse_if_busy(out, {file.stem for file in partial.glob("*.journal")} - journals.keys())
+    write_state(partial, replace(state, job=ABANDONED))  # or a crash would leave half of it to be continued
+    if state.moves is not None:
+        displace(out, state.moves)
+    for handle in journals.values():
+        os.ftruncate(handle, 0)
+    for path in partial.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.stem not in journals and path.name not in (JOB_NAME, LOCK_NAME):
+            path.unlink()
+
+
+def _empty(partial: Path) -> None:
+    """Remove a workspace that has done its work; that it has is the last to be forgotten."""
+    for path in partial.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in (JOB_NAME, LOCK_NAME):
+            path.unlink()
+    for name in (JOB_NAME, LOCK_NAME):
+        (partial / name).unlink(missing_ok=True)
+    _remove_if_empty(partial)
+
+
+def _remove_if_unused(partial: Path) -> None:
+    """Remove what this process made before it was refused."""
+    if not (partial / JOB_NAME).exists():
+        _empty(partial)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
+        fsync(directory.parent)
+
+
+def _journal_path(partial: Path, owner: str) -> Path:
+    return partial / f"{owner}.journal"

@@ -1,0 +1,44 @@
+"""Block-scaled float8 models in real processes: the logits of the model without blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from distributed import run_processes
+from quantised_checkpoints import dense_config, experts_config, save_quantised
+
+import shardconv
+
+IDS = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]]
+
+KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "dense": (dense_config, transformers.Qwen3ForCausalLM, None),
+    "experts": (experts_config, transformers.DeepseekV3ForCausalLM, None),
+    "dequantised": (experts_config, transformers.DeepseekV3ForCausalLM, "bfloat16"),
+}
+
+
+def logits_of_rank(path: Path) -> torch.Tensor:
+    """Runs on each rank."""
+    import shardconv_runtime
+
+    model = shardconv_runtime.load(path, dtype="float32")
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor(IDS)).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
+    config, cls, dtype = KINDS[kind]
+    save_quantised(config(), cls, tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
+    whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = whole(torch.tensor(IDS)).logits
+    for found in run_processes(2, logits_of_rank, tmp_path / "out"):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
