@@ -75,7 +75,6 @@ class TestFiles:
         assert (tmp_path / "hf" / "config.json").read_text() == (llama_dir / "config.json").read_text()
 
     def test_code_goes_along(self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
         make_custom(llama_dir)
         shardconv.convert(llama_dir, tmp_path / "out", 2, trust_remote_code=True, check=False)
         with pytest.raises(SourceError, match=r"read its \*\.py files, then pass --trust-remote-code"):

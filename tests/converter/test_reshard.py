@@ -110,7 +110,6 @@ def test_of_other_weights_it_begins_anew(
 
 
 def test_code_must_be_trusted(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     make_custom(llama_dir)
     custom = hand_plan(small_config(), 2)
     info = dataclasses.replace(custom.model, class_name="modeling_mine:MyModel", trust_remote_code=True)

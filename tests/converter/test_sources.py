@@ -225,10 +225,6 @@ def test_a_truncated_pickle_is_named(llama_dir: Path) -> None:
 class TestCustomCode:
     """The repository's own code runs only where it is trusted."""
 
-    @pytest.fixture(autouse=True)
-    def modules_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-
     def test_it_is_refused_by_default(self, llama_dir: Path) -> None:
         make_custom(llama_dir)
         with pytest.raises(SourceError, match="read that code, then pass --trust-remote-code"):

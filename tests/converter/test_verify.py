@@ -528,7 +528,6 @@ class TestAgainst:
 
     def test_custom_code(self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is compared and run only if it is trusted."""
-        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
         make_custom(llama_dir)
         plan = hand_plan(small_config(), 1)
         model = dataclasses.replace(plan.model, trust_remote_code=True)
