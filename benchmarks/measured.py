@@ -20,8 +20,8 @@ from typing import Any
 from disk import resident_share
 from synthetic import split_dim
 
-from shardconv import progress
-from shardconv.progress import Advance, Silent
+from shardconv.reporting import progress
+from shardconv.reporting.progress import Advance, Silent
 
 WRITE_BAR = "writing"
 """Label of the bar with which the converter's write phase begins."""

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 # These modules import torch and transformers only when they are called, so that the command line
-# answers at once. The functions shadow the submodules of the same name, which is intended.
+# answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
 from .convert import convert, plan
-from .export_dcp import export
-from .merge import merge
-from .replan import replan
-from .reshard import reshard
-from .verify import verify
+from .converted.export_dcp import export
+from .converted.merge import merge
+from .converted.replan import replan
+from .converted.reshard import reshard
+from .verifying.verify import verify
 
 __all__ = ["convert", "export", "merge", "plan", "replan", "reshard", "verify"]

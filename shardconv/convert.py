@@ -16,8 +16,8 @@ from shardconv_runtime.manifest import rank_directory
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.plan_checks import EXPERT_MODES
 
-from .output import Output
-from .progress import Progress, Silent
+from .reporting.progress import Progress, Silent
+from .writing.output import Output
 
 MAX_FILE_SIZE = 5 * 10**9
 """Bytes after which a new shard file is begun."""
@@ -91,9 +91,9 @@ def convert(
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners)
 
     from .pipeline import solve_plan
-    from .scaled import blocks_in, flatten
     from .sources import lazy_weights, resolve, select
-    from .writer import origin_of, write
+    from .writing.scaled import blocks_in, flatten
+    from .writing.writer import origin_of, write
 
     progress.stage(f"reading {os.fspath(model)}")
     spec = resolve(

@@ -18,24 +18,24 @@ from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
 from shardconv_runtime.slices import local_size
 from torch import nn
 
-from . import annotate
-from .analyse import analyse
-from .annotate import Solution
-from .axes import Node, find, leaves
-from .check import simulate
-from .expert_parallel import ExpertParallel, isolate_experts
-from .fold import Folded, fold
-from .implementations import notes_on_others
-from .inputs import TraceInputs, trace_inputs
-from .layout import Layouts
-from .localize import Unlocalizable, localize
-from .prove import fit_norm
-from .retrace import retrace
-from .shallow import find_bypasses
-from .solve import solve
+from .analysing.analyse import analyse
+from .analysing.axes import Node, find, leaves
+from .checking.check import simulate
+from .checking.implementations import notes_on_others
+from .checking.retrace import retrace
+from .checking.shallow import find_bypasses
+from .localizing import annotate
+from .localizing.annotate import Solution
+from .localizing.expert_parallel import ExpertParallel, isolate_experts
+from .localizing.layout import Layouts
+from .localizing.localize import Unlocalizable, localize
+from .localizing.torn import Blocks, require_whole_blocks, split_at_blocks
+from .proving.norms import fit_norm
+from .solving.solve import solve
 from .sources import ModelSpec
-from .tape import Tape, draws, starred
-from .torn import Blocks, require_whole_blocks, split_at_blocks
+from .tracing.fold import Folded, fold
+from .tracing.inputs import TraceInputs, trace_inputs
+from .tracing.tape import Tape, draws, starred
 
 MAX_ROUNDS = 32
 

@@ -48,8 +48,8 @@ READ = {
     ("shardconv/sources/config.py", "model_type"): "config.json says there of what type it is",
     ("shardconv/sources/config.py", "architectures"): "config.json names the model's class there",
     ("shardconv/sources/weights.py", "architectures"): "its error message speaks of config.json",
-    ("shardconv/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
-    ("shardconv/modalities.py", "model_type"): "a value that has one is a config",
+    ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
+    ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",
 }
 """Attributes of configs that a file reads all the same, each with the reason: none tells types apart."""
 

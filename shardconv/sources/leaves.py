@@ -10,7 +10,7 @@ from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.header import data_start, read_header
 
-from ..lazy import FileLeaf, LazyTensor, whole
+from ..tensors.lazy import FileLeaf, LazyTensor, whole
 from .pickled import pickled_tensors
 
 

@@ -16,7 +16,7 @@ import torch
 from shardconv_runtime.dtypes import STORED_NAME
 from shardconv_runtime.errors import SourceError
 
-from ..lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, whole
+from ..tensors.lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, whole
 from .messages import brief
 
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")

@@ -15,8 +15,8 @@ import torch
 from shardconv_runtime.blocks import SUFFIX, VALUES_DTYPE, dequantised
 from shardconv_runtime.errors import SourceError
 
-from ..copying import read_tensor
-from ..lazy import ComputedLeaf, LazyTensor, Leaf, Piece, whole
+from ..tensors.copying import read_tensor
+from ..tensors.lazy import ComputedLeaf, LazyTensor, Leaf, Piece, whole
 
 Blocks = tuple[int, int]
 """Rows and columns of a block of a matrix."""

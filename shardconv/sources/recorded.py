@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..copying import read_tensor
-from ..lazy import (
+from ..tensors.copying import read_tensor
+from ..tensors.lazy import (
     ComputedLeaf,
     LazyTensor,
     cast,

@@ -21,9 +21,9 @@ from shardconv_runtime.lazy import build_model
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from ..chatter import quiet_libraries
-from ..copying import read_tensor
-from ..lazy import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
+from ..reporting.chatter import quiet_libraries
+from ..tensors.copying import read_tensor
+from ..tensors.lazy import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
 from .messages import brief
 from .recorded import RecordedTensor, recording
 from .spec import ModelSpec

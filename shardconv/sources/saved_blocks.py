@@ -14,8 +14,8 @@ from typing import Any
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.slices import Range
 
-from .. import lazy
-from ..lazy import FileLeaf, LazyTensor, Piece, Shape, contiguous_strides
+from ..tensors import lazy
+from ..tensors.lazy import FileLeaf, LazyTensor, Piece, Shape, contiguous_strides
 from .saved import Weights, saved_tensors
 
 

@@ -19,7 +19,7 @@ from shardconv_runtime.errors import SourceError
 from shardconv_runtime.names import natural_key
 from transformers import PreTrainedModel
 
-from ..lazy import LazyTensor
+from ..tensors.lazy import LazyTensor
 from .leaves import lazy_tensors
 from .messages import brief
 from .quantised import Scaled, Scales, dequantised_tensors, factors_in

@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardconv.analysis import Analysis, Partial, find_partial
-from shardconv.axes import LEAF, PRODUCT, SUM, Node, find
-from shardconv.axis_problem import EPSILON, LATENCY, SPARE, TOKENS_PER_WIDTH, UNEVEN
-from shardconv.tape import Mark
+from shardconv.analysing.analysis import Analysis, Partial, find_partial
+from shardconv.analysing.axes import LEAF, PRODUCT, SUM, Node, find
+from shardconv.solving.axis_problem import EPSILON, LATENCY, SPARE, TOKENS_PER_WIDTH, UNEVEN
+from shardconv.tracing.tape import Mark
 
 Column = NDArray[np.int8]
 """A value for each assignment."""

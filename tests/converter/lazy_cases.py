@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shardconv_runtime.slices import Range
 from torch import Tensor
 
-from shardconv import lazy
-from shardconv.lazy import FileLeaf, LazyTensor
+from shardconv.tensors import lazy
+from shardconv.tensors.lazy import FileLeaf, LazyTensor
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64")
 

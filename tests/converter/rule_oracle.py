@@ -19,16 +19,16 @@ from shardconv_runtime.slices import Dim
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardconv.analyse import analyse
-from shardconv.analysis import Analysis
-from shardconv.axis_problem import AxisProblem, Graph
-from shardconv.builder import Arguments
-from shardconv.fold import Folded
-from shardconv.layout import Layouts
-from shardconv.rules import RULES, views
-from shardconv.solve import Assignment
-from shardconv.tape import Mark, Op, Ref, Tape
-from shardconv.trace import trace
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.analysis import Analysis
+from shardconv.analysing.builder import Arguments
+from shardconv.analysing.rules import RULES, views
+from shardconv.localizing.layout import Layouts
+from shardconv.solving.axis_problem import AxisProblem, Graph
+from shardconv.solving.solve import Assignment
+from shardconv.tracing.fold import Folded
+from shardconv.tracing.tape import Mark, Op, Ref, Tape
+from shardconv.tracing.trace import trace
 
 MODES = ("parameter", "summed")
 """What the operands are: parameters; or activations, which are sums that may be partial."""

@@ -17,10 +17,10 @@ from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry, Source, rank_di
 from shardconv_runtime.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
-from shardconv.output import Output
-from shardconv.progress import Silent
+from shardconv.reporting.progress import Silent
 from shardconv.sources.leaves import lazy_tensors
-from shardconv.writer import Origin, write
+from shardconv.writing.output import Output
+from shardconv.writing.writer import Origin, write
 
 TINY = {
     "num_hidden_layers": 1,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv import axes
-from shardconv.axes import PRODUCT, SUM, Conflict, Node, find, leaf
-from shardconv.structure import corresponding_leaves
+from shardconv.analysing import axes
+from shardconv.analysing.axes import PRODUCT, SUM, Conflict, Node, find, leaf
+from shardconv.analysing.structure import corresponding_leaves
 
 # Known structures ----------------------------------------------------------------------------------
 

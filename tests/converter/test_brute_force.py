@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from brute_force import Judge
 from torch import Tensor, nn
 
-from shardconv.analyse import analyse
-from shardconv.analysis import Analysis
-from shardconv.axes import Node
-from shardconv.axis_problem import AxisProblem, Graph
-from shardconv.fold import Folded
-from shardconv.rules import RULES
-from shardconv.solve import MAX_REPLICATED, SAVING_WEIGHTS, prime_factors, solve
-from shardconv.tape import Mark
-from shardconv.trace import trace
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.analysis import Analysis
+from shardconv.analysing.axes import Node
+from shardconv.analysing.rules import RULES
+from shardconv.solving.axis_problem import AxisProblem, Graph
+from shardconv.solving.solve import MAX_REPLICATED, SAVING_WEIGHTS, prime_factors, solve
+from shardconv.tracing.fold import Folded
+from shardconv.tracing.tape import Mark
+from shardconv.tracing.trace import trace
 
 NUM_MODELS = 40
 BATCH, LENGTH, WIDTH = 3, 11, 6

@@ -14,11 +14,11 @@ from shardconv_runtime.slices import Leaf, Product, Sum, to_text
 from torch import nn
 
 from shardconv import pipeline
-from shardconv.check import TOLERANCE, simulate
-from shardconv.inputs import TraceInputs
-from shardconv.layout import Layouts
-from shardconv.localize import Unlocalizable
-from shardconv.retrace import retrace
+from shardconv.checking.check import TOLERANCE, simulate
+from shardconv.checking.retrace import retrace
+from shardconv.localizing.layout import Layouts
+from shardconv.localizing.localize import Unlocalizable
+from shardconv.tracing.inputs import TraceInputs
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def test_a_gather_left_out_is_caught(parallel: Checked) -> None:
 
 
 def test_models_that_do_not_fit_are_not_simulated(fused: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardconv.check.MAX_SIMULATED_BYTES", 1)
+    monkeypatch.setattr("shardconv.checking.check.MAX_SIMULATED_BYTES", 1)
     assert fused.simulate(fused.plan) is None
 
 

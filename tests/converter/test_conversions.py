@@ -14,9 +14,9 @@ from lazy_cases import Files, random_tensor, same
 from torch import Tensor, nn
 from transformers import core_model_loading as ops
 
-from shardconv.copying import read_tensor
-from shardconv.lazy import ComputedLeaf
 from shardconv.sources.recorded import RecordedTensor, lazy_of
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import ComputedLeaf
 
 CONFIG = types.SimpleNamespace(num_attention_heads=4, num_experts=3)
 CONFIG.get_text_config = lambda: CONFIG

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, Pair, bits, name_of, pairs, random_tensor, same, spans, take_torch
 from shardconv_runtime.errors import SourceError
 
-from shardconv import copying, lazy
-from shardconv.copying import Placed, Unit, plan_units, read_tensor, run
-from shardconv.crc32 import Extent, join
-from shardconv.lazy import ComputedLeaf, FileLeaf, Leaf, Piece
+from shardconv.tensors import copying, lazy
+from shardconv.tensors.copying import Placed, Unit, plan_units, read_tensor, run
+from shardconv.tensors.lazy import ComputedLeaf, FileLeaf, Leaf, Piece
+from shardconv.writing.crc32 import Extent, join
 
 slow_to_draw = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv.crc32 import Extent, combine, join
+from shardconv.writing.crc32 import Extent, combine, join
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

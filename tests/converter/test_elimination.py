@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv import elimination
-from shardconv.elimination import Problem
+from shardconv.solving import elimination
+from shardconv.solving.elimination import Problem
 
 Costs = list[tuple[tuple[int, ...], np.ndarray]]
 

@@ -21,17 +21,17 @@ from shardconv_runtime.plan import ModulePlan, Plan, global_shape, module_plans,
 from shardconv_runtime.slices import axes_of
 from torch import Tensor, nn
 
-from shardconv.expert_parallel import isolate_experts
-from shardconv.experts import EXPERTS, find_experts
-from shardconv.fold import fold
-from shardconv.inputs import make_inputs
+from shardconv.analysing.experts import EXPERTS, find_experts
+from shardconv.analysing.rules import RULES
+from shardconv.localizing.expert_parallel import isolate_experts
 from shardconv.pipeline import solve_plan
-from shardconv.prove_experts import NotProven, prove_experts
-from shardconv.report import report
-from shardconv.rules import RULES
+from shardconv.proving.experts import NotProven, prove_experts
+from shardconv.reporting.report import report
 from shardconv.sources import ModelSpec
-from shardconv.tape import Tape
-from shardconv.trace import trace
+from shardconv.tracing.fold import fold
+from shardconv.tracing.inputs import make_inputs
+from shardconv.tracing.tape import Tape
+from shardconv.tracing.trace import trace
 
 _SIZES = {
     "vocab_size": 64,

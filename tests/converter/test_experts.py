@@ -13,10 +13,10 @@ from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges
 from torch import Tensor, nn
 
-from shardconv.check import simulate
-from shardconv.inputs import make_inputs
+from shardconv.checking.check import simulate
 from shardconv.pipeline import solve_plan
 from shardconv.sources import ModelSpec
+from shardconv.tracing.inputs import make_inputs
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 SIZES = {

@@ -33,11 +33,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import shardconv
-from shardconv import cli, export_dcp, fill, job, writer
-from shardconv.export_dcp import export
-from shardconv.output import Output
-from shardconv.progress import Silent
+from shardconv import cli
+from shardconv.converted import export_dcp
+from shardconv.converted.export_dcp import export
+from shardconv.reporting.progress import Silent
 from shardconv.sources.leaves import lazy_tensors
+from shardconv.writing import fill, job, writer
+from shardconv.writing.output import Output
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from shardconv.export_dcp import export
+from shardconv.converted.export_dcp import export
 
 
 def save_state(case: Exported, path: Path) -> Path:

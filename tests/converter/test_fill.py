@@ -15,8 +15,9 @@ import pytest
 from shardconv_runtime.errors import ShardconvError, SourceError
 from small_conversion import Model, contents, placed
 
-from shardconv import copying, fill
-from shardconv.job import PARTIAL
+from shardconv.tensors import copying
+from shardconv.writing import fill
+from shardconv.writing.job import PARTIAL
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import transformers
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
 
-from shardconv.fold import fold
-from shardconv.inputs import trace_inputs
 from shardconv.pipeline import solve_plan
 from shardconv.sources import ModelSpec
+from shardconv.tracing.fold import fold
+from shardconv.tracing.inputs import trace_inputs
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,

@@ -11,15 +11,17 @@ from shardconv_runtime.manifest import Source
 from shardconv_runtime.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
 from shardconv_runtime.slices import Dim, Leaf
 
-from shardconv import converted, fill, gathered, lazy
-from shardconv.copying import read_tensor
-from shardconv.lazy import FileLeaf, LazyTensor
-from shardconv.output import Output
-from shardconv.progress import Silent
-from shardconv.target import target_file
-from shardconv.workspace import opened
-from shardconv.write_log import read_log
-from shardconv.writer import Origin, write
+from shardconv.converted import shards
+from shardconv.reporting.progress import Silent
+from shardconv.tensors import gathered, lazy
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import FileLeaf, LazyTensor
+from shardconv.writing import fill
+from shardconv.writing.output import Output
+from shardconv.writing.target import target_file
+from shardconv.writing.workspace import opened
+from shardconv.writing.write_log import read_log
+from shardconv.writing.writer import Origin, write
 
 
 def in_file(path: Path, tensor: torch.Tensor) -> LazyTensor:
@@ -120,7 +122,7 @@ def test_columns_for_other_ranks(tmp_path: Path) -> None:
             progress=Silent(),
         )
         assert done
-        weights = converted.read(tmp_path / name).weights()
+        weights = shards.read(tmp_path / name).weights()
         assert gathered.is_interleaved(weights["w"])
         source = {"w": gathered.gathered("w", weights["w"])}
         assert torch.equal(read_tensor(source["w"]), expected)

@@ -10,7 +10,7 @@ import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
-from shardconv.inputs import TraceInputs, make_inputs, trace_inputs
+from shardconv.tracing.inputs import TraceInputs, make_inputs, trace_inputs
 
 VOCAB, WIDTH, PATCH, SIDE, PLACE = 64, 48, 4, 8, 60
 

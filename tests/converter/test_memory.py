@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.memory import available_bytes
+from shardconv.checking.memory import available_bytes
 
 GB = 10**9
 

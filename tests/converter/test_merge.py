@@ -23,8 +23,8 @@ from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
 
 import shardconv
-from shardconv import fill, job
 from shardconv.sources import saved
+from shardconv.writing import fill, job
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -177,7 +177,7 @@ class TestBlocks:
             return state | {f"{name}.upper": upper, f"{name}.lower": lower}
 
         monkeypatch.setattr(saved, "revert_weight_conversion", split)
-        monkeypatch.setattr("shardconv.saved_layout.require_loadable", lambda *args: None)
+        monkeypatch.setattr("shardconv.converted.saved_layout.require_loadable", lambda *args: None)
         with pytest.raises(SourceError, match=rf"{name}\.upper would be saved with parts of blocks"):
             shardconv.merge(tmp_path / "out", tmp_path / "hf")
         assert not (tmp_path / "hf").exists()
@@ -413,7 +413,7 @@ class TestInterrupted:
         self, out: Path, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["shardconv.merge"], "_finish", lambda *args: None)
+            patch.setattr(sys.modules["shardconv.converted.merge"], "_finish", lambda *args: None)
             shardconv.merge(out, tmp_path / "hf")
         assert {path.name for path in (tmp_path / "hf").iterdir()} == {".partial"}
         tensors = load_file(llama_dir / "model.safetensors")
@@ -425,7 +425,7 @@ class TestInterrupted:
     def test_another_process_was_first(
         self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = sys.modules["shardconv.merge"]
+        module = sys.modules["shardconv.converted.merge"]
         write = module._write
 
         def overtaken(*args: Any) -> None:

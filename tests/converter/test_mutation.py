@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv import pipeline
-from shardconv.check import simulate
-from shardconv.exact import Float64
-from shardconv.inputs import TraceInputs
-from shardconv.layout import Layouts
-from shardconv.retrace import _unlike_ranks, retrace
-from shardconv.shallow import Bypass
-from shardconv.simulate import run_ranks
+from shardconv.checking.check import simulate
+from shardconv.checking.retrace import _unlike_ranks, retrace
+from shardconv.checking.shallow import Bypass
+from shardconv.localizing.layout import Layouts
+from shardconv.proving.exact import Float64
+from shardconv.proving.simulate import run_ranks
 from shardconv.sources import ModelSpec
+from shardconv.tracing.inputs import TraceInputs
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))
 """Corrupted plans of each model; many more for a long search."""

@@ -17,10 +17,10 @@ from shardconv_runtime.slices import axes_of
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from shardconv.analyse import analyse
-from shardconv.rules import RULES
-from shardconv.tape import Mark, Op, Tape
-from shardconv.trace import trace
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.rules import RULES
+from shardconv.tracing.tape import Mark, Op, Tape
+from shardconv.tracing.trace import trace
 
 
 def untraceable(x: Tensor) -> None:

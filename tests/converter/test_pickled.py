@@ -23,11 +23,11 @@ from small_models import save_random, small_config
 from torch import Tensor
 
 import shardconv
-from shardconv.copying import read_tensor
-from shardconv.lazy import ComputedLeaf, FileLeaf
 from shardconv.sources import pickled, resolve
 from shardconv.sources.checkpoint import stored_dtype
 from shardconv.sources.leaves import lazy_tensors
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import ComputedLeaf, FileLeaf
 
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 

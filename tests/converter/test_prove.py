@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from shardconv_runtime.plan import NormInfo, module_plans, parameter_plans
 from torch import Tensor, nn
 
-from shardconv.norms import NormSite, find_norms
-from shardconv.prove import fit_norm
-from shardconv.rules import RULES
-from shardconv.tape import Tape
-from shardconv.trace import trace
+from shardconv.analysing.norms import NormSite, find_norms
+from shardconv.analysing.rules import RULES
+from shardconv.proving.norms import fit_norm
+from shardconv.tracing.tape import Tape
+from shardconv.tracing.trace import trace
 
 
 class Holder(nn.Module):

@@ -20,11 +20,11 @@ from shardconv_runtime.slices import Dim, Leaf, Product, Sum, ranges, size
 from small_models import hand_plan, small_config
 
 import shardconv
-from shardconv.converted import read
-from shardconv.copying import read_tensor
-from shardconv.scaled import with_blocks
+from shardconv.converted.shards import read
 from shardconv.sources import resolve
-from shardconv.writer import shard
+from shardconv.tensors.copying import read_tensor
+from shardconv.writing.scaled import with_blocks
+from shardconv.writing.writer import shard
 
 
 @pytest.fixture

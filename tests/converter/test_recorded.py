@@ -14,10 +14,10 @@ from lazy_cases import DTYPES, Draw, Files, factorise, name_of, random_tensor, s
 from shardconv_runtime.errors import SourceError
 from torch import Tensor
 
-from shardconv import lazy
-from shardconv.copying import read_tensor
-from shardconv.lazy import ComputedLeaf, LazyTensor
 from shardconv.sources.recorded import LARGE, RecordedTensor, lazy_of, recording
+from shardconv.tensors import lazy
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import ComputedLeaf, LazyTensor
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")
 

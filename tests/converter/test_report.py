@@ -11,8 +11,8 @@ from shardconv_runtime.plan import ModulePlan, NormInfo, ParameterPlan, Plan
 from shardconv_runtime.slices import Leaf
 from small_models import hand_plan, small_config
 
-from shardconv.report import human_bytes, human_count, report
-from shardconv.summary import summarize
+from shardconv.reporting.report import human_bytes, human_count, report
+from shardconv.reporting.summary import summarize
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shardconv_runtime.plan import Plan
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
-from shardconv import fill
+from shardconv.writing import fill
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 

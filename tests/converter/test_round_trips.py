@@ -20,13 +20,14 @@ from torch import Tensor
 from zoo.models import build
 
 import shardconv
-from shardconv import converted, gathered
-from shardconv.copying import read_tensor
-from shardconv.lazy import LazyTensor
-from shardconv.output import Output
-from shardconv.progress import Silent
+from shardconv.converted import shards
+from shardconv.reporting.progress import Silent
 from shardconv.sources.leaves import lazy_tensors
-from shardconv.writer import Origin, write
+from shardconv.tensors import gathered
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import LazyTensor
+from shardconv.writing.output import Output
+from shardconv.writing.writer import Origin, write
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -55,7 +56,7 @@ class TestAnyLayout:
 
     def read(self, out: Path, expected: Mapping[str, Tensor]) -> dict[str, LazyTensor]:
         """The global tensors of a converted directory, which must be these."""
-        weights = converted.read(out).weights()
+        weights = shards.read(out).weights()
         assert weights.keys() == expected.keys()
         for name, tensor in expected.items():
             assert same(read_tensor(weights[name]), tensor), name

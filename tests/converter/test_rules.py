@@ -17,12 +17,12 @@ from rule_cases import CASES, Case, f, ints
 from rule_oracle import MODES, Program, Wrong, body_dims, check
 from torch import Tensor
 
-from shardconv.analyse import analyse
-from shardconv.analysis import Analysis
-from shardconv.rules import RULES, factory, pointwise, views
-from shardconv.solve import solve
-from shardconv.tape import Op
-from shardconv.trace import trace
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.analysis import Analysis
+from shardconv.analysing.rules import RULES, factory, pointwise, views
+from shardconv.solving.solve import solve
+from shardconv.tracing.tape import Op
+from shardconv.tracing.trace import trace
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardconv import axes
-from shardconv.analyse import analyse
-from shardconv.analysis import Analysis
-from shardconv.axes import leaf
-from shardconv.layout import Layouts
-from shardconv.rules import RULES
-from shardconv.solve import prime_factors, solve
-from shardconv.structure import corresponding_leaves, multiplying_pairs
-from shardconv.trace import trace
+from shardconv.analysing import axes
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.analysis import Analysis
+from shardconv.analysing.axes import leaf
+from shardconv.analysing.rules import RULES
+from shardconv.analysing.structure import corresponding_leaves, multiplying_pairs
+from shardconv.localizing.layout import Layouts
+from shardconv.solving.solve import prime_factors, solve
+from shardconv.tracing.trace import trace
 
 WIDTH = 64
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
 from small_models import make_custom, save_random, small_config
 
-from shardconv.copying import read_tensor
 from shardconv.sources import ModelSpec, lazy_weights, locate, resolve, select
+from shardconv.tensors.copying import read_tensor
 
 Change = Callable[[Path], object]
 

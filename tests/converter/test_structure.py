@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardconv.rules import RULES
-from shardconv.structure import num_tokens, width
-from shardconv.trace import trace
+from shardconv.analysing.rules import RULES
+from shardconv.analysing.structure import num_tokens, width
+from shardconv.tracing.trace import trace
 
 
 class Pictures(nn.Module):

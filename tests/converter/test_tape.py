@@ -15,13 +15,13 @@ from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from shardconv.analyse import analyse
-from shardconv.ints import TracedInt, traced_ints
-from shardconv.journal import Journal
-from shardconv.rules import RULES
-from shardconv.tape import Mark, Op, Tape, TensorInfo, draws
-from shardconv.trace import trace
-from shardconv.values import stand_in
+from shardconv.analysing.analyse import analyse
+from shardconv.analysing.rules import RULES
+from shardconv.tracing.ints import TracedInt, traced_ints
+from shardconv.tracing.journal import Journal
+from shardconv.tracing.tape import Mark, Op, Tape, TensorInfo, draws
+from shardconv.tracing.trace import trace
+from shardconv.tracing.values import stand_in
 
 
 class Call(nn.Module):

@@ -31,9 +31,9 @@ from tp_plan_cases import (
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from shardconv import cli
-from shardconv import tp_plan as module
-from shardconv.tp_plan import skeleton, to_json, tp_plan
-from shardconv.tp_styles import Inexpressible, Part, PlannedModule
+from shardconv.writing import tp_plan as module
+from shardconv.writing.tp_plan import skeleton, to_json, tp_plan
+from shardconv.writing.tp_styles import Inexpressible, Part, PlannedModule
 
 ENDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 """Rules around the layers; configs have those of the layers."""

@@ -25,9 +25,11 @@ from torch import Tensor
 from verify_cases import change_plan, change_tensors, describe_again, flip, set_element, shard
 
 import shardconv
-from shardconv import checksums, cli, copying, intact
-from shardconv.progress import Advance, Silent
-from shardconv.verify import DamagedError, Verified
+from shardconv import cli
+from shardconv.reporting.progress import Advance, Silent
+from shardconv.tensors import copying
+from shardconv.verifying import checksums, intact
+from shardconv.verifying.verify import DamagedError, Verified
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 

@@ -18,11 +18,13 @@ from small_models import save_random, small_config
 from verify_cases import change_plan, change_tensors, set_element, shard
 
 import shardconv
-from shardconv import cli, lazy, numerics
-from shardconv.converted import read
-from shardconv.progress import Silent
+from shardconv import cli
+from shardconv.converted.shards import read
+from shardconv.reporting.progress import Silent
 from shardconv.sources import resolve
-from shardconv.verify import DamagedError
+from shardconv.tensors import lazy
+from shardconv.verifying import numerics
+from shardconv.verifying.verify import DamagedError
 
 LAYERS = 4
 
@@ -212,7 +214,7 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Before anything is read."""
     change_plan(out, lambda p: dataclasses.replace(p, code=dataclasses.replace(p.code, fingerprint="0" * 64)))
     shardconv.verify(out)
-    monkeypatch.setattr("shardconv.intact.checksums", None)
+    monkeypatch.setattr("shardconv.verifying.intact.checksums", None)
     with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
         shardconv.verify(out, numerics=True)
 

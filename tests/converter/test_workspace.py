@@ -22,12 +22,13 @@ from shardconv_runtime.manifest import COMMON_DIRECTORY, rank_directory
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv
-from shardconv import copying, lazy, workspace, writer
-from shardconv.fill import fill
-from shardconv.job import JOB_NAME, Moves, State, difference, read_state, write_state
-from shardconv.output import Output
-from shardconv.target import TargetFile, target_file
-from shardconv.workspace import PARTIAL, Workspace, opened, refuse_if_busy
+from shardconv.tensors import copying, lazy
+from shardconv.writing import workspace, writer
+from shardconv.writing.fill import fill
+from shardconv.writing.job import JOB_NAME, Moves, State, difference, read_state, write_state
+from shardconv.writing.output import Output
+from shardconv.writing.target import TargetFile, target_file
+from shardconv.writing.workspace import PARTIAL, Workspace, opened, refuse_if_busy
 
 VERSIONS = {"shardconv": "1", "torch": "1", "transformers": "1", "safetensors": "1"}
 
@@ -337,7 +338,7 @@ class TestContinued:
         out = directory / "out"
         model.convert(out)
         before = contents(out)
-        new = self.stopped(model, out, "shardconv.workspace.place", tp=1, overwrite=True)
+        new = self.stopped(model, out, "shardconv.writing.workspace.place", tp=1, overwrite=True)
         (out / PARTIAL / new[which]).unlink()
         with pytest.raises(
             ShardconvError, match=r"is gone, which was to be moved .*; remove .*/\.partial and"
@@ -355,7 +356,7 @@ class TestContinued:
     ) -> None:
         out = directory / "out"
         model.convert(out)
-        new = self.stopped(model, out, "shardconv.job._move", tp=1, overwrite=True)
+        new = self.stopped(model, out, "shardconv.writing.job._move", tp=1, overwrite=True)
         (out / PARTIAL / new[which]).unlink()
         with pytest.raises(
             ShardconvError, match=r"is gone, which was to be moved .*/out; remove .*/out and run"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardconv.crc32 import Extent
-from shardconv.write_log import HEADER, Written, append_line, forget, read_log, truncate_torn
+from shardconv.writing.crc32 import Extent
+from shardconv.writing.write_log import HEADER, Written, append_line, forget, read_log, truncate_torn
 
 SAID: list[tuple[int, tuple[int, int], tuple[Extent, ...]]] = [
     (0, HEADER, (Extent(0, 80, 0xFFFFFFFF),)),

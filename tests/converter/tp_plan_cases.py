@@ -14,7 +14,7 @@ from shardconv_runtime.plan import Boundary, ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.slices import Dim, Leaf, Product, size
 
 import shardconv
-from shardconv.tp_plan import skeleton
+from shardconv.writing.tp_plan import skeleton
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP, VOCAB = 8, 4, 8, 64, 96, 64
 

@@ -17,7 +17,7 @@ from shardconv_runtime.build import stored_tensors
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardconv.exact import Float64
+from shardconv.proving.exact import Float64
 
 NEW_TOKENS = 10
 

@@ -16,8 +16,8 @@ from zoo.measure import difference, random_weight
 from zoo.models import build
 
 import shardconv
-from shardconv.exact import Float64
-from shardconv.inputs import make_inputs
+from shardconv.proving.exact import Float64
+from shardconv.tracing.inputs import make_inputs
 
 TYPES = [
     "clip",

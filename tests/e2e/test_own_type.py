@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import shardconv
-from shardconv.summary import summarize
+from shardconv.reporting.summary import summarize
 
 WORDS, WIDTH, PATCHES, NAP, BATTING = 251, 64, 8, 8, 90
 NEW_TOKENS = 8

@@ -21,7 +21,7 @@ from shardconv_runtime.slices import Leaf, Mesh
 from small_models import small_config
 from torch import Tensor, nn
 
-from shardconv.simulate import run_ranks
+from shardconv.proving.simulate import run_ranks
 
 IDS = torch.tensor([[1, 5, 100, 7, 50], [3, 2, 99, 0, 51]])
 

@@ -26,7 +26,7 @@ from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, group_of, pa
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardconv.simulate import RanksDisagree, run_ranks
+from shardconv.proving.simulate import RanksDisagree, run_ranks
 
 LAYOUTS = [
     ((2,), "8@0"),

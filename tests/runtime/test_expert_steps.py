@@ -18,7 +18,7 @@ from shardconv_runtime.plan import Boundary, CodeInfo, Edit, ModelInfo, ModulePl
 from shardconv_runtime.slices import Leaf, Mesh, local_size, ranges
 from torch import Tensor, nn
 
-from shardconv.simulate import run_ranks
+from shardconv.proving.simulate import run_ranks
 
 HIDDEN = 6
 

@@ -30,7 +30,7 @@ from shardconv_runtime.slices import Dim, Leaf, Mesh, parse, ranges
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from shardconv.simulate import run_ranks
+from shardconv.proving.simulate import run_ranks
 
 MESHES: list[Mesh] = [(2,), (3,), (4,), (2, 2)]
 

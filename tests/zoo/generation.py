@@ -13,9 +13,9 @@ from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from torch import Tensor
 
-from shardconv.check import fill, local_weights
-from shardconv.exact import Float64
-from shardconv.simulate import run_ranks
+from shardconv.checking.check import fill, local_weights
+from shardconv.proving.exact import Float64
+from shardconv.proving.simulate import run_ranks
 
 from .measure import random_weight
 from .models import ZooModel

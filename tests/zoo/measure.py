@@ -23,14 +23,14 @@ from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, size
 from torch import Tensor, nn
 
-from shardconv.check import fill, local_weights
-from shardconv.exact import Float64
-from shardconv.inputs import TraceInputs, make_inputs
+from shardconv.checking.check import fill, local_weights
 from shardconv.pipeline import solve_plan
-from shardconv.simulate import run_ranks
+from shardconv.proving.exact import Float64
+from shardconv.proving.simulate import run_ranks
 from shardconv.sources import ModelSpec
-from shardconv.tape import starred
-from shardconv.trace import results
+from shardconv.tracing.inputs import TraceInputs, make_inputs
+from shardconv.tracing.tape import starred
+from shardconv.tracing.trace import results
 
 from .models import ZooModel
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardconv.copying import read_tensor
-from shardconv.lazy import ComputedLeaf, LazyTensor
 from shardconv.sources import lazy_weights, resolve
+from shardconv.tensors.copying import read_tensor
+from shardconv.tensors.lazy import ComputedLeaf, LazyTensor
 
 from . import models
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardconv
-from shardconv.inputs import make_inputs
+from shardconv.tracing.inputs import make_inputs
 
 from .measure import difference, random_weight
 from .models import build

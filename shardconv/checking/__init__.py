@@ -1,0 +1,1 @@
+"""Whether a plan holds: the ranks' shapes and slices, and their numbers."""

@@ -1,0 +1,311 @@
+"""Simulates the ranks on numbers, before a byte is written.
+
+All ranks run in one process, on random weights, in float64, and must return what the unsharded model
+returns. Layers of a kind that is there already are bypassed, so that deep models fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from shardconv_runtime.build import owner_of, parallelize, stored_tensors
+from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.errors import PlanError, SolveError, SourceError
+from shardconv_runtime.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.slices import axes_of, ranges, size
+from torch import Tensor, nn
+
+from ..proving.exact import Float64
+from ..proving.simulate import run_ranks
+from ..tracing.fold import prefixes
+from ..tracing.inputs import TraceInputs
+from ..tracing.trace import results
+from ..writing.writer import local_tensor
+from .memory import available_bytes
+from .shallow import Bypass, bypass, planned_alike
+
+TOLERANCE = 1e-9
+"""Largest difference of the outputs, relative to the largest output, in float64."""
+MAX_SIMULATED_BYTES = 16 * 2**30
+"""Above this, or half of the free memory, a model is not simulated."""
+
+
+class Unprovable(SolveError):
+    """The unsharded model itself fails on random weights."""
+
+
+def simulate(
+    plan: Plan,
+    model: nn.Module,
+    inputs: TraceInputs,
+    bypassed: Mapping[str, Bypass] | None = None,
+    max_bytes: int | None = None,
+) -> float | None:
+    """Run every rank in this process and compare with the unsharded model.
+
+    Args:
+        plan: the plan to prove.
+        model: the global model, on meta; it is copied.
+        inputs: what it is called with.
+        bypassed: layers to leave out, on both sides, if the plan says of them what it says of those
+            that stand for them.
+        max_bytes: what the simulation may take, if half of the free memory is not less;
+            ``MAX_SIMULATED_BYTES`` unless given.
+
+    Returns:
+        The largest difference of an output, relative to the largest value; None if the model is too
+        large to be simulated here.
+
+    Raises:
+        Unprovable: the unsharded model fails.
+        SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
+    """
+    weights = _RandomWeights(plan)
+    simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}), weights)
+    if simulation.needed_bytes() > min(max_bytes or MAX_SIMULATED_BYTES, available_bytes() // 2):
+        return None
+    try:
+        outcome = simulation.run()
+    except Unprovable as error:
+        raise Unprovable(
+            f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
+            f"{error}; pass --no-check (check=False) to rely on shapes and positions"
+        ) from error
+    if not outcome.agrees:
+        raise SolveError(
+            f"the plan is wrong: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
+            f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
+            "shardconv; please report it."
+        )
+    return outcome.worst
+
+
+class Weights(Protocol):
+    """Where the numbers of a simulation come from."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
+
+        Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
+        """
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Those of one rank, local, of the same names and dtypes. What ranks share may be one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the simulated ranks compare with the unsharded model."""
+
+    worst: float
+    """Largest difference of an output, relative to the largest value."""
+    tolerance: float
+    dtype: torch.dtype
+    """That both were run in."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is one of rounding."""
+        return self.worst <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class _Precision:
+    dtype: torch.dtype
+    tolerance: float
+
+    def computing(self) -> AbstractContextManager[object]:
+        """In float64, casts to float32 inside of the model are left out."""
+        return Float64() if self.dtype == torch.float64 else nullcontext()
+
+
+_PRECISIONS = (_Precision(torch.float64, TOLERANCE), _Precision(torch.float32, 1e-4))
+"""The second is for the few models whose code insists on float32 somewhere."""
+
+
+class _RandomWeights:
+    """The same random numbers for the unsharded model and the ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._made: dict[str, Tensor] = {}
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Draw them."""
+        self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
+        return self._made
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Cut them."""
+        return local_weights(self._made, self._plan, rank)
+
+
+class Simulation:
+    """One model, one plan: the unsharded run and that of each rank, on the same weights.
+
+    Args:
+        plan: the plan to prove.
+        model: the global model, on meta; it is copied.
+        inputs: what it is called with.
+        skipped: layers to leave out, on both sides.
+        weights: of both sides.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        inputs: TraceInputs,
+        skipped: Mapping[str, Bypass],
+        weights: Weights,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.inputs = inputs
+        self.skipped = skipped
+        self.weights = weights
+        self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
+
+    def run(self) -> Outcome:
+        """Run the unsharded model, then all ranks.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+            SolveError: the ranks fail.
+            ShardconvError: weights cannot be read, or the plan does not fit the model.
+        """
+        precision, want = self._reference()
+        try:
+            differences = run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want))
+        except (PlanError, SourceError):
+            raise
+        except Exception as error:
+            raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
+        return Outcome(max(differences), precision.tolerance, precision.dtype)
+
+    def needed_bytes(self) -> int:
+        """Float64 copies of the whole model and of all ranks."""
+        total = 0
+        for entry in self.entries.values():
+            numel = math.prod(size(d) for d in entry.dims)
+            split = math.prod(self.plan.mesh[a] for a in {a for d in entry.dims for a in axes_of(d)})
+            total += 8 * numel * (1 + self.plan.tp // split)
+        return total
+
+    def _reference(self) -> tuple[_Precision, list[Tensor]]:
+        """What the unsharded model returns, in the best precision that its code bears."""
+        problem: Exception | None = None
+        for precision in _PRECISIONS:
+            whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
+            fill(whole, self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries}))
+            try:
+                want = _outputs(whole, self.inputs, precision)
+                if all(t.isfinite().any() for t in want if t.numel()):
+                    return precision, want
+                problem = problem or ArithmeticError("an output has no finite value")
+            except Exception as error:
+                problem = problem or error.with_traceback(None)  # which would keep the weights in memory
+        raise Unprovable(str(problem)) from problem
+
+    def _distance(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
+        """How far one rank is from ``want``, with whole logits and with its own part of them."""
+        parts = self.weights.local(comm.rank)
+        worst = _difference(self._rank(comm, precision, parts, gather_logits=True), want)
+        if self.plan.logits is None:
+            return worst
+        own = self._rank(comm, precision, parts, gather_logits=False)
+        return max(worst, _difference(own, self._with_own_logits(want, comm.rank)))
+
+    def _rank(
+        self, comm: Communicator, precision: _Precision, parts: Mapping[str, Tensor], gather_logits: bool
+    ) -> list[Tensor]:
+        """What one rank returns."""
+        model = copy.deepcopy(self.model).to(precision.dtype)
+        local = bypass(parallelize(model, self.plan, comm, gather_logits), self.skipped)
+        fill(local, parts)
+        return _outputs(local, self.inputs, precision)
+
+    def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
+        """The model's outputs, of the logits (the first one) only those that the rank computes."""
+        logits = self.plan.logits
+        assert logits is not None
+        steps = module_plans(self.plan)[logits.module].outputs
+        layout = next(s.layout for s in steps if (s.slot, s.op) == (logits.slot, "all_gather"))
+        assert layout is not None
+        held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
+        index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
+        return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
+
+
+def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
+    """Whether a parameter belongs to one of the layers."""
+    return any(p in layers for p in prefixes(name))
+
+
+def _random(name: str, tensor: Tensor) -> Tensor:
+    """Weights of a size that keeps activations in range; norms and biases are random as well."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name))
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.dim() < 2:
+        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
+
+
+def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """A rank's part of every weight (global shapes to local ones), in the dtype that it has."""
+    entries = parameter_plans(plan)
+    parts = {}
+    for name, weight in weights.items():
+        entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
+        parts[name] = local_tensor(entry, weight, plan.mesh, rank)
+    return parts
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Set parameters and buffers, and every other name of one that is tied; return ``model``."""
+    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            aliases.setdefault(id(parameter), []).append((module, attribute))
+    for name, tensor in tensors.items():
+        owner, attribute = owner_of(model, name)
+        if attribute in owner._parameters:
+            real = nn.Parameter(tensor, requires_grad=False)
+            for module, alias in aliases[id(owner._parameters[attribute])]:
+                module._parameters[alias] = real
+        else:
+            owner._buffers[attribute] = tensor
+    return model
+
+
+def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:
+    inputs = inputs.to(precision.dtype)
+    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
+        result = model(**inputs.tensors, **inputs.options)
+    return results(model, result)
+
+
+def _difference(got: list[Tensor], want: list[Tensor]) -> float:
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return math.inf
+    return max((_relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)), default=0.0)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    """Largest difference over the largest value; the same infinity or NaN is no difference."""
+    finite = y.isfinite()
+    if y.numel() == 0:
+        return 0.0
+    if not finite.any():
+        return math.inf  # nothing to compare: nothing is proven
+    same = (x == y) | (x.isnan() & y.isnan())
+    error = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+    return float(error.max() / y[finite].abs().max().clamp_min(1e-30))

@@ -1,0 +1,5 @@
+"""The command line."""
+
+from .entry import cli, main, run
+
+__all__ = ["cli", "main", "run"]

@@ -1,0 +1,245 @@
+"""The commands that work on a converted directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..convert import parse_memory, parse_ranks, parse_size, require_tp
+from ..converted.export_dcp import FORMATS, export
+from ..converted.merge import merge
+from ..converted.replan import replan
+from ..converted.reshard import reshard
+from ..verifying.verify import DamagedError, describe, verify
+from .entry import Command, print_plan, tp_option, working
+
+
+@click.command("inspect")
+@click.argument("out", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print the plan itself.")
+@click.option("--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass.")
+def inspect_command(out: str, as_json: bool, tokens: int) -> None:
+    """Show the plan and the files of the converted directory OUT.
+
+    \b
+    Example:
+      shardconv inspect out/
+    """
+    from shardconv_runtime import codec, manifest
+
+    found = manifest.read(out)
+    for rank in range(found.tp):
+        manifest.check_sizes(out, found, rank)
+    print_plan(codec.read(Path(out) / manifest.PLAN_NAME), as_json, tokens)
+    if not as_json:
+        from ..reporting.report import files_report
+
+        click.echo("\n" + files_report(found), nl=False)
+
+
+@click.command("replan")
+@click.argument("out", type=click.Path())
+@click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks.")
+def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: bool, verbose: bool) -> None:
+    """Solve OUT again for the installed torch and transformers, keeping its shards.
+
+    A plan holds for the model code that it was solved for; after an upgrade the runtime refuses it
+    and names this command. It takes seconds. If the new plan slices some tensor in another way, OUT is
+    left as it is and has to be converted again.
+
+    \b
+    Example:
+      shardconv replan out/
+    """
+    with working(quiet, verbose) as progress:
+        solved = replan(out, trust_remote_code=trust_remote_code, check=not no_check, progress=progress)
+    if not quiet:
+        code = solved.code
+        click.echo(
+            f"{out}: planned for torch {code.torch}, transformers {code.transformers}; the shards are kept"
+        )
+
+
+@click.command("verify")
+@click.argument("out", type=click.Path())
+@click.option(
+    "--against", metavar="MODEL", help="Compare every byte with this model, a directory or a Hub id."
+)
+@click.option("--numerics", is_flag=True, help="Run all ranks in this process, and the unsharded model.")
+@click.option("--revision", help="Branch, tag or commit of MODEL on the Hub.  [default: main]")
+@click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached.")
+@click.option("--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only.")
+@click.option("--token", help="Hub token for private or gated models.  [default: that of the Hub login]")
+@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT and in MODEL.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks.")
+def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None:
+    """Check every file of the converted directory OUT, to the byte.
+
+    Sizes, checksums and headers are compared with the manifest and the plan. With --against, what each
+    rank holds is compared with the weights of MODEL, cast as they were converted. With --numerics, the ranks
+    run in float64 on their real weights and are compared with the unsharded model; layers that do not fit
+    in memory are left out. All problems are listed; the exit code is then 2.
+
+    \b
+    Examples:
+      shardconv verify out/
+      shardconv verify out/ --against org/name --revision v1.0 --numerics
+    """
+    try:
+        with working(quiet, verbose) as progress:
+            found = verify(out, progress=progress, **options)
+    except DamagedError as error:
+        for line in (*error.problems, *(f"remark: {remark}" for remark in error.remarks)):
+            click.echo(line, err=True)
+        raise
+    if not quiet:
+        for line in describe(out, found, options["against"]):
+            click.echo(line)
+
+
+def _size_options(command: Command) -> Command:
+    """The options of a command that writes weights."""
+    for decorate in (
+        click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks."),
+        click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        click.option(
+            "--memory",
+            default="512MiB",
+            show_default=True,
+            metavar="SIZE",
+            help="For the buffers that weights pass through.",
+        ),
+        click.option(
+            "--max-file-size",
+            default="5GB",
+            show_default=True,
+            metavar="SIZE",
+            help="Begin a new file after so much; as 500MB or 5GB. A tensor is never split.",
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
+_trust_option = click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT.")
+
+
+@click.command("merge")
+@click.argument("out", type=click.Path())
+@click.argument("hf_dir", type=click.Path())
+@_trust_option
+@_size_options
+def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: Any) -> None:
+    """Write the converted directory OUT as an ordinary checkpoint to the directory HF_DIR.
+
+    The files are those that transformers would save, in its layout, with the bytes of OUT; no model is
+    built in memory. That transformers loads them to the same parameters is checked before anything is
+    written. Until all is done, HF_DIR has no config.json; the same command continues a run that was
+    interrupted.
+
+    \b
+    Example:
+      shardconv merge out/ my-model/
+    """
+    from ..reporting.report import human_bytes
+
+    parse_size(options["max_file_size"])
+    parse_memory(options["memory"])
+    with working(quiet, verbose) as progress:
+        merged = merge(out, hf_dir, progress=progress, **options)
+    if not quiet:
+        files = f"{merged.num_files} file{'s' if merged.num_files > 1 else ''}"
+        click.echo(f"{hf_dir}: {merged.num_tensors} tensors in {files}, {human_bytes(merged.num_bytes)}")
+
+
+@click.command("reshard")
+@click.argument("out", type=click.Path())
+@click.argument("out2", type=click.Path())
+@tp_option
+@_trust_option
+@_size_options
+@click.option(
+    "--ranks",
+    metavar="LIST",
+    help="Write these ranks only, as 0-3 or 0,2,5; the part that comes last completes OUT2.  [default: all]",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="Replace OUT2 if it is a converted directory, and nothing else."
+)
+@click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
+def reshard_command(
+    out: str, out2: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
+) -> None:
+    """Convert the converted directory OUT for N ranks, to the directory OUT2.
+
+    The weights come from OUT alone and are not cast; the files are those that converting the original
+    model for N ranks gives. The same command continues a run that was interrupted.
+
+    \b
+    Example:
+      shardconv reshard out/ out-4/ --tp 4
+    """
+    from ..reporting.report import human_bytes
+    from ..reporting.summary import summarize
+
+    require_tp(tp)
+    parse_size(options["max_file_size"])
+    parse_memory(options["memory"])
+    if options["ranks"] is not None:
+        parse_ranks(options["ranks"], tp)
+    with working(quiet, verbose) as progress:
+        solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
+    if not quiet and (Path(out2) / "manifest.json").is_file():
+        most = human_bytes(max(summarize(solved).rank_bytes))
+        click.echo(f"{out2}: {most} on each of {tp} ranks; shardconv inspect {out2} shows the plan")
+
+
+@click.command("export")
+@click.argument("out", type=click.Path())
+@click.argument("directory", metavar="DIR", type=click.Path())
+@click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    default=FORMATS[0],
+    show_default=True,
+    help="What reads it: torch.distributed.checkpoint (dcp), and transformers.",
+)
+@_size_options
+def export_command(out: str, directory: str, quiet: bool, verbose: bool, **options: Any) -> None:
+    """Write the converted directory OUT to the directory DIR, in another sharded format.
+
+    dcp is the sharded safetensors that torch.distributed.checkpoint reads with a HuggingFaceStorageReader,
+    for any number of ranks, and from_pretrained of transformers. There are files for each rank of OUT, with
+    names of tensors as in the model, and each element once. Until all is done, readers refuse DIR; the same
+    command continues a run that was interrupted.
+
+    \b
+    Example:
+      shardconv export out/ --format dcp sharded/
+    """
+    from ..reporting.report import human_bytes
+
+    parse_size(options["max_file_size"])
+    parse_memory(options["memory"])
+    with working(quiet, verbose) as progress:
+        found = export(out, directory, progress=progress, **options)
+    if not quiet:
+        files = f"{found.num_files} file{'s' if found.num_files > 1 else ''}"
+        click.echo(f"{directory}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
+
+
+COMMANDS = (
+    inspect_command,
+    replan_command,
+    verify_command,
+    merge_command,
+    reshard_command,
+    export_command,
+)
+"""In the order of the help."""

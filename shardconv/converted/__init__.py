@@ -1,0 +1,1 @@
+"""What is made of a converted directory: the same for another plan, or another format."""

@@ -1,0 +1,122 @@
+"""A converted directory as the source of another directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardconv_runtime import manifest
+from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
+from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry
+
+from ..tensors.lazy import LazyTensor
+from ..writing.job import PARTIAL, known_files
+from ..writing.output import Output
+from . import shards
+from .shards import Converted
+
+if TYPE_CHECKING:
+    from ..sources import ModelSpec
+
+
+def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Raises ``ShardconvError`` if ``target`` is the converted directory ``out``, or in it."""
+    if Path(target).expanduser().resolve().is_relative_to(Path(out).expanduser().resolve()):
+        raise ShardconvError(f"{target} is in {out}, which is read; name a directory outside of it")
+
+
+def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Output:
+    """Check that a directory of another kind may be made, without making it.
+
+    Args:
+        name: of the argument, for messages.
+        directory: must not exist, or be empty, or hold what an earlier run left unfinished.
+        out: the converted directory that is read.
+
+    Raises:
+        ShardconvError: it may not.
+    """
+    require_apart(out, directory)
+    path = Path(directory).expanduser()
+    if path.is_dir() and not known_files(path) and any(file.name != PARTIAL for file in path.iterdir()):
+        raise ShardconvError(f"{name} {directory} is not empty; name another directory")
+    return Output.prepare(path, overwrite=False, source=out)
+
+
+def require_nothing_new(name: str, path: Path) -> None:
+    """Another process may have completed the directory since it was found to be empty."""
+    if any(file.name != PARTIAL for file in path.iterdir()):
+        raise ShardconvError(f"{name} {path} was written to by others meanwhile; name another directory")
+
+
+def read(out: str | os.PathLike[str], *, trust_remote_code: bool) -> Converted:
+    """Open a converted directory.
+
+    Raises:
+        CheckpointError: it is not complete, or a file is not the manifest's.
+        SourceError: it has code of its own, which is not trusted.
+    """
+    found = shards.read(Path(out).expanduser())
+    if found.plan.model.trust_remote_code and not trust_remote_code:
+        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+    return found
+
+
+def spec_of(found: Converted) -> ModelSpec:
+    """The model of a converted directory, without weights.
+
+    Raises:
+        ShardconvError: it cannot be built here, or is of another class than was planned.
+    """
+    from ..sources import resolve
+
+    model = found.plan.model
+    spec = resolve(
+        found.directory,
+        trust_remote_code=model.trust_remote_code,
+        dtype=model.dtype,
+        need_weights=False,
+    )
+    if spec.class_name != model.class_name:
+        raise PlanError(
+            f"{found.directory} was planned as {model.class_name}, and its config.json now gives "
+            f"{spec.class_name}; use the version of transformers that it was planned for, or restore the file"
+        )
+    return spec
+
+
+def weights_of(found: Converted) -> dict[str, LazyTensor]:
+    """The global tensors; tied ones are the same object under each of their names."""
+    weights = found.weights()
+    return weights | {alias: weights[name] for alias, name in found.plan.tied}
+
+
+def identity(found: Converted) -> dict[str, object]:
+    """As JSON, what changes when a byte of the directory is to be another one."""
+    return {"manifest": manifest.sha256_of(found.directory / MANIFEST_NAME)}
+
+
+def small_files(found: Converted) -> list[FileEntry]:
+    """What is not weights."""
+    return [entry for entry in found.manifest.files if not entry.path.endswith(".safetensors")]
+
+
+def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
+    """Copy what is not weights to ``directory``.
+
+    Raises:
+        CheckpointError: a file is not the one that was written.
+    """
+    entries = small_files(found)
+    for entry in entries:
+        target = directory / entry.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(manifest.resolve(found.directory, entry.path), target)
+        if manifest.sha256_checksum(target) != entry.checksum:
+            raise CheckpointError(
+                f"{found.directory}: {entry.path} was changed since it was written (its sha256 is not that "
+                f"in {MANIFEST_NAME}); restore it, or convert the model again"
+            )
+    return entries

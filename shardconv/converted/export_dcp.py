@@ -1,0 +1,270 @@
+"""A converted directory as torch's distributed checkpoint (DCP) and transformers read one, sharded.
+
+    DIR/shard-00001-model-00001-of-00002.safetensors    what rank 0 holds
+    DIR/shard-00001-model-00002-of-00002.safetensors
+    DIR/shard-00002-model-00001-of-00001.safetensors    what rank 1 holds
+    DIR/config.json ...
+
+A tensor lies there in **chunks**, boxes that cover each of its elements once; a file has no more than one
+chunk of a tensor, and says in its metadata where in the whole tensor that begins. The reader puts together
+what it needs of them, however many ranks it has and however its tensors are sharded.
+
+The format is that of ``HuggingFaceStorageWriter(save_distributed=True)``, which torch has from 2.8 on and
+documents nowhere: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py and filesystem.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.layout_hash import is_common
+from shardconv_runtime.plan import ParameterPlan
+from shardconv_runtime.slices import Leaf, ranges
+
+from ..convert import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
+from ..reporting.progress import Progress, Silent
+from ..tensors import lazy
+from ..tensors.gathered import gathered, is_interleaved
+from ..tensors.lazy import LazyTensor, Shape
+from ..writing.durable import fsync
+from ..writing.job import PARTIAL, read_state
+from ..writing.output import Output
+from ..writing.target import TargetFile, split, target_file
+from ..writing.workspace import Workspace, opened, refuse_if_busy
+from . import derived, shards
+from .shards import Converted, Part
+
+FORMATS = ("dcp",)
+
+MAX_CHUNKS = 8
+"""Of one tensor in the files of one rank, which has as many files at least; some readers open all at once."""
+
+_OWNER = "export"
+"""All files are written by one process."""
+
+_SHARD_NAME = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+"""By these names transformers knows such a directory."""
+
+_MAX_NUMBER = 99_999
+"""That five digits can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    num_tensors: int
+    num_files: int
+    """Of weights."""
+    num_bytes: int
+    """Of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor."""
+
+    offsets: Shape
+    """Of its first element, in the whole tensor."""
+    tensor: LazyTensor
+
+
+def export(
+    out: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    format: str = "dcp",
+    *,
+    max_file_size: int | str = MAX_FILE_SIZE,
+    memory: int | str = MEMORY,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write a converted directory in another sharded format.
+
+    ``"dcp"`` is read by ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader``, into plain
+    tensors or DTensors of any placement, and by ``from_pretrained`` of transformers. Names are those of
+    ``model.state_dict()``, tied ones too; block-scaled float8 parameters are two tensors, values and factors.
+    Files stand for ranks, and hold what these do, but everything once. A run that was killed is continued by
+    the same call; until all is done, readers refuse the directory.
+
+    Args:
+        out: a converted directory; no code in it is run.
+        directory: to make; it must not exist, or be empty, or hold what an earlier run left.
+        format: ``"dcp"``.
+        max_file_size: bytes of a file, or text as ``"5GB"``; a chunk is never split.
+        memory: bytes for the buffers that weights pass through, or text.
+        progress: where to report to.
+
+    Raises:
+        ShardconvError: with what is wrong and the remedy.
+
+    Example:
+        >>> shardconv.export("out/", "sharded/", format="dcp")
+        >>> reader = torch.distributed.checkpoint.HuggingFaceStorageReader("sharded/")
+        >>> torch.distributed.checkpoint.load(model.state_dict(), storage_reader=reader)
+    """
+    if format not in FORMATS:
+        raise ShardconvError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    limit, budget = parse_size(max_file_size), parse_memory(memory)
+    _open_again(Path(directory).expanduser())
+    output = derived.prepare("DIR", directory, out)
+    found = shards.read(Path(out).expanduser())
+    chunks = _all_chunks(found)
+    files = [file for rank in sorted(chunks) for file in _files_of(rank, chunks[rank], limit)]
+    _write(found, files, output, {"max_file_size": limit, "export": format}, budget, progress or Silent())
+    tensors = {name for held in chunks.values() for name in held}
+    num_bytes = sum(c.tensor.num_bytes for held in chunks.values() for many in held.values() for c in many)
+    return Exported(len(tensors), len(files), num_bytes)
+
+
+def shard_name(rank: int, index: int, count: int) -> str:
+    """Name of file ``index`` (from 0) of ``count`` of a rank."""
+    return f"shard-{rank + 1:05d}-model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def metadata_of(chunks: Mapping[str, Chunk]) -> dict[str, str]:
+    """The metadata of a file with these chunks."""
+    info = {name: {"saved_offsets": list(chunk.offsets)} for name, chunk in chunks.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+
+
+def _all_chunks(found: Converted) -> dict[int, dict[str, list[Chunk]]]:
+    """By rank and name, those that hold any; a tied tensor is there under each of its names."""
+    chunks: dict[int, dict[str, list[Chunk]]] = {}
+    aliases: dict[str, list[str]] = {}
+    for alias, name in found.plan.tied:
+        aliases.setdefault(name, []).append(alias)
+    for name, entry in stored_plans(found.plan).items():
+        for rank, held in _chunks_of(found, name, entry).items():
+            chunks.setdefault(rank, {}).update(dict.fromkeys([name, *aliases.get(name, ())], held))
+    return chunks
+
+
+def _chunks_of(found: Converted, name: str, entry: ParameterPlan) -> dict[int, list[Chunk]]:
+    """The chunks of a tensor by rank: each range that a rank holds, unless these are very many."""
+    if is_common(entry):
+        tensor = found.tensors[None][name]
+        return {0: [Chunk((0,) * len(tensor.shape), tensor)]}
+    parts = list(found.parts(name, entry))
+    if max(map(_num_boxes, parts)) > MAX_CHUNKS:
+        return _even_chunks(name, found.weight(name, entry), found.plan.tp)
+    return {part.rank: list(_boxes(part)) for part in parts}
+
+
+def _num_boxes(part: Part) -> int:
+    return math.prod(map(len, part.places))
+
+
+def _boxes(part: Part) -> Iterator[Chunk]:
+    """What a rank holds, cut where it is not contiguous in the whole."""
+    for box in product(*map(_local_and_global, part.places)):
+        tensor = part.tensor
+        for dim, (local, _) in enumerate(box):
+            tensor = lazy.take(tensor, dim, (local,))
+        yield Chunk(tuple(start for _, (start, _) in box), tensor)
+
+
+def _local_and_global(places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    done = 0
+    for start, stop in places:
+        yield (done, done + stop - start), (start, stop)
+        done += stop - start
+
+
+def _even_chunks(name: str, tensor: LazyTensor, tp: int) -> dict[int, list[Chunk]]:
+    """A whole tensor cut along its first dim into as many chunks as there are ranks.
+
+    The files of a rank then hold other elements than the rank, as where transformers saves what it has
+    sharded in strides.
+    """
+    if is_interleaved(tensor):
+        tensor = gathered(name, tensor)
+    rows, rest = Leaf(tensor.shape[0], (0,)), (0,) * (len(tensor.shape) - 1)
+    return {
+        rank: [Chunk((start, *rest), lazy.take(tensor, 0, ((start, stop),)))]
+        for rank in range(tp)
+        for start, stop in ranges(rows, (tp,), rank)
+    }
+
+
+def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> list[TargetFile]:
+    """The files of a rank: first chunks of all tensors, then the second ones, ..."""
+    contents: list[dict[str, Chunk]] = []
+    for index in range(max(map(len, chunks.values()))):
+        held = {name: many[index] for name, many in chunks.items() if index < len(many)}
+        parts = split({name: chunk.tensor.num_bytes for name, chunk in held.items()}, limit)
+        contents += [{name: held[name] for name in names} for names in parts]
+    if max(rank + 1, len(contents)) > _MAX_NUMBER:
+        raise ShardconvError(
+            f"rank {rank} would have {len(contents)} files, and their names have five digits for the number "
+            "of each; allow larger files (--max-file-size)"
+        )
+    names = (shard_name(rank, index, len(contents)) for index in range(len(contents)))
+    return [_target_file(name, held) for name, held in zip(names, contents, strict=True)]
+
+
+def _target_file(path: str, chunks: Mapping[str, Chunk]) -> TargetFile:
+    declared = {name: (chunk.tensor.dtype, chunk.tensor.shape) for name, chunk in chunks.items()}
+    return target_file(path, _OWNER, declared, metadata_of(chunks), lambda name: chunks[name].tensor)
+
+
+def _write(
+    found: Converted,
+    files: Sequence[TargetFile],
+    output: Output,
+    options: Mapping[str, object],
+    memory: int,
+    progress: Progress,
+) -> None:
+    from ..writing.fill import fill
+    from ..writing.writer import tool_versions
+
+    source = {"name": found.manifest.source.name, **derived.identity(found)}
+    job = {"source": source, **options, "versions": tool_versions()}
+    with opened(output.path, job, files, {_OWNER}, tell=progress.stage) as workspace:
+        if workspace.is_finishing:
+            workspace.finish_again()
+            return
+        tensors = (file.tensor(name) for file in files for name in file.offsets)
+        fill(workspace, tensors, memory=memory, progress=progress)
+        with workspace.exclusive():
+            derived.require_nothing_new("DIR", output.path)
+            _finish(workspace, found)
+
+
+def _finish(workspace: Workspace, found: Converted) -> None:
+    """Move everything to its place, which is closed until the last shard is there."""
+    assert workspace.checksums() is not None, "all of it was written"
+    small = [entry.path for entry in derived.copy_small_files(found, workspace.path)]
+    names = [file.path for file in workspace.files]
+    _close(workspace.out / names[-1])
+    workspace.finish([*small, *names], ())
+
+
+def _close(shard: Path) -> None:
+    """Put an empty file where the last shard will be.
+
+    Readers of this format take the shards that they find for all, and leave what these do not cover as it
+    is in memory. But they open every file, and fail at one that is no safetensors file.
+    """
+    shard.touch()
+    fsync(shard.parent)
+
+
+def _open_again(path: Path) -> None:
+    """Remove what ``_close`` put there, where the run died before it moved anything."""
+    state = read_state(path / PARTIAL)
+    if state is None or "export" not in state.job or state.moves is not None:
+        return
+    refuse_if_busy(path)
+    for file in path.iterdir():
+        if _SHARD_NAME.fullmatch(file.name) and file.stat().st_size == 0:
+            file.unlink()

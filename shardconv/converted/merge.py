@@ -1,0 +1,146 @@
+"""A converted directory back to an ordinary checkpoint, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..convert import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
+from ..reporting.progress import Progress, Silent
+from ..tensors.lazy import LazyTensor
+from ..writing.output import Output
+from ..writing.target import TargetFile, target_file
+from ..writing.workspace import Workspace, opened, write_durably
+from . import derived
+from .shards import Converted
+
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+
+_OWNER = "checkpoint"
+"""All files are written by one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was written."""
+
+    num_tensors: int
+    num_files: int
+    """Of weights."""
+    num_bytes: int
+    """Of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The weights of a checkpoint: tensors, and their files as ``save_pretrained`` divides them."""
+
+    tensors: Mapping[str, LazyTensor]
+    files: Mapping[str, Sequence[str]]
+    """Names of tensors by file."""
+    index: Mapping[str, Any]
+    """For ``model.safetensors.index.json``, which a single file has not."""
+
+
+def merge(
+    out: str | os.PathLike[str],
+    hf_dir: str | os.PathLike[str],
+    *,
+    max_file_size: int | str = MAX_FILE_SIZE,
+    memory: int | str = MEMORY,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Merged:
+    """Write the model of a converted directory as ``save_pretrained`` would, without having it in memory.
+
+    Names, layout and division into files are those of transformers, as experts one by one where it saves
+    them so; the bytes are those of the shards. Before anything is written it is checked that transformers
+    loads this layout to the same parameters. A run that was killed is continued by the same call.
+
+    Args:
+        out: a converted directory.
+        hf_dir: directory to make; it must not exist, or be empty, or hold what an earlier run left.
+        max_file_size: bytes of a file, or text as ``"5GB"``; a tensor is never split.
+        memory: bytes for the buffers that weights pass through, or text.
+        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
+        progress: where to report to.
+
+    Raises:
+        ShardconvError: with what is wrong and the remedy. ``hf_dir`` then has no ``config.json``.
+
+    Example:
+        >>> shardconv.merge("out/", "my-model/")
+    """
+    progress = progress or Silent()
+    limit, budget = parse_size(max_file_size), parse_memory(memory)
+    output = derived.prepare("HF_DIR", hf_dir, out)
+    found = derived.read(out, trust_remote_code=trust_remote_code)
+    progress.stage(f"finding the layout in which transformers saves {out}")
+
+    from .saved_layout import checkpoint_tensors
+
+    layout = _divide(*checkpoint_tensors(found, derived.spec_of(found)), limit)
+    _write(found, layout, output, limit, budget, progress)
+    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
+    return Merged(len(layout.tensors), len(layout.files), num_bytes)
+
+
+def _divide(tensors: Mapping[str, LazyTensor], num_parameters: int, limit: int) -> _Layout:
+    """Divide the tensors into files, as huggingface_hub does for ``save_pretrained``."""
+    import torch
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    sizes = {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        for name, tensor in tensors.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    index = {
+        "metadata": {"total_parameters": num_parameters, **split.metadata},
+        "weight_map": split.tensor_to_filename,
+    }
+    return _Layout(tensors, split.filename_to_tensors, index if split.is_sharded else {})
+
+
+def _write(
+    found: Converted, layout: _Layout, output: Output, limit: int, memory: int, progress: Progress
+) -> None:
+    from ..writing.fill import fill
+    from ..writing.writer import tool_versions
+
+    job = {
+        "merge": {"name": found.manifest.source.name, **derived.identity(found)},
+        "max_file_size": limit,
+        "versions": tool_versions(),
+    }
+    files = [_target_file(path, names, layout.tensors) for path, names in layout.files.items()]
+    with opened(output.path, job, files, {_OWNER}, tell=progress.stage) as workspace:
+        if workspace.is_finishing:
+            workspace.finish_again()
+            return
+        fill(workspace, layout.tensors.values(), memory=memory, progress=progress)
+        with workspace.exclusive():
+            derived.require_nothing_new("HF_DIR", output.path)
+            _finish(workspace, found, layout)
+
+
+def _target_file(path: str, names: Iterable[str], tensors: Mapping[str, LazyTensor]) -> TargetFile:
+    declared = {name: (tensors[name].dtype, tensors[name].shape) for name in sorted(names)}
+    return target_file(path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__)
+
+
+def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:
+    """Move everything to its place: ``config.json``, without which nothing loads a directory, last."""
+    assert workspace.checksums() is not None, "all of it was written"
+    paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]
+    if layout.index:
+        text = json.dumps(layout.index, indent=2, sort_keys=True) + "\n"
+        write_durably(workspace.path / INDEX_NAME, text)
+        paths.append(INDEX_NAME)
+    workspace.finish([path for path in paths if path != CONFIG_NAME] + [CONFIG_NAME], ())

@@ -1,0 +1,96 @@
+"""Solve a converted directory again for the installed versions, and keep its shards where they fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from shardconv_runtime import codec, manifest
+from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
+from shardconv_runtime.layout_hash import layout_sha256
+from shardconv_runtime.manifest import Manifest
+from shardconv_runtime.plan import Plan, global_shape
+from shardconv_runtime.slices import to_text
+
+from ..reporting.progress import Progress, Silent
+
+
+def replan(
+    out: str | os.PathLike[str],
+    *,
+    trust_remote_code: bool = False,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solve ``out`` again and rewrite its plan; the shards stay as they are.
+
+    ``plan.json`` is replaced before ``manifest.json``, each atomically. Should the process die between
+    the two, ``load`` refuses the directory, and running this again repairs it.
+
+    Args:
+        out: a converted directory.
+        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
+        check: prove the new plan.
+        progress: where to report to.
+
+    Returns:
+        The new plan.
+
+    Raises:
+        PlanError: the new plan lays out some tensor in another way, so that a conversion is needed;
+            nothing was changed.
+        ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
+    """
+    directory = Path(out)
+    found = manifest.read(directory)
+    old = codec.read(directory / manifest.PLAN_NAME)
+    if old.model.trust_remote_code and not trust_remote_code:
+        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+
+    from ..pipeline import solve_plan
+    from ..sources import resolve
+    from ..writing.scaled import block_sizes, blocks_of, with_blocks
+    from ..writing.writer import tool_versions
+
+    spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
+    tell = (progress or Silent()).stage
+    blocks = block_sizes(old)
+    new: Plan = solve_plan(spec, old.tp, experts=old.experts, blocks=blocks, check=check, progress=tell)
+    new = with_blocks(new, blocks_of(old))
+    _require_same_layout(directory, found, old, new)
+    plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
+    tools = {**found.tools, **tool_versions()}
+    manifest.write(dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools), directory)
+    return new
+
+
+def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:
+    """The files themselves say which layout they have; what is in ``plan.json`` is not trusted for it."""
+    layout = layout_sha256(new)
+    if layout != layout_sha256(old):
+        raise PlanError(
+            f"{directory}: {_first_difference(old, new)}, so the shards cannot be kept; "
+            f"convert {found.source.name} again, with --tp {found.tp} and --overwrite"
+        )
+    for entry in found.files:
+        if entry.path.endswith(".safetensors"):
+            path = manifest.resolve(directory, entry.path)
+            if not path.is_file():
+                raise CheckpointError(f"{directory}: {entry.path} is missing; convert the model again")
+            manifest.check_shard(path, entry.rank, found.tp, layout)
+
+
+def _first_difference(old: Plan, new: Plan) -> str:
+    before, after = stored_plans(old), stored_plans(new)
+    for name in (*before, *after):
+        if name not in after or name not in before:
+            return f"{name} is no longer a parameter" if name not in after else f"{name} is a new parameter"
+        a, b = before[name], after[name]
+        if global_shape(a) != global_shape(b) or a.dtype != b.dtype:
+            return f"{name} is now {b.dtype} {list(global_shape(b))}"
+        if (a.dims, a.partial) != (b.dims, b.partial):
+            was, now = (", ".join(map(to_text, entry.dims)) for entry in (a, b))
+            return f"{name} is laid out as [{now}] now, and was as [{was}]"
+    return "parameters are tied in another way"

@@ -1,0 +1,145 @@
+"""A converted directory for another number of ranks, file to file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.manifest import rank_directory
+from shardconv_runtime.plan import Plan
+
+from ..convert import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..reporting.progress import Progress, Silent
+from ..tensors.gathered import gathered, is_interleaved
+from ..tensors.lazy import LazyTensor
+from ..writing.output import Output
+from . import derived
+from .shards import Converted
+
+if TYPE_CHECKING:
+    from ..writing.writer import Origin
+
+
+def reshard(
+    out: str | os.PathLike[str],
+    out2: str | os.PathLike[str],
+    tp: int,
+    *,
+    max_file_size: int | str = MAX_FILE_SIZE,
+    memory: int | str = MEMORY,
+    ranks: Collection[int] | str | None = None,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solve the model of a converted directory for ``tp`` ranks and write its shards to ``out2``.
+
+    The weights come from the shards in ``out`` and are not cast; the checkpoint that these were made from
+    is not needed. The files are those that converting it would give. A run that was killed is continued
+    by the same call.
+
+    Args:
+        out: a converted directory.
+        out2: directory to make; it must not exist, or be empty, unless ``overwrite``, or hold what an
+            earlier run left unfinished.
+        tp: number of ranks.
+        max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
+        memory: bytes for the buffers that weights pass through, or text.
+        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. See ``convert``.
+        trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
+        overwrite: replace ``out2`` if it is a converted directory, and nothing else.
+        check: prove the plan (retrace and float64 simulation) before anything is written.
+        progress: where to report to.
+
+    Returns:
+        The plan, as in ``out2/plan.json``.
+
+    Raises:
+        ShardconvError: with what is wrong and the remedy.
+
+    Example:
+        >>> plan = shardconv.reshard("out/", "out-4/", tp=4)
+    """
+    progress = progress or Silent()
+    require_tp(tp)
+    limit, budget = parse_size(max_file_size), parse_memory(memory)
+    wanted = parse_ranks(ranks, tp) if isinstance(ranks, str) else ranks
+    derived.require_apart(out, out2)
+    owners = None if wanted is None else {rank_directory(rank, tp) for rank in wanted}
+    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=owners)
+    found = derived.read(out, trust_remote_code=trust_remote_code)
+    origin = _origin(found)
+
+    from ..pipeline import solve_plan
+    from ..writing.scaled import block_sizes, blocks_of, with_blocks
+    from ..writing.writer import write
+
+    spec = derived.spec_of(found)
+    solved: Plan = solve_plan(
+        spec,
+        tp,
+        experts=found.plan.experts,
+        blocks=block_sizes(found.plan),
+        check=check,
+        progress=progress.stage,
+    )
+    solved = with_blocks(solved, blocks_of(found.plan))
+    weights = derived.weights_of(found)
+    _require_same_tensors(found, weights, solved)
+    write(
+        solved,
+        _gathered(weights, solved),
+        output,
+        origin,
+        ranks=wanted,
+        max_file_size=limit,
+        memory=budget,
+        progress=progress,
+    )
+    return solved
+
+
+def _origin(found: Converted) -> Origin:
+    from ..writing.writer import Origin
+
+    return Origin(
+        found.manifest.source,
+        derived.identity(found),
+        lambda directory: derived.copy_small_files(found, directory),
+        lambda: derived.identity(found),
+    )
+
+
+def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
+    """The weights, those in bands that are interleaved on some rank of the new plan."""
+    from ..writing.writer import shard
+
+    return {
+        name: gathered(name, weights[name])
+        if any(is_interleaved(shard(entry, weights[name], new.mesh, rank)) for rank in range(new.tp))
+        else weights[name]
+        for name, entry in stored_plans(new).items()
+    }
+
+
+def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], new: Plan) -> None:
+    """All that is stored is in the new plan, of its dtype: one of other versions might cast or leave out."""
+    wanted = stored_plans(new)
+    kept = {id(weights[name]) for name in wanted if name in weights}
+    for name in sorted({*weights, *wanted}):
+        problem = ""
+        if name not in weights:
+            problem = "which is not there"
+        elif id(weights[name]) not in kept:  # a tied tensor is kept under any of its names
+            problem = "which the model has not in this environment"
+        elif name in wanted and weights[name].dtype != wanted[name].dtype:
+            problem = f"which is in {weights[name].dtype} there, and in {wanted[name].dtype} here"
+        if problem:
+            raise PlanError(
+                f"{found.directory} cannot be resharded for {name}, {problem}; "
+                "use the version of transformers that it was planned for, or convert the model again"
+            )

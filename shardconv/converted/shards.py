@@ -1,0 +1,133 @@
+"""A converted directory read back: each rank's tensors, and the global ones put together, all lazy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from shardconv_runtime import manifest
+from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.dtypes import TORCH_NAME
+from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.header import data_start
+from shardconv_runtime.layout_hash import is_common, layout_sha256
+from shardconv_runtime.manifest import FileEntry, Manifest
+from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.slices import Dim, Mesh, Range, axes_of, gather_index, group_of
+
+from ..tensors import lazy
+from ..tensors.lazy import FileLeaf, LazyTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a rank's tensor is taken for the whole one."""
+
+    rank: int
+    tensor: LazyTensor
+    """Local positions, laid end to end."""
+    places: Sequence[Sequence[Range]]
+    """For each dim the global ranges that these are, in order; none is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A complete converted directory, its sizes and headers checked."""
+
+    directory: Path
+    manifest: Manifest
+    plan: Plan
+    tensors: Mapping[int | None, Mapping[str, LazyTensor]]
+    """What the files of each rank hold, local, by FQN; those of ``common/`` under None."""
+
+    def weights(self) -> dict[str, LazyTensor]:
+        """All stored tensors, global: parameters and persistent buffers by FQN, and factors of blocks."""
+        return {name: self.weight(name, entry) for name, entry in stored_plans(self.plan).items()}
+
+    def parts(self, name: str, entry: ParameterPlan) -> Iterator[Part]:
+        """Parts of what the ranks hold of a tensor that is not common; together they are the whole, once."""
+        owned = [_owned(dim, self.plan.mesh) for dim in entry.dims]
+        for cell in product(*(part.items() for part in owned)):
+            rank = sum(member for member, _ in cell)  # each has coordinates on axes of its dim only
+            tensor = self.tensors[rank][name]
+            for dim, (_, (held, _)) in enumerate(cell):
+                tensor = lazy.take(tensor, dim, held)
+            yield Part(rank, tensor, [places for _, (_, places) in cell])
+
+    def weight(self, name: str, entry: ParameterPlan) -> LazyTensor:
+        """A stored tensor, global."""
+        if is_common(entry):
+            return self.tensors[None][name]
+        parts = ((part.tensor, part.places) for part in self.parts(name, entry))
+        return lazy.assemble(entry.dtype, global_shape(entry), parts)
+
+
+def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
+    """For ranks that differ on the dim's axes only: which local positions to take, and where they are.
+
+    Of a position that several ranks hold, one is taken.
+    """
+    members = group_of(mesh, axes_of(dim), 0)
+    found: dict[int, tuple[list[Range], list[Range]]] = {}
+    done = 0
+    for member, start, stop in gather_index(dim, mesh).pieces:
+        held, places = found.setdefault(members[member], ([], []))
+        held.append((start, stop))
+        places.append((done, done + stop - start))
+        done += stop - start
+    return found
+
+
+def read(directory: str | os.PathLike[str]) -> Converted:
+    """Open a converted directory.
+
+    Raises:
+        CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
+        PlanError: the plan is malformed.
+    """
+    path = Path(directory)
+    found = manifest.read(path)
+    plan = manifest.read_plan(path, found)
+    for rank in range(found.tp):
+        manifest.check_sizes(path, found, rank)
+    layout = layout_sha256(plan)
+    tensors: dict[int | None, dict[str, LazyTensor]] = {None: {}, **{rank: {} for rank in range(plan.tp)}}
+    for entry in found.files:
+        if entry.path.endswith(".safetensors"):
+            for name, tensor in _read_file(path, entry, found.tp, layout):
+                if name in tensors[entry.rank]:
+                    raise CheckpointError(f"{path}: {entry.path} has {name}, and so has another file")
+                tensors[entry.rank][name] = tensor
+    _require_all(path, plan, tensors)
+    return Converted(path, found, plan, tensors)
+
+
+def _read_file(path: Path, entry: FileEntry, tp: int, layout: str) -> Iterator[tuple[str, LazyTensor]]:
+    file = manifest.resolve(path, entry.path)
+    start = 0
+    for name, tensor in manifest.check_shard(file, entry.rank, tp, layout).items():
+        start = start or data_start(file)
+        if tensor.dtype not in TORCH_NAME:
+            raise CheckpointError(
+                f"{path}: {entry.path}: {name} has a dtype that torch has not: {tensor.dtype}"
+            )
+        leaf = FileLeaf(file, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
+        yield name, lazy.whole(leaf, tensor.shape)
+
+
+def _require_all(path: Path, plan: Plan, tensors: Mapping[int | None, Mapping[str, LazyTensor]]) -> None:
+    for name, entry in stored_plans(plan).items():
+        for rank in (None,) if is_common(entry) else range(plan.tp):
+            found = tensors[rank].get(name)
+            expected = (entry.dtype, local_shape(entry, plan.mesh, rank or 0))
+            if found is None or (found.dtype, found.shape) != expected:
+                held = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                where = "common/" if rank is None else f"the files of rank {rank}"
+                raise CheckpointError(
+                    f"{path}: {where} should hold {name} as {expected[0]} {list(expected[1])}, "
+                    f"and hold {held}; copy the directory again, or convert the model again"
+                )

@@ -1,0 +1,1 @@
+"""What is said while work is done, and of a plan when it is."""

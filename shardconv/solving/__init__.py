@@ -1,0 +1,1 @@
+"""Which axes are split: the cheapest assignment that holds every constraint."""

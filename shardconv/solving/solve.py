@@ -1,0 +1,145 @@
+"""Chooses which leaves are sharded, and where values change placement: the cheapest choice, exactly.
+
+Variables, for each mesh axis: one for each leaf (sharded on that axis or not) and one for each partial
+state. Constraints and costs:
+
+- two leaves that multiply in one tensor are not both sharded (``_exclusions``);
+- a tensor is not both partial and sharded on one axis (``_exclusions``);
+- a product is partial exactly where a contracted dim is sharded or a factor is partial; all segments
+  of a contracted sum are sharded, or none (``_contraction``);
+- at a mark, Partial -> Replicate costs an all_reduce, Shard -> Replicate an all_gather, Replicate ->
+  Shard nothing; Replicate -> Partial is impossible (``_mark``);
+- parameter elements that stay replicated cost (``_savings``), so that sharding pays.
+
+tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the
+heads take the first axes and the group the rest.
+
+Costs are in elements moved and scale with the square of the model's width, so that a small model gets
+the plan of a large one of the same shape.
+
+Where more than ``MAX_REPLICATED`` of the model would stay whole, the model is solved again with a higher
+worth of what is split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+from ..analysing.analysis import Analysis, Partial, find_partial
+from ..analysing.axes import Node, find, leaves
+from ..tracing.fold import Folded
+from .axis_problem import Graph
+
+MAX_REPLICATED = 0.05
+"""Fraction of the matrices that may stay whole for the sake of fewer collectives. At tp 8, a twentieth
+of a model on every rank is a third more memory than an even share."""
+SAVING_WEIGHTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""What a split element is worth: as in ``axis_problem``, and more where too much would stay whole."""
+MIN_GAIN = 0.01
+"""Least fraction of the matrices that must be split for a higher weight to be taken."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The solution: mesh axes of every leaf and partial state; none means replicated."""
+
+    mesh: tuple[int, ...]
+    leaves: dict[int, tuple[int, ...]]
+    """``id(find(leaf))`` -> mesh axes, outer first."""
+    partials: dict[int, tuple[int, ...]]
+    """``id(find_partial(state))`` -> mesh axes."""
+    replicated: tuple[float, float] = (0.0, 0.0)
+    """Fraction of the elements of matrices that no rank shares: here, and in the plan with the fewest
+    collectives; they differ where collectives were accepted to split more."""
+    keep: tuple[object, ...] = field(default=(), repr=False)
+    """Holds the nodes, whose identities are the keys."""
+
+    def axes(self, leaf: Node) -> tuple[int, ...]:
+        """Mesh axes that split a leaf."""
+        return self.leaves.get(id(find(leaf)), ())
+
+    def partial_axes(self, state: Partial) -> tuple[int, ...]:
+        """Mesh axes over which a state is partial."""
+        return self.partials.get(id(find_partial(state)), ())
+
+
+def solve(
+    analysis: Analysis, tp: int, forbidden: Iterable[Node] = (), folded: Folded | None = None
+) -> Assignment:
+    """The cheapest assignment for ``tp`` ranks.
+
+    Args:
+        analysis: axes and constraints of the traced model.
+        tp: number of ranks.
+        forbidden: leaves that must stay whole.
+        folded: which tensors must be treated alike, and how often a layer counts.
+    """
+    graph = Graph(analysis, forbidden, folded or Folded(analysis.tape))
+    first = best = _solve(graph, tp, SAVING_WEIGHTS[0])
+    for weight in SAVING_WEIGHTS[1:]:
+        if best.replicated[0] <= MAX_REPLICATED:
+            break
+        other = _solve(graph, tp, weight)
+        if other.replicated[0] < best.replicated[0] - MIN_GAIN:
+            best = replace(other, replicated=(other.replicated[0], first.replicated[0]))
+    return best
+
+
+def _solve(graph: Graph, tp: int, saving_weight: float) -> Assignment:
+    mesh = prime_factors(tp)
+    leaf_axes: dict[int, tuple[int, ...]] = {}
+    partial_axes: dict[int, tuple[int, ...]] = {}
+    for axis, extent in enumerate(mesh):
+        taken = {key: math.prod(mesh[a] for a in axes) for key, axes in leaf_axes.items()}
+        sharded, partial = graph.solve_axis(extent, taken, saving_weight)
+        for key in sharded:
+            leaf_axes[key] = (*leaf_axes.get(key, ()), axis)
+        for key in partial:
+            partial_axes[key] = (*partial_axes.get(key, ()), axis)
+    whole = _replicated(graph, leaf_axes.keys()) if mesh else 0.0
+    mesh, leaf_axes, partial_axes = _merge_axes(mesh, leaf_axes, partial_axes)
+    return Assignment(mesh, leaf_axes, partial_axes, (whole, whole), (graph,))
+
+
+def _replicated(graph: Graph, sharded: Collection[int]) -> float:
+    """Fraction of the elements of matrices none of whose leaves is sharded."""
+    whole = total = 0.0
+    for tid, info in enumerate(graph.analysis.tape.tensors):
+        dims = graph.analysis.dims.get(tid, ())
+        if info.kind == "parameter" and len(dims) > 1:
+            numel = math.prod(info.shape) * graph.folded.weight(info.name)
+            total += numel
+            if not any(id(find(x)) in sharded for d in dims for x in leaves(d)):
+                whole += numel
+    return whole / total if total else 0.0
+
+
+def prime_factors(n: int) -> tuple[int, ...]:
+    """Prime factors in ascending order; () for 1."""
+    out = []
+    factor = 2
+    while n > 1:
+        while n % factor == 0:
+            out.append(factor)
+            n //= factor
+        factor += 1
+    return tuple(out)
+
+
+def _merge_axes(
+    mesh: tuple[int, ...], *tables: dict[int, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """Adjacent mesh axes that are always used together become one."""
+    used = [axes for table in tables for axes in table.values()]
+    merged: list[list[int]] = []
+    for axis in range(len(mesh)):
+        together = merged and all((axis in u) == (axis - 1 in u) for u in used)
+        if together:
+            merged[-1].append(axis)
+        else:
+            merged.append([axis])
+    renamed = {old: new for new, group in enumerate(merged) for old in group}
+    out = [{key: tuple(dict.fromkeys(renamed[a] for a in axes)) for key, axes in t.items()} for t in tables]
+    return tuple(math.prod(mesh[a] for a in group) for group in merged), out[0], out[1]

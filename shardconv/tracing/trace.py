@@ -1,0 +1,298 @@
+"""Runs a model once on meta tensors and records it.
+
+Hooks on every module record marks.
+
+The innermost module whose forward fails on meta tensors becomes one operator (``opaque.py``). If it fails
+on numbers as well, the module around it is tried, and so on; the model itself is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shardconv_runtime.errors import SolveError
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .functions import Functions, wrap_ints
+from .ints import watching
+from .opaque import Opaque, pristine_copy
+from .recorder import Point, Recorder
+from .tape import Event, Mark, ModuleCall, Op, Tape
+
+
+def trace(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    keep: Collection[str],
+    options: Mapping[str, Any] | None = None,
+    like: Tape | None = None,
+) -> Tape:
+    """Run ``model(**inputs, **options)`` once and record it.
+
+    Args:
+        model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
+            runs and restored afterwards.
+        inputs: real CPU tensors by keyword; their values answer data-dependent questions.
+        keep: operators that are recorded whole even if they are composite.
+        options: further arguments, not tensors.
+        like: the tape of the model of which this is one rank's: questions get the same answers, and
+            the same modules become one operator.
+
+    Raises:
+        SolveError: the forward pass failed on the meta device.
+    """
+    recorder = Recorder(keep, like.answers if like else None)
+    recorder.register_model(model)
+    arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
+    tracer = _Tracer(recorder, model, like)
+    try:
+        with torch.inference_mode(), watching(recorder.compared), Functions(recorder), recorder:
+            outputs = model(**arguments, **(options or {}))
+    except SolveError:
+        raise
+    except Exception as error:
+        where = tracer.where(error) or recorder.current_fqn() or type(model).__name__
+        raise SolveError(f"{where}: the forward pass cannot be traced on the meta device: {error}") from error
+    finally:
+        tracer.undo()
+    leaves = results(model, outputs)
+    recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
+    return recorder.tape
+
+
+# Modules -----------------------------------------------------------------------------------------
+
+
+class _Tracer:
+    """What is attached to the modules of one model, and taken off again by ``undo``.
+
+    The forward pass may store tensors on modules (caches of positions, say): that is undone too.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None) -> None:
+        self.recorder = recorder
+        self.like = like
+        self.is_paused = False
+        """Whether a module is being run on numbers: its calls are not recorded."""
+        self.frames: list[_Frame] = []
+        """One for each module call of the tape."""
+        self.hooks: dict[int, _ModuleHook] = {}
+        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
+        self.failure: tuple[BaseException, str] | None = None
+        self.handles: list[Any] = []
+        for fqn, module in model.named_modules():
+            for attributes in _state(module):
+                self.saved.append((attributes, dict(attributes)))
+            self.kept.update(wrap_ints(module, fqn))
+        for fqn, module in model.named_modules():
+            self._attach(_ModuleHook(self, module, fqn), module)
+
+    def _attach(self, hook: _ModuleHook, module: nn.Module) -> None:
+        self.hooks[id(module)] = hook
+        self.kept[id(hook)] = hook
+        self.handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["forward"] = hook.guarded(module.forward)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        for handle in self.handles:
+            handle.remove()
+        for attributes, before in self.saved:
+            attributes.clear()
+            attributes.update(before)
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """A deep copy without what is attached."""
+        named = module.named_modules(remove_duplicate=False)
+        forwards = {path: self.hooks[id(m)].own_forward for path, m in named if id(m) in self.hooks}
+        return pristine_copy(module, self.kept, forwards)
+
+    def where(self, error: BaseException) -> str:
+        """The innermost module that raised this error."""
+        return self.failure[1] if self.failure is not None and self.failure[0] is error else ""
+
+    def note_failure(self, error: BaseException, fqn: str) -> None:
+        """A module raised; those around it raise the same error again."""
+        if self.failure is None or self.failure[0] is not error:
+            self.failure = error, fqn
+
+    def rewind(self, point: Point) -> tuple[int, ...]:
+        """Take back what a module did; the tensors from before that it read."""
+        tape = self.recorder.tape
+        num_tensors, num_events, num_calls, *_ = point.lengths
+        gone = tape.events[num_events:]
+        read = [t for e in gone for t in _reads(e) if t < num_tensors]
+        tape.inner_sources |= {e.origin for e in gone if isinstance(e, Op) and e.origin}
+        for frame in reversed(self.frames[num_calls:]):
+            frame.restore()
+        del self.frames[num_calls:]
+        self.recorder.rewind(point)
+        return tuple(dict.fromkeys(read))
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A module call: the caller's tensors, and the module's attributes when it was entered."""
+
+    module: nn.Module
+    outer: list[tuple[torch.Tensor, int]]
+    attributes: dict[str, Any]
+    buffers: dict[str, Any]
+
+    def restore(self) -> None:
+        """Give the module the attributes that it had."""
+        for now, before in (
+            (self.module.__dict__, self.attributes),
+            (self.module._buffers, self.buffers),
+        ):
+            now.clear()
+            now.update(before)
+
+
+def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
+    """The tensors that a model returns to its caller, who must get them whole.
+
+    What has the name of an argument (a state, a cache) is handed back at the next call, to the same rank.
+    """
+    if isinstance(outputs, Mapping):
+        handed_back = inspect.signature(model.forward).parameters
+        outputs = [value for name, value in outputs.items() if name not in handed_back]
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+
+
+class _ModuleHook:
+    """What runs around the forward of one module."""
+
+    def __init__(self, tracer: _Tracer, module: nn.Module, fqn: str) -> None:
+        self.tracer = tracer
+        self.recorder = tracer.recorder
+        self.fqn = fqn
+        self.parameters = _parameter_names(module)
+        self.own_forward = module.__dict__.get("forward")
+        self.is_entered = False
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook: the call is on the tape, and its inputs get marks."""
+        if not self.tracer.is_paused:
+            with torch._C.DisableTorchFunction():  # reading a size here is nothing that the model does
+                self._enter(module, args, kwargs)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder = self.recorder
+        index = recorder.call_counts.get(self.fqn, 0)
+        recorder.call_counts[self.fqn] = index + 1
+        call = len(recorder.tape.calls)
+        recorder.tape.calls.append(ModuleCall(self.fqn, index, recorder.stack[-1] if recorder.stack else -1))
+        recorder.stack.append(call)
+        named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
+        slots = list(_tensor_slots("input", {**named, **kwargs}))
+        outer = [(t, recorder.tid(t)) for _, t in slots]
+        self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
+        recorder.mark(call, slots)
+        self.is_entered = True
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Forward hook: the outputs get marks; the caller's tensors are again what they were for it."""
+        if not self.tracer.is_paused:
+            with torch._C.DisableTorchFunction():
+                self._leave(output)
+
+    def _leave(self, output: Any) -> None:
+        recorder = self.recorder
+        slots = list(_tensor_slots("output", output))
+        recorder.mark(recorder.stack[-1], slots)
+        returned = {id(t) for _, t in slots}
+        for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
+            if id(tensor) not in returned and id(tensor) not in recorder.stale:
+                recorder.ids[id(tensor)] = tid
+        recorder.stack.pop()
+
+    def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``; if it cannot be traced, the module becomes one operator."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.tracer.is_paused or not self.is_entered:
+                return forward(*args, **kwargs)
+            self.is_entered = False
+            point = self.recorder.point()
+            if self._key() in (self.tracer.like.opaque if self.tracer.like else ()):
+                return self._opaque(point, args, kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                self.tracer.note_failure(error, self.fqn)
+                if not self.fqn or self.tracer.like is not None:
+                    raise
+                return self._instead(point, error, args, kwargs)
+
+        return run
+
+    def _key(self) -> tuple[str, int]:
+        call = self.recorder.tape.calls[self.recorder.stack[-1]]
+        return call.fqn, call.index
+
+    def _instead(self, point: Point, error: Exception, args: Any, kwargs: Any) -> Any:
+        """The module as one operator; if that fails as well, the error that it raised when traced."""
+        try:
+            output = self._opaque(point, args, kwargs)
+        except Exception:
+            raise error from None
+        self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"
+        return output
+
+    def _opaque(self, point: Point, args: Any, kwargs: Any) -> Any:
+        read = self.tracer.rewind(point)
+        frame = self.tracer.frames[self.recorder.stack[-1]]
+        frame.restore()
+        self.tracer.is_paused = True
+        try:
+            return Opaque(self.recorder, self.tracer.copied, read).record(frame.module, args, kwargs)
+        finally:
+            self.tracer.is_paused = False
+
+
+def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """What a forward pass may change: attributes, tensors, and hooks that it registers the first time."""
+    return (
+        module.__dict__,
+        module._buffers,
+        module._parameters,
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+    )
+
+
+def _reads(event: Event) -> tuple[int, ...]:
+    return (event.source,) if isinstance(event, Mark) else event.inputs
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    out = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            break
+        out.append(parameter.name)
+    return out
+
+
+def _tensor_slots(prefix: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield prefix, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensor_slots(f"{prefix}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _tensor_slots(f"{prefix}.{index}", item)

@@ -1,0 +1,209 @@
+"""Writes the planned files of a workspace: copies, checksums, and a journal of what is durable."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from shardconv_runtime.errors import ShardconvError
+
+from ..reporting.progress import Progress
+from ..tensors.copying import Placed, Unit, plan_units, run
+from ..tensors.lazy import LazyTensor, Leaf
+from .crc32 import Extent
+from .workspace import Workspace
+from .write_log import HEADER, Key, Written
+
+SYNC_EVERY_S = 1.0
+"""How often what was written is made durable and journaled; a crash loses no more than this."""
+
+
+def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, progress: Progress) -> None:
+    """Write what is missing of the files whose owners the workspace has locked.
+
+    Args:
+        workspace: where to write.
+        sources: the global tensors, in an order that is the same for every part of the job: it numbers
+            the leaves in the journals.
+        memory: bytes that the buffers may take.
+        progress: where to report to.
+
+    Raises:
+        SourceError: a source file cannot be read.
+        ShardconvError: a file cannot be written, for want of space, say. What was done is kept.
+    """
+    leaves: dict[Leaf, int] = {}
+    for tensor in sources:
+        for piece in tensor.pieces:
+            leaves.setdefault(piece.leaf, len(leaves))
+    written = workspace.written()
+    units = list(_remaining(plan_units(_placed(workspace), leaves, memory), written))
+    total = sum(workspace.files[index].num_bytes for index in workspace.mine())
+    done = sum(extent.num_bytes for log in written.values() for unit in log.values() for extent in unit)
+    _require_space(workspace)
+    with progress.bar("writing", total, done) as advance, _writing(workspace) as target:
+        for index in workspace.mine():
+            if HEADER not in written.get(index, {}):
+                advance(target.begin(index))
+
+        def finished(unit: Unit, sink: _Sink) -> None:
+            target.journal(unit.key, sink.extents)
+            advance(sum(extent.num_bytes for extents in sink.extents.values() for extent in extents))
+
+        run(units, lambda: _Sink(target), finished)
+
+
+def _placed(workspace: Workspace) -> Iterator[Placed]:
+    for index in workspace.mine():
+        file = workspace.files[index]
+        for name, offset in file.offsets.items():
+            yield Placed(file.tensor(name), index, offset)
+
+
+def _remaining(units: Iterable[Unit], written: dict[int, Written]) -> Iterator[Unit]:
+    """The units, without what an earlier run did."""
+    for unit in units:
+        moves = tuple(move for move in unit.moves if unit.key not in written.get(move.file, {}))
+        if moves:
+            yield unit if len(moves) == len(unit.moves) else replace(unit, moves=moves)
+
+
+def _require_space(workspace: Workspace) -> None:
+    num_bytes = sum(_missing_bytes(workspace, index) for index in workspace.mine())
+    stats = os.statvfs(workspace.path)
+    free = stats.f_bavail * stats.f_frsize
+    if num_bytes > free:
+        needed, left = (f"{amount / 1e9:,.2f} GB" for amount in (num_bytes, free))
+        raise ShardconvError(
+            f"OUT {workspace.out} needs {needed} more, and its disk has {left} free; "
+            "free some space, or name a directory on another disk"
+        )
+
+
+def _missing_bytes(workspace: Workspace, index: int) -> int:
+    """Of a file, those for which the disk has no place yet; an earlier run may have written some in vain."""
+    path, num_bytes = workspace.location(index), workspace.files[index].num_bytes
+    return max(num_bytes - path.stat().st_blocks * 512, 0) if path.exists() else num_bytes
+
+
+@contextmanager
+def _writing(workspace: Workspace) -> Iterator[_Target]:
+    try:
+        with _Target(workspace) as target:
+            yield target
+    except OSError as error:
+        raise ShardconvError(
+            f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
+            "same command again, it continues where it was"
+        ) from error
+
+
+class _Target:
+    """The open files of a workspace, and what of them is not journaled yet."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._handles: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._pending: list[tuple[Key, dict[int, list[Extent]]]] = []
+        self._stop = threading.Event()
+        self._error: OSError | None = None
+        self._syncing = threading.Thread(target=self._sync_often, name="sync", daemon=True)
+
+    def __enter__(self) -> _Target:
+        self._syncing.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._syncing.join()
+        try:
+            if self._error is None:
+                self._sync()
+            elif error is None:
+                raise self._error
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            for handle in self._handles.values():
+                os.close(handle)
+
+    def begin(self, index: int) -> int:
+        """Make a file, of its final size, with its header; the bytes of that."""
+        file = self._workspace.files[index]
+        handle = self._handle(index)
+        os.ftruncate(handle, 0)
+        os.ftruncate(handle, file.num_bytes)
+        self.write(index, 0, memoryview(file.header))
+        self.journal(HEADER, {index: [Extent(0, len(file.header), zlib.crc32(file.header))]})
+        return len(file.header)
+
+    def write(self, index: int, offset: int, data: memoryview) -> None:
+        """Write bytes at a place of a file."""
+        handle = self._handle(index)
+        while len(data):
+            count = os.pwrite(handle, data, offset)
+            data, offset = data[count:], offset + count
+
+    def journal(self, key: Key, extents: dict[int, list[Extent]]) -> None:
+        """Journal, once it is durable, what a unit put into files."""
+        with self._lock:
+            self._pending.append((key, extents))
+        if self._error is not None:
+            raise self._error
+
+    def _handle(self, index: int) -> int:
+        with self._lock:
+            if index not in self._handles:
+                path = self._workspace.location(index)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handles[index] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return self._handles[index]
+
+    def _sync_often(self) -> None:
+        while not self._stop.wait(SYNC_EVERY_S):
+            try:
+                self._sync()
+            except OSError as error:
+                self._error = error
+                return
+
+    def _sync(self) -> None:
+        """Make what is pending durable, then journal it."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+            handles = dict(self._handles)
+        for index in {index for _, extents in pending for index in extents}:
+            os.fdatasync(handles[index])
+        for key, extents in pending:
+            for index, found in extents.items():
+                self._workspace.append(index, key, found)
+        if pending:
+            self._workspace.sync()
+
+
+@dataclass
+class _Sink:
+    """Writes what one unit puts, and remembers where and with which checksum."""
+
+    target: _Target
+    extents: dict[int, list[Extent]] = field(default_factory=dict)
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Write."""
+        self.target.write(file, offset, data)
+        extents = self.extents.setdefault(file, [])
+        if extents and sum(extents[-1][:2]) == offset:
+            last = extents[-1]
+            crc = zlib.crc32(data, last.crc32)
+            extents[-1] = Extent(last.offset, last.num_bytes + len(data), crc)
+        else:
+            extents.append(Extent(offset, len(data), zlib.crc32(data)))

@@ -1,0 +1,366 @@
+"""Plan and weights to files: what all ranks hold in ``common/``, the rest in a directory for each rank."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from shardconv_runtime import codec, manifest
+from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.layout_hash import holds_values, is_common, layout_sha256
+from shardconv_runtime.manifest import (
+    COMMON_DIRECTORY,
+    MANIFEST_NAME,
+    PLAN_NAME,
+    FileEntry,
+    Manifest,
+    Source,
+    SourceFile,
+    rank_directory,
+    sha256_checksum,
+    shard_metadata,
+    shard_path,
+)
+from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.slices import Mesh, ranges
+from torch import Tensor
+
+from ..reporting.progress import Progress
+from ..reporting.summary import local_bytes
+from ..sources import ModelSpec
+from ..tensors import lazy
+from ..tensors.lazy import LazyTensor
+from .fill import fill
+from .job import difference
+from .output import Output
+from .target import TargetFile, split, target_file
+from .workspace import Workspace, opened, write_durably
+
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+)
+"""Files of the model directory that go along, as glob patterns."""
+
+COPIED_CODE = ("*.py",)
+"""Copied too where the model runs its repository's code."""
+
+TOOLS = ("shardconv", "torch", "transformers", "safetensors")
+"""Whose versions the manifest records."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the weights come from, as far as it concerns what is written beside them."""
+
+    source: Source
+    """For the manifest."""
+    identity: Mapping[str, object]
+    """As JSON, what changes when a byte of the weights does: a run continues one of the same identity."""
+    copy_small_files: Callable[[Path], list[FileEntry]]
+    """Copies what is not weights to a directory."""
+    identify: Callable[[], Mapping[str, object]] | None = None
+    """Gives the identity again; None where nothing can change it."""
+
+
+def origin_of(spec: ModelSpec) -> Origin:
+    """The model itself, as it is at this moment: to be called before its weights are looked at."""
+
+    def identify() -> dict[str, object]:
+        return {"files": {path.name: _identity(path) for path in spec.weight_files}}
+
+    return Origin(source_of(spec), identify(), lambda directory: copy_small_files(spec, directory), identify)
+
+
+def write(
+    plan: Plan,
+    weights: Mapping[str, LazyTensor],
+    output: Output,
+    origin: Origin,
+    *,
+    ranks: Collection[int] | None = None,
+    max_file_size: int,
+    memory: int,
+    progress: Progress,
+) -> bool:
+    """Write the converted model, or some ranks of it, continuing what an earlier run began.
+
+    Args:
+        plan: how each parameter is laid out.
+        weights: global tensors by FQN.
+        output: where to write.
+        origin: of the weights; its small files are copied.
+        ranks: the ranks to write; None for all.
+        max_file_size: bytes of tensors after which a new file is begun.
+        memory: budget in bytes for the buffers.
+        progress: where to report to.
+
+    Returns:
+        Whether all ranks are done, and the directory complete.
+
+    Raises:
+        SourceError: a weight does not have the shape that the plan says, cannot be read, or was changed.
+        ShardconvError: the output cannot be written, or another process does.
+    """
+    parameters = stored_plans(plan)
+    weights = {name: _as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
+    files = _target_files(plan, parameters, weights, max_file_size)
+    directories = [rank_directory(rank, plan.tp) for rank in range(plan.tp)]
+    owners = {file.owner for file in files}
+    mine = owners if ranks is None else owners & {directories[rank] for rank in ranks}
+    optional = (owners & {COMMON_DIRECTORY}) - mine
+    job = _job(plan, origin, max_file_size)
+    with opened(
+        output.path, job, files, mine, optional=optional, tell=progress.stage, check=output.require_free
+    ) as workspace:
+        if not workspace.is_finishing:
+            fill(workspace, weights.values(), memory=memory, progress=progress)
+            _require_unchanged(origin)
+        with workspace.exclusive():
+            return _finish(workspace, plan, origin, output, progress)
+
+
+def _require_unchanged(origin: Origin) -> None:
+    """What was read before a change does not belong to what was read after it."""
+    found = origin.identity if origin.identify is None else origin.identify()
+    if found != origin.identity:
+        raise SourceError(
+            f"{origin.source.name} was changed while it was read ({difference(origin.identity, found)}); "
+            "run the same command again, it begins anew"
+        )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what writes a converted directory."""
+    return {name: version(name) for name in TOOLS}
+
+
+def source_of(spec: ModelSpec) -> Source:
+    """What a manifest says of the model that was converted."""
+    name = spec.name if spec.revision else _directory(spec).resolve().name
+    files = tuple(SourceFile(path.name, path.stat().st_size, _sha256(path)) for path in spec.weight_files)
+    return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
+
+
+def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> LazyTensor:
+    """What ``rank`` holds of a parameter.
+
+    Args:
+        entry: the parameter's plan.
+        tensor: global, of the plan's dtype.
+        mesh: of the plan.
+        rank: the rank.
+
+    Returns:
+        local; of a Partial parameter, zeros where a coordinate on its axes is not 0.
+    """
+    if not holds_values(entry, mesh, rank):
+        return lazy.zeros(entry.dtype, local_shape(entry, mesh, rank))
+    for index, dim in enumerate(entry.dims):
+        tensor = lazy.take(tensor, index, ranges(dim, mesh, rank))
+    return tensor
+
+
+def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What ``rank`` holds of a parameter in memory.
+
+    Args:
+        entry: the parameter's plan.
+        tensor: global.
+        mesh: of the plan.
+        rank: the rank.
+
+    Returns:
+        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
+    """
+    for index, dim in enumerate(entry.dims):
+        spans = ranges(dim, mesh, rank)
+        if spans != ((0, tensor.shape[index]),):
+            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
+            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
+    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
+    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
+
+
+def _target_files(
+    plan: Plan,
+    parameters: Mapping[str, ParameterPlan],
+    weights: Mapping[str, LazyTensor],
+    max_file_size: int,
+) -> list[TargetFile]:
+    """The files of all owners: of ``common/``, then of each rank."""
+    layout = layout_sha256(plan)
+    files = []
+    for rank in (None, *range(plan.tp)):
+        owned = {name: entry for name, entry in parameters.items() if is_common(entry) == (rank is None)}
+        sizes = {name: local_bytes(entry, plan, rank or 0) for name, entry in owned.items()}
+        parts = split(sizes, max_file_size)
+        for index, names in enumerate(parts):
+            path = shard_path(rank, plan.tp, index, len(parts))
+            files.append(_target_file(plan, path, rank, layout, {n: owned[n] for n in names}, weights))
+    return files
+
+
+def _target_file(
+    plan: Plan,
+    path: str,
+    rank: int | None,
+    layout: str,
+    entries: Mapping[str, ParameterPlan],
+    weights: Mapping[str, LazyTensor],
+) -> TargetFile:
+    def tensor(name: str) -> LazyTensor:
+        entry = entries[name]
+        return shard(entry, weights[name], plan.mesh, rank or 0)
+
+    return target_file(
+        path,
+        path.split("/")[0],
+        {name: (entry.dtype, local_shape(entry, plan.mesh, rank or 0)) for name, entry in entries.items()},
+        shard_metadata(rank, plan.tp, layout),
+        tensor,
+    )
+
+
+def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
+    """What a run must have in common with the one that it continues."""
+    return {
+        "source": {"name": origin.source.name, "revision": origin.source.revision, **origin.identity},
+        "tp": plan.tp,
+        "dtype": plan.model.dtype,
+        "experts": plan.experts,
+        "max_file_size": max_file_size,
+        "versions": tool_versions(),
+        "plan": codec.sha256(codec.dumps(plan)),
+    }
+
+
+def _identity(path: Path) -> str:
+    """What changes when a file does: its hash where the hub cache knows it, else size and time."""
+    stats = path.stat()
+    return _sha256(path) or f"{stats.st_size} bytes of {stats.st_mtime_ns}"
+
+
+def _sha256(path: Path) -> str:
+    """sha256 of a file in the hub cache, which names large ones by it; else empty."""
+    blob = path.resolve()
+    return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else ""
+
+
+def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, progress: Progress) -> bool:
+    """Complete the directory if no owner is missing."""
+    if workspace.is_finishing:
+        workspace.finish_again()
+        return True
+    checksums = workspace.checksums()
+    if checksums is None:
+        rest = _in_short(workspace.unfinished(), plan.tp)
+        progress.stage(f"this part is done; still to be written by others: {rest}")
+        return False
+    sizes = {file.path: file.num_bytes for file in workspace.files}
+    entries = [
+        FileEntry(path, sizes[path], f"crc32:{crc:08x}", _rank_of(path, plan.tp))
+        for path, crc in checksums.items()
+    ]
+    entries += origin.copy_small_files(workspace.path)
+    complete(workspace, plan, origin.source, entries, output)
+    return True
+
+
+def complete(
+    workspace: Workspace, plan: Plan, source: Source, entries: Iterable[FileEntry], output: Output
+) -> None:
+    """Write plan and manifest, and move everything to its place."""
+    ordered = tuple(sorted(entries, key=lambda entry: entry.path))
+    plan_sha256 = codec.write(plan, workspace.path / PLAN_NAME)
+    found = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
+    write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(found))
+    paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]
+    workspace.finish(paths, output.replaced())
+
+
+def _in_short(owners: Collection[str], tp: int) -> str:
+    """Owners in words: ``ranks 0-2, 4-63``."""
+    ranks = [rank for rank in range(tp) if rank_directory(rank, tp) in owners]
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    named = [f"rank{'s' if len(ranks) > 1 else ''} {shown}"] if ranks else []
+    return " and ".join(named + [COMMON_DIRECTORY] * (COMMON_DIRECTORY in owners))
+
+
+def _rank_of(path: str, tp: int) -> int | None:
+    directory = path.split("/")[0]
+    return next((rank for rank in range(tp) if rank_directory(rank, tp) == directory), None)
+
+
+def _as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
+    """A weight of the plan's dtype."""
+    if tensor.shape != global_shape(entry):
+        raise SourceError(
+            f"{name} is {list(tensor.shape)} in the checkpoint and {list(global_shape(entry))} "
+            "in the plan; plan it again from the config.json that belongs to these weights"
+        )
+    cast = lazy.cast(tensor, entry.dtype)
+    if cast is None:
+        raise SourceError(f"{name} is cast to {tensor.dtype} when loaded, and {entry.dtype} in the plan")
+    return cast
+
+
+def _directory(spec: ModelSpec) -> Path:
+    assert spec.directory is not None, "only a model on disk has weights to write"
+    return spec.directory
+
+
+def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
+    """Copy what of the model is not weights."""
+    root = _directory(spec)
+    patterns = COPIED + (COPIED_CODE if spec.trust_remote_code else ())
+    found = {file for pattern in patterns for file in root.glob(pattern) if file.is_file()}
+    entries = []
+    for file in sorted(found):
+        path = file.relative_to(root)
+        (directory / path).parent.mkdir(exist_ok=True)
+        if spec.dequantise and path == Path("config.json"):
+            _copy_config(file, directory / path)
+        else:
+            shutil.copyfile(file, directory / path)
+        entries.append(
+            FileEntry(path.as_posix(), (directory / path).stat().st_size, sha256_checksum(directory / path))
+        )
+    return entries
+
+
+def _copy_config(source: Path, target: Path) -> None:
+    """Of weights that were dequantised: without what says that they are not."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
