@@ -20,6 +20,7 @@ from torch import nn
 
 from .analysing.analyse import analyse
 from .analysing.axes import Node, find, leaves
+from .analysing.rules import RULES
 from .checking.check import simulate
 from .checking.implementations import notes_on_others
 from .checking.retrace import retrace
@@ -93,7 +94,7 @@ def _stages(
     tell("building the model")
     model = _built(spec)
     tell("tracing")
-    inputs, tape = trace_inputs(model)
+    inputs, tape = trace_inputs(model, RULES)
     tell("solving")
     folded = fold(tape)
     if experts == "ep":

@@ -17,8 +17,9 @@ import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError, SourceError
-from shardconv_runtime.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import axes_of, ranges, size
+from shardconv_runtime.layout_hash import holds_values
+from shardconv_runtime.plan import ParameterPlan, Plan, module_plans, parameter_plans
+from shardconv_runtime.slices import Mesh, axes_of, ranges, size
 from torch import Tensor, nn
 
 from ..proving.exact import Float64
@@ -26,7 +27,6 @@ from ..proving.simulate import run_ranks
 from ..tracing.fold import prefixes
 from ..tracing.inputs import TraceInputs
 from ..tracing.trace import results
-from ..writing.writer import local_tensor
 from .memory import available_bytes
 from .shallow import Bypass, bypass, planned_alike
 
@@ -266,6 +266,27 @@ def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[
         entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
         parts[name] = local_tensor(entry, weight, plan.mesh, rank)
     return parts
+
+
+def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What ``rank`` holds of a parameter in memory.
+
+    Args:
+        entry: the parameter's plan.
+        tensor: global.
+        mesh: of the plan.
+        rank: the rank.
+
+    Returns:
+        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
+    """
+    for index, dim in enumerate(entry.dims):
+        spans = ranges(dim, mesh, rank)
+        if spans != ((0, tensor.shape[index]),):
+            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
+            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
+    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
+    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -7,19 +7,28 @@ from typing import Any
 
 import click
 
-from ..convert import parse_memory, parse_ranks, parse_size, require_tp
+from ..arguments import parse_ranks
 from ..converted.export_dcp import FORMATS, export
 from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..verifying.verify import DamagedError, describe, verify
-from .entry import Command, print_plan, tp_option, working
+from .options import (
+    hub_options,
+    loudness_options,
+    part_options,
+    size_options,
+    tokens_option,
+    tp_option,
+    trust_option,
+)
+from .working import print_plan, working
 
 
 @click.command("inspect")
 @click.argument("out", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself.")
-@click.option("--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass.")
+@tokens_option
 def inspect_command(out: str, as_json: bool, tokens: int) -> None:
     """Show the plan and the files of the converted directory OUT.
 
@@ -42,9 +51,8 @@ def inspect_command(out: str, as_json: bool, tokens: int) -> None:
 @click.command("replan")
 @click.argument("out", type=click.Path())
 @click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks.")
+@trust_option("OUT")
+@loudness_options
 def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: bool, verbose: bool) -> None:
     """Solve OUT again for the installed torch and transformers, keeping its shards.
 
@@ -71,13 +79,9 @@ def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: boo
     "--against", metavar="MODEL", help="Compare every byte with this model, a directory or a Hub id."
 )
 @click.option("--numerics", is_flag=True, help="Run all ranks in this process, and the unsharded model.")
-@click.option("--revision", help="Branch, tag or commit of MODEL on the Hub.  [default: main]")
-@click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached.")
-@click.option("--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only.")
-@click.option("--token", help="Hub token for private or gated models.  [default: that of the Hub login]")
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT and in MODEL.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks.")
+@hub_options
+@trust_option("OUT and in MODEL")
+@loudness_options
 def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Check every file of the converted directory OUT, to the byte.
 
@@ -103,38 +107,12 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
             click.echo(line)
 
 
-def _size_options(command: Command) -> Command:
-    """The options of a command that writes weights."""
-    for decorate in (
-        click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks."),
-        click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-        click.option(
-            "--memory",
-            default="512MiB",
-            show_default=True,
-            metavar="SIZE",
-            help="For the buffers that weights pass through.",
-        ),
-        click.option(
-            "--max-file-size",
-            default="5GB",
-            show_default=True,
-            metavar="SIZE",
-            help="Begin a new file after so much; as 500MB or 5GB. A tensor is never split.",
-        ),
-    ):
-        command = decorate(command)
-    return command
-
-
-_trust_option = click.option("--trust-remote-code", is_flag=True, help="Run the Python code in OUT.")
-
-
 @click.command("merge")
 @click.argument("out", type=click.Path())
 @click.argument("hf_dir", type=click.Path())
-@_trust_option
-@_size_options
+@trust_option("OUT")
+@size_options
+@loudness_options
 def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Write the converted directory OUT as an ordinary checkpoint to the directory HF_DIR.
 
@@ -149,8 +127,6 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
     """
     from ..reporting.report import human_bytes
 
-    parse_size(options["max_file_size"])
-    parse_memory(options["memory"])
     with working(quiet, verbose) as progress:
         merged = merge(out, hf_dir, progress=progress, **options)
     if not quiet:
@@ -162,17 +138,11 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
 @click.argument("out", type=click.Path())
 @click.argument("out2", type=click.Path())
 @tp_option
-@_trust_option
-@_size_options
-@click.option(
-    "--ranks",
-    metavar="LIST",
-    help="Write these ranks only, as 0-3 or 0,2,5; the part that comes last completes OUT2.  [default: all]",
-)
-@click.option(
-    "--overwrite", is_flag=True, help="Replace OUT2 if it is a converted directory, and nothing else."
-)
+@trust_option("OUT")
+@size_options
+@part_options("OUT2")
 @click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
+@loudness_options
 def reshard_command(
     out: str, out2: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
 ) -> None:
@@ -188,11 +158,8 @@ def reshard_command(
     from ..reporting.report import human_bytes
     from ..reporting.summary import summarize
 
-    require_tp(tp)
-    parse_size(options["max_file_size"])
-    parse_memory(options["memory"])
     if options["ranks"] is not None:
-        parse_ranks(options["ranks"], tp)
+        parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
     with working(quiet, verbose) as progress:
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():
@@ -210,7 +177,8 @@ def reshard_command(
     show_default=True,
     help="What reads it: torch.distributed.checkpoint (dcp), and transformers.",
 )
-@_size_options
+@size_options
+@loudness_options
 def export_command(out: str, directory: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Write the converted directory OUT to the directory DIR, in another sharded format.
 
@@ -225,8 +193,6 @@ def export_command(out: str, directory: str, quiet: bool, verbose: bool, **optio
     """
     from ..reporting.report import human_bytes
 
-    parse_size(options["max_file_size"])
-    parse_memory(options["memory"])
     with working(quiet, verbose) as progress:
         found = export(out, directory, progress=progress, **options)
     if not quiet:

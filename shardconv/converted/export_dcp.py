@@ -30,7 +30,7 @@ from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan
 from shardconv_runtime.slices import Leaf, ranges
 
-from ..convert import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
+from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
 from ..tensors import lazy
 from ..tensors.gathered import gathered, is_interleaved

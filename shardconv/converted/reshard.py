@@ -11,7 +11,7 @@ from shardconv_runtime.errors import PlanError
 from shardconv_runtime.manifest import rank_directory
 from shardconv_runtime.plan import Plan
 
-from ..convert import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..tensors.gathered import gathered, is_interleaved
 from ..tensors.lazy import LazyTensor

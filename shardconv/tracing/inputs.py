@@ -7,12 +7,11 @@ first, and the first with which the forward pass runs is taken. The plan says wh
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
-from ..analysing.rules import RULES
 from .modalities import IMAGES, SOUNDS, STATES, Form, Maker, first_int, nodes
 from .tape import Mark, Tape
 from .trace import trace
@@ -49,21 +47,12 @@ class TraceInputs:
         return replace(self, tensors=tensors)
 
 
-def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:
-    """The inputs that ``trace_inputs`` settles on, for a model on any device and of any dtype.
-
-    They are tried on a copy without numbers, in float32, since code may insist on that.
-    """
-    memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-    stand_in = copy.deepcopy(model, memo).float()  # type: ignore[arg-type]
-    return trace_inputs(stand_in, seed)[0].to(_dtype(model))
-
-
-def trace_inputs(model: nn.Module, seed: int = 0) -> tuple[TraceInputs, Tape]:
+def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tuple[TraceInputs, Tape]:
     """Token ids with a left-padded attention mask, and what else the model's forward asks for.
 
     Args:
         model: on meta; floating point inputs get the dtype of its parameters.
+        keep: operators that are recorded whole even if they are composite.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
 
     Returns:
@@ -72,11 +61,11 @@ def trace_inputs(model: nn.Module, seed: int = 0) -> tuple[TraceInputs, Tape]:
     Raises:
         SolveError: it cannot be traced with anything that is known how to make.
     """
-    maker = _InputMaker(model, seed)
-    makers = [maker, _InputMaker(model, seed, cache=False)] if maker.cache else [maker]
+    maker = _InputMaker(model, keep, seed)
+    makers = [maker, _InputMaker(model, keep, seed, cache=False)] if maker.cache else [maker]
     attempts = [(each, choice) for choice in maker.choices() for each in makers]
     if maker.tokens:
-        attempts.append((_InputMaker(model, seed, batch=1, cache=False), _Choice()))
+        attempts.append((_InputMaker(model, keep, seed, batch=1, cache=False), _Choice()))
     problems: list[tuple[_Choice, Exception]] = []
     for each, choice in attempts:
         found = _attempt(each, choice, problems)
@@ -124,8 +113,11 @@ def _attempt(
 class _InputMaker:
     """Makes the inputs of one model for one seed."""
 
-    def __init__(self, model: nn.Module, seed: int, batch: int = 0, cache: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, keep: Collection[str], seed: int, batch: int = 0, cache: bool = True
+    ) -> None:
         self.model = model
+        self.keep = keep
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
         self.cache = cache and "use_cache" in self.parameters
@@ -208,7 +200,7 @@ class _InputMaker:
         Raises:
             SolveError: it fails, or does not read what a form gives.
         """
-        tape = trace(self.model, inputs.tensors, RULES, inputs.options)
+        tape = trace(self.model, inputs.tensors, self.keep, inputs.options)
         for form in forms:
             name = next(iter(form.tensors))
             if not _is_read(tape, tape.inputs[list(inputs.tensors).index(name)]):
@@ -310,7 +302,7 @@ class _InputMaker:
         if next(iter(form.tensors)) not in tensors:
             tensors = form.tensors  # the signature is *args, **kwargs
         try:
-            tape = trace(_Features(self.model, method), tensors, RULES)
+            tape = trace(_Features(self.model, method), tensors, self.keep)
         except SolveError:
             return 0
         return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)

@@ -24,7 +24,7 @@ from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.slices import Dim, Mesh, ranges
 
-from ..convert import MEMORY
+from ..arguments import MEMORY
 from ..converted.shards import Converted
 from ..reporting.progress import Progress
 from ..sources import ModelSpec, lazy_weights, resolve

@@ -21,6 +21,7 @@ from shardconv_runtime.names import compress, natural_key
 from shardconv_runtime.plan import Plan, global_shape, local_shape, parameter_plans
 from torch import Tensor
 
+from ..analysing.rules import RULES
 from ..checking.check import Outcome, Simulation, Unprovable
 from ..checking.memory import available_bytes
 from ..checking.shallow import Bypass, find_bypasses, planned_alike
@@ -76,7 +77,7 @@ def run_numerics(
     plan, where = converted.plan, converted.directory
     progress.stage("tracing")
     model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype))
-    inputs, tape = trace_inputs(model)
+    inputs, tape = trace_inputs(model, RULES)
     alike = planned_alike(plan, find_bypasses(tape, fold(tape).representatives()))
     skipped = _what_does_not_fit(converted, tape, alike, int(available_bytes() * MEMORY_SHARE))
     left_out = compress(skipped)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import SourceError
@@ -30,7 +29,6 @@ from shardconv_runtime.manifest import (
 )
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.slices import Mesh, ranges
-from torch import Tensor
 
 from ..reporting.progress import Progress
 from ..reporting.summary import local_bytes
@@ -182,27 +180,6 @@ def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> La
     for index, dim in enumerate(entry.dims):
         tensor = lazy.take(tensor, index, ranges(dim, mesh, rank))
     return tensor
-
-
-def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What ``rank`` holds of a parameter in memory.
-
-    Args:
-        entry: the parameter's plan.
-        tensor: global.
-        mesh: of the plan.
-        rank: the rank.
-
-    Returns:
-        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
-    """
-    for index, dim in enumerate(entry.dims):
-        spans = ranges(dim, mesh, rank)
-        if spans != ((0, tensor.shape[index]),):
-            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
-            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
-    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
-    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 
 def _target_files(

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from made_inputs import make_inputs
 from models import OddConfig, OddModel, spec
 from shardconv_runtime import codec
 from shardconv_runtime.errors import PlanError, SolveError
@@ -29,7 +30,6 @@ from shardconv.proving.experts import NotProven, prove_experts
 from shardconv.reporting.report import report
 from shardconv.sources import ModelSpec
 from shardconv.tracing.fold import fold
-from shardconv.tracing.inputs import make_inputs
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
 

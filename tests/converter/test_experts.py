@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 import transformers
+from made_inputs import make_inputs
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from shardconv.checking.check import simulate
 from shardconv.pipeline import solve_plan
 from shardconv.sources import ModelSpec
-from shardconv.tracing.inputs import make_inputs
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 SIZES = {

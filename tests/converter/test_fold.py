@@ -10,6 +10,7 @@ import transformers
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
 
+from shardconv.analysing.rules import RULES
 from shardconv.pipeline import solve_plan
 from shardconv.sources import ModelSpec
 from shardconv.tracing.fold import fold
@@ -32,7 +33,7 @@ def llama(num_layers: int) -> ModelSpec:
 
 def num_events(spec: ModelSpec) -> tuple[int, int]:
     """Of the whole tape and of the folded one; the trace has a cache."""
-    inputs, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32))
+    inputs, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32), RULES)
     assert inputs.options == {"use_cache": True}
     return len(tape.events), len(fold(tape).tape.events)
 

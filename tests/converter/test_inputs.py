@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from made_inputs import make_inputs
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
-from shardconv.tracing.inputs import TraceInputs, make_inputs, trace_inputs
+from shardconv.analysing.rules import RULES
+from shardconv.tracing.inputs import TraceInputs, trace_inputs
 
 VOCAB, WIDTH, PATCH, SIDE, PLACE = 64, 48, 4, 8, 60
 
@@ -244,7 +246,7 @@ def test_images_alone() -> None:
         def forward(self, pixel_values: Tensor) -> Tensor:
             return self.see(pixel_values)
 
-    inputs, tape = trace_inputs(on_meta(Eyes().to(torch.bfloat16)))
+    inputs, tape = trace_inputs(on_meta(Eyes().to(torch.bfloat16)), RULES)
     assert list(inputs.tensors) == ["pixel_values"]
     pixels = inputs.tensors["pixel_values"]
     assert pixels.shape[1:] == (3, SIDE, SIDE)

@@ -26,10 +26,10 @@ from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, coordinates,
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
+from shardconv.checking.check import local_tensor
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
 from shardconv.writing.output import Output
-from shardconv.writing.writer import local_tensor
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 

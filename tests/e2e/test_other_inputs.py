@@ -10,6 +10,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_processes
+from made_inputs import make_inputs
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo.measure import difference, random_weight
@@ -17,7 +18,6 @@ from zoo.models import build
 
 import shardconv
 from shardconv.proving.exact import Float64
-from shardconv.tracing.inputs import make_inputs
 
 TYPES = [
     "clip",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from made_inputs import make_inputs
 from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.lazy import build_model
@@ -28,7 +29,7 @@ from shardconv.pipeline import solve_plan
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks
 from shardconv.sources import ModelSpec
-from shardconv.tracing.inputs import TraceInputs, make_inputs
+from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results
 

@@ -9,11 +9,11 @@ import pytest
 import shardconv_runtime
 import torch
 from distributed import run_processes
+from made_inputs import make_inputs
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardconv
-from shardconv.tracing.inputs import make_inputs
 
 from .measure import difference, random_weight
 from .models import build

@@ -1,0 +1,84 @@
+"""What a user may give: checked, and turned from text to numbers.
+
+Nothing here imports torch or transformers, so that a wrong argument is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.plan_checks import EXPERT_MODES
+
+MAX_FILE_SIZE = 5 * 10**9
+"""Bytes after which a new shard file is begun."""
+
+MEMORY = 512 * 2**20
+"""Bytes for the buffers that weights pass through."""
+
+MIN_MEMORY = 2**20
+
+_RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def require_tp(tp: int) -> None:
+    """Raises ``ShardconvError`` unless ``tp`` is an int of 1 or more."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ShardconvError(f"tp must be a whole number of 1 or more, got {tp!r}")
+
+
+def require_experts(experts: str) -> None:
+    """Raises ``ShardconvError`` unless this is a way to split experts."""
+    if experts not in EXPERT_MODES:
+        raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text as ``5GB``, ``500 MB``, ``2GiB``.
+
+    Raises:
+        ShardconvError: it is not a size of 1 byte or more.
+    """
+    num_bytes = size if isinstance(size, int) else _parse_size_text(size)
+    if num_bytes < 1:
+        raise ShardconvError(f"the file size {size!r} must be 1 byte or more, as 5GB or 500MB")
+    return num_bytes
+
+
+def parse_memory(memory: int | str) -> int:
+    """Bytes from a number or from text as ``512MiB``.
+
+    Raises:
+        ShardconvError: it is not a size, or too small to work with.
+    """
+    num_bytes = parse_size(memory)
+    if num_bytes < MIN_MEMORY:
+        raise ShardconvError(f"memory of {memory} is too little; give 1MiB or more")
+    return num_bytes
+
+
+def parse_ranks(text: str, tp: int) -> tuple[int, ...]:
+    """Ranks from text as ``0-3,6``, ascending.
+
+    Raises:
+        ShardconvError: it is not a list of ranks below ``tp``.
+    """
+    ranks: set[int] = set()
+    for item in text.split(","):
+        match = _RANKS.fullmatch(item.strip())
+        if match is None:
+            raise ShardconvError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last or last >= tp:
+            raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
+        ranks.update(range(first, last + 1))
+    return tuple(sorted(ranks))
+
+
+def _parse_size_text(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ShardconvError(f"{text!r} is not a file size; write it as 5GB or 500MB")
+    power = " kMGT".lower().index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

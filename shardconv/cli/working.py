@@ -1,0 +1,33 @@
+"""What the commands do around their work: progress, quiet libraries, printed plans."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+
+@contextmanager
+def working(quiet: bool, verbose: bool) -> Iterator[Any]:
+    """Progress on standard error, and silence from the libraries unless ``verbose``."""
+    gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
+    from ..reporting.chatter import quiet_libraries
+    from ..reporting.progress import for_terminal
+
+    progress = for_terminal(quiet=quiet)
+    if verbose:
+        yield progress
+        return
+    with quiet_libraries():
+        yield progress
+
+
+def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
+    from shardconv_runtime import codec
+
+    from ..reporting.report import report
+
+    click.echo(codec.dumps(solved) if as_json else report(solved, num_tokens=tokens), nl=False)
