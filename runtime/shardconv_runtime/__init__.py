@@ -20,6 +20,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .agreement import from_rank_0
     from .loading import load
 
 __all__ = [
@@ -30,13 +31,18 @@ __all__ = [
     "ShardconvError",
     "SolveError",
     "SourceError",
+    "from_rank_0",
     "load",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "load":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .loading import load
+    if name == "load":
+        from .loading import load
 
-    return load
+        return load
+    if name == "from_rank_0":
+        from .agreement import from_rank_0
+
+        return from_rank_0
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

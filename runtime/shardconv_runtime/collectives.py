@@ -7,8 +7,9 @@ a gradient is refused instead of getting a wrong one.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -23,6 +24,9 @@ from .errors import PlanError
 from .slices import Dim, Mesh, Range, axes_of, gather_index, group_of, local_size, ranges, size, to_text
 
 _functional = torch.ops._c10d_functional
+
+AllReduce = Callable[[Tensor, str], Tensor]
+"""Sums a contiguous tensor, which stays as it is, over the process group of this name."""
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
@@ -48,16 +52,24 @@ class Communicator(ABC):
         """The ranks that differ from this one in ``axes`` only, in coordinate order."""
         return group_of(self.mesh, axes, self.rank)
 
-    def all_reduce(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    def num_ranks(self, axes: Iterable[int]) -> int:
+        """Number of ranks along ``axes``."""
+        return math.prod(self.mesh[axis] for axis in axes)
+
+    def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, overwrite: bool = False) -> Tensor:
         """Sum over the ranks along ``axes``: Partial to Replicate. No backward.
 
         Args:
             x: any shape, the same on each rank.
             axes: mesh axes, ascending; none (or axes of extent 1) makes this the identity.
+            overwrite: nobody else reads ``x``, so that the sum may take its memory. Compilers find out
+                by themselves, and get the operation that keeps it.
         """
         refuse_gradient(x)
-        if len(self.group(axes)) == 1:
+        if self.num_ranks(axes) == 1:
             return x
+        if overwrite and not torch.compiler.is_compiling():
+            return self._sum_in_place(x.contiguous(), axes)
         return self._sum(x.contiguous(), axes)
 
     def all_gather(self, x: Tensor, dim: int, layout: Dim) -> Tensor:
@@ -72,13 +84,17 @@ class Communicator(ABC):
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """``[n, ...]`` of each of ``p`` ranks along ``axes`` as ``[p * n, ...]``, in coordinate order."""
         refuse_gradient(x)
-        if len(self.group(axes)) == 1:
+        if self.num_ranks(axes) == 1:
             return x
         return self._concatenate(x.contiguous(), axes)
 
     @abstractmethod
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Sum of a contiguous tensor over a group of two or more ranks; ``x`` stays as it is."""
+
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """As ``_sum``, for an ``x`` that may be overwritten."""
+        return self._sum(x, axes)
 
     @abstractmethod
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -90,18 +106,32 @@ class ProcessCommunicator(Communicator):
 
     Args:
         groups: name of the process group of this rank, for each tuple of axes that is used.
+        all_reduce: takes the place of torch's own.
     """
 
-    def __init__(self, rank: int, mesh: Mesh, groups: Mapping[tuple[int, ...], str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        mesh: Mesh,
+        groups: Mapping[tuple[int, ...], str],
+        all_reduce: AllReduce | None = None,
+    ) -> None:
         super().__init__(rank, mesh)
         self._groups = dict(groups)
+        self._all_reduce = all_reduce
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        if self._all_reduce is not None:
+            return self._all_reduce(x, self._groups[axes])
         return _wait(_functional.all_reduce(x, "sum", self._groups[axes]))
 
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        if self._all_reduce is not None:
+            return self._sum(x, axes)
+        return _wait(_functional.all_reduce_(x, "sum", self._groups[axes]))
+
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        num_ranks = len(self.group(axes))
-        return _wait(_functional.all_gather_into_tensor(x, num_ranks, self._groups[axes]))
+        return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._groups[axes]))
 
 
 class Reduce:
@@ -113,6 +143,10 @@ class Reduce:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce(x, self.axes) if self.axes else x
+
+    def overwriting(self, x: Tensor) -> Tensor:
+        """The same for an ``x`` that nobody else reads: it may be overwritten."""
+        return self.comm.all_reduce(x, self.axes, overwrite=True) if self.axes else x
 
 
 class Gather:

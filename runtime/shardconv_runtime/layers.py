@@ -52,7 +52,7 @@ class ColumnParallelLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         refuse_gradient(input)
-        return _apply(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
+        return _finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
 
 
 class RowParallelLinear(nn.Linear):
@@ -92,9 +92,9 @@ class RowParallelLinear(nn.Linear):
         """See the class."""
         x = _apply(self.inputs, input)
         if not self.reductions:
-            return _apply(self.outputs, F.linear(x, self.weight, self.bias))
-        y = _apply(self.reductions, F.linear(x, self.weight))
-        return _apply(self.outputs, y + self.bias)
+            return _finish(self.outputs, F.linear(x, self.weight, self.bias))
+        y = _finish(self.reductions, F.linear(x, self.weight))
+        return _finish(self.outputs, y + self.bias)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -133,13 +133,20 @@ class VocabParallelEmbedding(nn.Embedding):
             rows = zero_foreign(F.embedding(ids, self.weight, self.padding_idx), foreign)
         else:  # fewer rows than ranks
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
-        return _apply(self.outputs, rows)
+        return _finish(self.outputs, rows)
 
 
 def _apply(steps: Sequence[Step], x: Tensor) -> Tensor:
     for step in steps:
         x = step(x)
     return x
+
+
+def _finish(steps: Sequence[Step], y: Tensor) -> Tensor:
+    """The steps on a result that the layer has just computed, so that sums may take its memory."""
+    for step in steps:
+        y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
+    return y
 
 
 def _last_reduction(steps: Sequence[Step]) -> int:

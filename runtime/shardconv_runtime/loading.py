@@ -6,17 +6,18 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import fingerprint, manifest, mesh, weights
+from . import agreement, fingerprint, manifest, mesh, weights
 from .build import parallelize
-from .collectives import Communicator
+from .collectives import AllReduce, Communicator
+from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
+from .generation import prepare_generation
 from .lazy import build_model, find_class
 from .mesh import Launch
 from .plan import Plan
@@ -30,7 +31,10 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     group: dist.ProcessGroup | None = None,
+    compile: bool = False,
     gather_logits: bool = True,
+    timeout_s: float | None = None,
+    all_reduce: AllReduce | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """Load this rank's part of a converted model; every rank of the job calls it.
@@ -39,18 +43,27 @@ def load(
     the CPU. Whatever is wrong, on whichever rank, every rank raises before the first collective of
     the model. Parameters do not require gradients: plans of this version are for inference.
 
+    ``generate`` gives the same tokens on every rank. It is called alike on all of them, which is checked;
+    a ``streamer`` gets tokens on rank 0 only, and rank 0's clock counts for ``max_time``.
+
     Args:
         path: directory that ``shardconv convert`` wrote.
         device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
+        compile: run each forward pass as one compiled graph, on GPUs decoding steps as CUDA graphs, and let
+            ``generate`` decode from a static cache. ``torch.compile(model)`` works as well.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
             refuses labels and ``generate``.
+        timeout_s: how long a rank waits in a collective for the others before it raises, where this call
+            starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo).
+        all_reduce: sums a contiguous tensor over the process group of a name, instead of torch's own; for
+            collectives that suit the machine better (symmetric memory, say). It leaves its argument as it
+            is; a compiled model needs a function that Dynamo can trace.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
 
     Returns:
-        The transformers model in eval mode, with the class that it had when converted. Its
-        ``generate`` draws the same tokens on every rank.
+        The transformers model in eval mode, with the class that it had when converted.
 
     Raises:
         ShardconvError: with what is wrong, on which rank, and the remedy.
@@ -63,13 +76,15 @@ def load(
     checked, error = _attempt(lambda: _check(Path(path), group, gather_logits, trust_remote_code))
     if checked is not None:
         mesh.check_world_size(checked.plan, group)
-    start = _launch(group, device, error)
-    mesh.agree(start, error)
+    start = _launch(group, device, timeout_s, error)
+    agreement.agree(start, error)
     assert checked is not None, "agree has raised the error"
-    comm = mesh.connect(checked.plan, start)
+    comm = mesh.connect(checked.plan, start, all_reduce)
     model, error = _attempt(lambda: _build(checked, start, comm, wanted, gather_logits))
-    mesh.agree(start, error, mesh.READ_TIMEOUT_S)
+    agreement.agree(start, error, agreement.READ_TIMEOUT_S)
     assert model is not None, "agree has raised the error"
+    if compile:
+        compile_model(model, cuda_graphs=mesh.can_capture(start))
     return model
 
 
@@ -113,7 +128,7 @@ def _build(
     model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
     parallelize(model, plan, comm, gather_logits)
     weights.read(model, plan, checked.files, start.device, dtype)
-    _prepare_generation(model, directory, start, gather_logits)
+    prepare_generation(model, directory, start, gather_logits)
     return model.eval()
 
 
@@ -135,34 +150,15 @@ def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
     return found
 
 
-def _prepare_generation(model: nn.Module, directory: Path, start: Launch, gather_logits: bool) -> None:
-    """Read the generation config, and make ``generate`` agree over the ranks.
-
-    The gathered logits are the same bits on every rank, so ranks that continue from the same random
-    state draw the same tokens.
-    """
-    if not hasattr(model, "generate"):
-        return
-    if (directory / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(str(directory), local_files_only=True)
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not gather_logits:
-            raise PlanError("generate needs whole logits; load the model with gather_logits=True")
-        mesh.share_rng_state(start)
-        return type(self).generate(self, *args, **kwargs)
-
-    model.generate = MethodType(generate, model)  # type: ignore[assignment]
-
-
 def _launch(
-    group: dist.ProcessGroup | None, device: torch.device | str | None, error: Exception | None
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+    timeout_s: float | None,
+    error: Exception | None,
 ) -> Launch:
     """Join the others; what is wrong with the directory goes before what is wrong with the launch."""
     try:
-        return mesh.launch(group, device)
+        return mesh.launch(group, device, timeout_s)
     except ShardconvError as failure:
         if error is not None:
             raise error from failure

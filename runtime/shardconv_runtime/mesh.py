@@ -1,8 +1,4 @@
-"""The processes of a launch as ranks of a plan's mesh.
-
-Everything that can go wrong on one rank alone is gathered from all ranks before the model's first
-collective (``agree``), so that each of them raises and none hangs.
-"""
+"""The processes of a launch as ranks of a plan's mesh."""
 
 from __future__ import annotations
 
@@ -15,16 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .collectives import Communicator, ProcessCommunicator
+from .collectives import AllReduce, Communicator, ProcessCommunicator
 from .errors import LaunchError
 from .plan import ModulePlan, Plan
 from .slices import Mesh, axes_of, group_of
 
-AGREE_TIMEOUT_S = 300
-"""How long a rank waits for the others where all should come at about the same time."""
+JOIN_TIMEOUT_S = 300
+"""How long a rank waits for the others where a group of them is made."""
 
-READ_TIMEOUT_S = 3600
-"""How long a rank waits for the others to have read their files."""
+PATIENT_TIMEOUT_S = 30 * 24 * 3600
+"""How long words between ranks may take: a rank may wait for a person at rank 0."""
 
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
 _subgroups = WeakKeyDictionary()
@@ -82,7 +78,11 @@ def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None
         )
 
 
-def launch(group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> Launch:
+def launch(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+) -> Launch:
     """Join the other processes; start the default process group where there is none.
 
     The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
@@ -91,6 +91,7 @@ def launch(group: dist.ProcessGroup | None = None, device: torch.device | str | 
     Args:
         group: the processes that load the model; all by default.
         device: where the model goes: by default cuda:LOCAL_RANK if there is cuda, else the CPU.
+        timeout_s: how long a collective may take in a group that is started here; torch's default if None.
 
     Raises:
         LaunchError: the environment is not a launcher's, this process is not in the group, or its
@@ -102,17 +103,28 @@ def launch(group: dist.ProcessGroup | None = None, device: torch.device | str | 
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ:
             return Launch(0, 1, place)
-        _start(place)
+        _start(place, timeout_s)
     found = rank(group)
     group = group or dist.group.WORLD
     assert group is not None
     _check_group(group, place)
-    control = _subgroup(group, _ranks(group), "gloo")
-    return Launch(found, dist.get_world_size(group), place, group, control)
+    return Launch(found, dist.get_world_size(group), place, group, control_group(group))
 
 
-def connect(plan: Plan, start: Launch) -> Communicator:
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same processes over gloo, for words: waiting there takes no GPU, and may take long."""
+    made = _subgroup(group, _ranks(group), "gloo")
+    made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
+    return made
+
+
+def connect(plan: Plan, start: Launch, all_reduce: AllReduce | None = None) -> Communicator:
     """The rank's communicator, with a process group for each set of mesh axes that the plan uses.
+
+    Args:
+        plan: its mesh has as many ranks as there are processes.
+        start: the ranks.
+        all_reduce: takes the place of torch's own, see ``load``.
 
     Raises:
         LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
@@ -122,69 +134,20 @@ def connect(plan: Plan, start: Launch) -> Communicator:
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
             groups[axes] = _axes_group(start.group, members).group_name
-    return ProcessCommunicator(start.rank, plan.mesh, groups)
+    return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
+
+
+def can_capture(start: Launch) -> bool:
+    """Whether a CUDA graph can hold the ranks' collectives: those of nccl, or none."""
+    if start.device.type != "cuda":
+        return False
+    return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
 
 
 def used_axes(plan: Plan) -> set[tuple[int, ...]]:
     """Each set of mesh axes (those of extent 1 left out) that some collective of the plan runs over."""
     found = {_real_axes(axes, plan.mesh) for entry in plan.modules for axes in _axes_of_module(entry)}
     return found - {()}
-
-
-def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
-    """Tell the others whether this rank is well; return only if all are.
-
-    Args:
-        start: the ranks.
-        error: what is wrong here, if anything.
-        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
-
-    Raises:
-        Exception: this rank's own error.
-        LaunchError: the error of the first rank that has one, or a rank did not come.
-    """
-    if start.control is None:
-        if error is not None:
-            raise error
-        return
-    texts = _exchange(start, error, AGREE_TIMEOUT_S if timeout_s is None else timeout_s)
-    if error is not None:
-        raise error
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
-        raise LaunchError(f"rank {rank}: {text}{others}")
-
-
-def share_rng_state(start: Launch) -> None:
-    """Continue on every rank with the random state of rank 0, so that all draw the same tokens."""
-    if start.group is None:
-        return
-    torch.set_rng_state(_from_rank_0(torch.get_rng_state(), start))
-    if start.device.type == "cuda":
-        state = torch.cuda.get_rng_state(start.device)
-        torch.cuda.set_rng_state(_from_rank_0(state, start), start.device)
-
-
-def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
-    received = state.to(start.device)
-    dist.broadcast(received, group_src=0, group=start.group)
-    return received.cpu()
-
-
-def _exchange(start: Launch, error: Exception | None, timeout_s: float) -> list[str | None]:
-    texts: list[str | None] = [None] * start.world_size
-    text = None if error is None else str(error) or type(error).__name__
-    try:
-        dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
-        dist.all_gather_object(texts, text, group=start.control)
-    except RuntimeError as failure:
-        raise error or LaunchError(
-            f"rank {start.rank}: another rank did not answer within {timeout_s:.0f} s or ended; "
-            f"its own output says why ({str(failure).splitlines()[0]})"
-        ) from failure
-    return texts
 
 
 def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
@@ -214,10 +177,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     return place
 
 
-def _start(device: torch.device) -> None:
+def _start(device: torch.device, timeout_s: float | None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         raise LaunchError(
             f"cannot start a {backend} process group from the environment: {str(error).splitlines()[0]}; "
@@ -260,7 +224,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
         made[key] = dist.new_group(
             list(ranks),
             backend=backend or dist.get_backend(group),
-            timeout=timedelta(seconds=AGREE_TIMEOUT_S) if backend else None,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else None,
             use_local_synchronization=True,
         )
     return made[key]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
-from shardconv_runtime import manifest, mesh
+from shardconv_runtime import agreement, manifest, mesh
 from shardconv_runtime.errors import (
     CheckpointError,
     CodeMismatchError,
@@ -314,7 +314,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 def leave_the_other_alone(path: Path) -> None:
-    mesh.AGREE_TIMEOUT_S = 3  # type: ignore[misc]
+    agreement.AGREE_TIMEOUT_S = 3  # type: ignore[misc]
     start = mesh.launch()
     if start.rank == 0:
         shardconv_runtime.load(path)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from converted import llama_plan
-from shardconv_runtime import mesh
+from shardconv_runtime import agreement, mesh
 from shardconv_runtime.errors import LaunchError
 from shardconv_runtime.plan import Boundary, ModulePlan, NormInfo
 from shardconv_runtime.slices import Leaf
@@ -33,10 +33,10 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mesh.rank(), mesh.world_size()) == (0, 1)
     start = mesh.launch(device="cpu")
     assert start == mesh.Launch(0, 1, torch.device("cpu"))
-    mesh.agree(start, None)
-    mesh.share_rng_state(start)
+    agreement.agree(start, None)
+    agreement.share_rng_state(start)
     with pytest.raises(LaunchError, match="only here"):
-        mesh.agree(start, LaunchError("only here"))
+        agreement.agree(start, LaunchError("only here"))
 
 
 def test_a_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:

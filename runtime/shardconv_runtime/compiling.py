@@ -1,0 +1,77 @@
+"""``load(..., compile=True)``: one graph for each forward pass, and decoding from a cache of fixed size.
+
+The runtime's own code breaks no graph: collectives are functional, steps are plain Python over constants.
+What is left is to give each kind of call the compilation that suits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+
+
+def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
+    """Compile every later call of ``model``, in place; ``generate`` then uses a static cache.
+
+    - A call without a cache, or with one that grows, is one graph; lengths become symbolic when a
+      second one comes.
+    - A call that continues a cache of fixed size (a decoding step) is another one, the same for every
+      step, and replayed as a CUDA graph if ``cuda_graphs``.
+    - The call that allocates a cache of fixed size, the first one of ``generate``, runs as it is: the
+      cache's memory must not belong to a graph.
+
+    Args:
+        model: its class, methods and parameters stay; a deep copy of it is not compiled.
+        cuda_graphs: the device can record graphs, collectives included.
+    """
+    call: Callable[..., Any] = model._call_impl  # with the hooks, which are part of the graph
+    whole = torch.compile(call, fullgraph=True)
+    step = torch.compile(call, fullgraph=True, mode="reduce-overhead") if cuda_graphs else whole
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
+        if caches and not all(_is_allocated(cache) for cache in caches):
+            return call(*args, **kwargs)
+        with _Explained():
+            return (step if caches else whole)(*args, **kwargs)
+
+    model._compiled_call_impl = compiled
+    _decode_from_static_cache(model)
+
+
+def _is_allocated(cache: Any) -> bool:
+    return bool(cache.is_initialized)
+
+
+def _decode_from_static_cache(model: nn.Module) -> None:
+    """Let ``generate`` use the calls above, in the form that they compile once for."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    config.disable_compile = True  # generate would wrap the call once more
+    if config.cache_implementation is None and getattr(model, "_can_compile_fullgraph", False):
+        config.cache_implementation = "static"
+
+
+class _Explained:
+    """Says what a break of the graph means here; it shows on all ranks, before anything is computed."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch._dynamo.exc.Unsupported):
+            raise PlanError(
+                "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
+                f"as one: {_first_line(error)}; load without compile=True, and torch.compile(model) if "
+                "several graphs will do"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
