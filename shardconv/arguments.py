@@ -6,6 +6,7 @@ Nothing here imports torch or transformers, so that a wrong argument is refused 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.plan_checks import EXPERT_MODES
@@ -58,22 +59,30 @@ def parse_memory(memory: int | str) -> int:
     return num_bytes
 
 
-def parse_ranks(text: str, tp: int) -> tuple[int, ...]:
-    """Ranks from text as ``0-3,6``, ascending.
+def parse_ranks(ranks: Collection[int] | str | None, tp: int) -> tuple[int, ...] | None:
+    """Ranks, ascending, from numbers or from text as ``0-3,6``; None stands for all.
 
     Raises:
-        ShardconvError: it is not a list of ranks below ``tp``.
+        ShardconvError: they are not ranks below ``tp``.
     """
-    ranks: set[int] = set()
-    for item in text.split(","):
-        match = _RANKS.fullmatch(item.strip())
-        if match is None:
-            raise ShardconvError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if first > last or last >= tp:
-            raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
-        ranks.update(range(first, last + 1))
-    return tuple(sorted(ranks))
+    if ranks is None:
+        return None
+    if isinstance(ranks, str):
+        return tuple(sorted({rank for item in ranks.split(",") for rank in _parse_range(item, ranks, tp)}))
+    wrong = [rank for rank in ranks if rank not in range(tp)]
+    if wrong:
+        raise ShardconvError(f"{wrong[0]!r} is not a rank of {tp}: they are 0 to {tp - 1}")
+    return tuple(sorted(set(ranks)))
+
+
+def _parse_range(item: str, text: str, tp: int) -> range:
+    match = _RANKS.fullmatch(item.strip())
+    if match is None:
+        raise ShardconvError(f"{text!r} is not a list of ranks; write it as 0-3 or 0,2,5")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last or last >= tp:
+        raise ShardconvError(f"{item!r} in {text!r} are not ranks of {tp}: they are 0 to {tp - 1}")
+    return range(first, last + 1)
 
 
 def _parse_size_text(text: str) -> int:

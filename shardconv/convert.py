@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from shardconv_runtime.manifest import rank_directory
 from shardconv_runtime.plan import Plan, parameter_plans
 
 from .arguments import (
@@ -23,7 +22,7 @@ from .arguments import (
     require_tp,
 )
 from .reporting.progress import Progress, Silent
-from .writing.output import Output
+from .writing.output import Output, owners_of
 
 
 def convert(
@@ -80,27 +79,17 @@ def convert(
     progress = progress or Silent()
     require_tp(tp)
     require_experts(experts)
-    limit, budget = parse_size(max_file_size), parse_memory(memory)
-    wanted = parse_ranks(ranks, tp) if isinstance(ranks, str) else ranks
-    owners = None if wanted is None else {rank_directory(rank, tp) for rank in wanted}
-    output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners)
+    limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
+    output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
 
     from .pipeline import solve_plan
-    from .sources import lazy_weights, resolve, select
+    from .sources import Hub, lazy_weights, resolve, select
     from .writing.scaled import blocks_in, flatten
     from .writing.writer import origin_of, write
 
     progress.stage(f"reading {os.fspath(model)}")
-    spec = resolve(
-        model,
-        revision=revision,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        need_weights=True,
-    )
+    hub = Hub(revision, cache_dir, local_files_only, token)
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=True)
     origin = origin_of(spec)
     progress.stage("finding the weights in the checkpoint")
     found = lazy_weights(spec)
@@ -157,18 +146,10 @@ def plan(
     require_experts(experts)
 
     from .pipeline import solve_plan
-    from .sources import resolve
+    from .sources import Hub, resolve
 
-    spec = resolve(
-        model,
-        revision=revision,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
-        need_weights=False,
-    )
+    hub = Hub(revision, cache_dir, local_files_only, token)
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     tell = (progress or Silent()).stage
     solved: Plan = solve_plan(spec, tp, experts=experts, check=check, progress=tell)
     return solved

@@ -7,7 +7,6 @@ a gradient is refused instead of getting a wrong one.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -54,7 +53,7 @@ class Communicator(ABC):
 
     def num_ranks(self, axes: Iterable[int]) -> int:
         """Number of ranks along ``axes``."""
-        return math.prod(self.mesh[axis] for axis in axes)
+        return len(self.group(axes))
 
     def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, overwrite: bool = False) -> Tensor:
         """Sum over the ranks along ``axes``: Partial to Replicate. No backward.

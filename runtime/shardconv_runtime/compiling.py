@@ -45,7 +45,9 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 
 
 def _is_allocated(cache: Any) -> bool:
-    return bool(cache.is_initialized)
+    """Whether a cache has its memory; one for an encoder and a decoder is made of two."""
+    parts = [part for part in vars(cache).values() if hasattr(part, "is_compileable")]
+    return all(map(_is_allocated, parts)) if parts else bool(cache.is_initialized)
 
 
 def _decode_from_static_cache(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .dtypes import STORED_BITS
@@ -31,6 +32,22 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     offsets: tuple[int, int]
     """Half-open, in bytes from the end of the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A safetensors file whose header was read and checked."""
+
+    path: Path
+    num_bytes: int
+    tensors: dict[str, StoredTensor]
+    """In the order of their bytes."""
+
+    @property
+    def start(self) -> int:
+        """Where the bytes of the tensors begin: they are without a gap, and the file ends with them."""
+        last = next(reversed(self.tensors.values()), None)
+        return self.num_bytes - (last.offsets[1] if last else 0)
 
 
 @dataclass(frozen=True, slots=True)

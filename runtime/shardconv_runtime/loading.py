@@ -21,6 +21,7 @@ from .generation import prepare_generation
 from .lazy import build_model, find_class
 from .mesh import Launch
 from .plan import Plan
+from .read_ahead import ReadAhead
 
 T = TypeVar("T")
 
@@ -76,13 +77,16 @@ def load(
     checked, error = _attempt(lambda: _check(Path(path), group, gather_logits, trust_remote_code))
     if checked is not None:
         mesh.check_world_size(checked.plan, group)
-    start = _launch(group, device, timeout_s, error)
-    agreement.agree(start, error)
-    assert checked is not None, "agree has raised the error"
-    comm = mesh.connect(checked.plan, start, all_reduce)
-    model, error = _attempt(lambda: _build(checked, start, comm, wanted, gather_logits))
-    agreement.agree(start, error, agreement.READ_TIMEOUT_S)
-    assert model is not None, "agree has raised the error"
+    with ReadAhead(checked.files.paths if checked is not None else ()) as ahead:
+        start = _launch(group, device, timeout_s, error)
+        agreement.agree(start, error)
+        assert checked is not None, "agree has raised the error"
+        comm = mesh.connect(checked.plan, start, all_reduce)
+        model, error = _attempt(lambda: _build(checked, start, comm, wanted, gather_logits))
+        agreement.agree(start, error, agreement.READ_TIMEOUT_S)
+        assert model is not None, "agree has raised the error"
+        if start.device.type != "cpu":
+            ahead.stop()  # all was read; what is mapped is read while it waits for its first use
     if compile:
         compile_model(model, cuda_graphs=mesh.can_capture(start))
     return model

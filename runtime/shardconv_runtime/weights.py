@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from .blocks import SUFFIX, dequantised, stored_plans
-from .build import owner_of, retie, stored_tensors
+from .build import retie, stored_tensors
 from .dtypes import STORED_NAME
 from .errors import CheckpointError
-from .header import StoredTensor
+from .header import ShardFile, StoredTensor
 from .layout_hash import is_common, layout_sha256
 from .manifest import (
     COMMON_DIRECTORY,
@@ -27,6 +27,7 @@ from .manifest import (
     sha256_checksum,
 )
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
+from .reading import tensors
 
 _REMEDY = "copy the directory again, or convert the model again"
 
@@ -35,7 +36,12 @@ _REMEDY = "copy the directory again, or convert the model again"
 class RankFiles:
     """The safetensors files of one rank, ``common/`` included, whose headers agree with the plan."""
 
-    paths: tuple[Path, ...]
+    shards: tuple[ShardFile, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Where they are, in the order in which they are read."""
+        return tuple(shard.path for shard in self.shards)
 
 
 def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
@@ -56,17 +62,18 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
             )
     layout = layout_sha256(plan)
     found: dict[str, tuple[StoredTensor, FileEntry]] = {}
-    shards = [entry for entry in manifest.files_of(rank) if _is_shard(entry)]
-    for entry in shards:
-        tensors = check_shard(resolve(directory, entry.path), entry.rank, plan.tp, layout)
-        for name, tensor in tensors.items():
+    shards = []
+    for entry in filter(_is_shard, manifest.files_of(rank)):
+        path = resolve(directory, entry.path)
+        shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
+        for name, tensor in shards[-1].tensors.items():
             if name in found:
                 raise CheckpointError(
                     f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {_REMEDY}"
                 )
             found[name] = (tensor, entry)
     _compare(directory, found, plan, rank)
-    return RankFiles(tuple(resolve(directory, entry.path) for entry in shards))
+    return RankFiles(tuple(shards))
 
 
 def read(
@@ -82,13 +89,16 @@ def read(
         dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
 
     Raises:
-        CheckpointError: a tensor is missing.
+        CheckpointError: a tensor is missing, or a file cannot be read any more.
     """
     todo = set(parameter_plans(plan))
-    for name, tensor in _parameters(files, plan, device):
-        target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
-        _assign(model, name, tensor.to(target))
-        todo.remove(name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    with closing(_parameters(files, plan, device)) as parameters:
+        for name, tensor in parameters:
+            target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
+            owner, _, attribute = name.rpartition(".")
+            _assign(modules[owner], attribute, tensor.to(target))
+            todo.remove(name)
     if todo:
         raise CheckpointError(f"{min(todo)} was in no file; {_REMEDY}")
     retie(model, plan)
@@ -109,33 +119,26 @@ def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> to
     return torch.promote_types(stored, wanted) if kept_wide else wanted
 
 
-def _parameters(files: RankFiles, plan: Plan, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _parameters(files: RankFiles, plan: Plan, device: torch.device) -> Generator[tuple[str, Tensor]]:
     """The parameters in the files; one with blocks once its values and its factors were read."""
     scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
     partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
     waiting: dict[str, Tensor] = {}
-    for name, tensor in _tensors(files, device):
-        if name not in partner:
-            yield name, tensor
-        elif partner[name] not in waiting:
-            waiting[name] = tensor
-        else:
-            found = {name: tensor, partner[name]: waiting.pop(partner[name])}
-            values = name if name in scaled else partner[name]
-            dtype = getattr(torch, plan.model.dtype)
-            block = scaled[values].block
-            yield values, dequantised(found[values], found[partner[values]], block, dtype)
+    with closing(tensors(files.shards, device)) as found_tensors:
+        for name, tensor in found_tensors:
+            if name not in partner:
+                yield name, tensor
+            elif partner[name] not in waiting:
+                waiting[name] = tensor
+            else:
+                found = {name: tensor, partner[name]: waiting.pop(partner[name])}
+                values = name if name in scaled else partner[name]
+                dtype = getattr(torch, plan.model.dtype)
+                block = scaled[values].block
+                yield values, dequantised(found[values], found[partner[values]], block, dtype)
 
 
-def _tensors(files: RankFiles, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    for path in files.paths:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118  (the handle is no mapping)
-                yield name, file.get_tensor(name)
-
-
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    owner, attribute = owner_of(model, name)
+def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:
     if attribute in owner._parameters:
         owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
     else:

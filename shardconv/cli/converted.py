@@ -158,8 +158,7 @@ def reshard_command(
     from ..reporting.report import human_bytes
     from ..reporting.summary import summarize
 
-    if options["ranks"] is not None:
-        parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
     with working(quiet, verbose) as progress:
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():

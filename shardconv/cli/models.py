@@ -43,8 +43,7 @@ def convert_command(
     from ..reporting.report import human_bytes
     from ..reporting.summary import summarize
 
-    if options["ranks"] is not None:
-        parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
     with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out) / MANIFEST_NAME).is_file():
@@ -115,10 +114,12 @@ def plan_command(
 def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":
+        from ..sources import Hub
         from ..writing.tp_plan import skeleton, to_json, tp_plan
 
-        how_to_read = {name: value for name, value in options.items() if name not in ("experts", "check")}
-        return to_json(tp_plan(solved, skeleton(model, **how_to_read)))
+        hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
+        read = {name: options[name] for name in ("dtype", "trust_remote_code")}
+        return to_json(tp_plan(solved, skeleton(model, hub, **read)))
     if chosen == "json":
         from shardconv_runtime import codec
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.manifest import rank_directory
 from shardconv_runtime.plan import Plan
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..tensors.gathered import gathered, is_interleaved
 from ..tensors.lazy import LazyTensor
-from ..writing.output import Output
+from ..writing.output import Output, owners_of
 from . import derived
 from .shards import Converted
 
@@ -66,11 +65,9 @@ def reshard(
     """
     progress = progress or Silent()
     require_tp(tp)
-    limit, budget = parse_size(max_file_size), parse_memory(memory)
-    wanted = parse_ranks(ranks, tp) if isinstance(ranks, str) else ranks
+    limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     derived.require_apart(out, out2)
-    owners = None if wanted is None else {rank_directory(rank, tp) for rank in wanted}
-    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=owners)
+    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=owners_of(wanted, tp))
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 

@@ -7,8 +7,9 @@ class, ``checkpoint`` finds and validates the weight files, ``resolve`` puts the
 
 from __future__ import annotations
 
+from .locate import Hub
 from .resolve import resolve
 from .spec import ModelSpec
 from .weights import lazy_weights, select
 
-__all__ = ["ModelSpec", "lazy_weights", "resolve", "select"]
+__all__ = ["Hub", "ModelSpec", "lazy_weights", "resolve", "select"]

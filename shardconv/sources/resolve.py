@@ -20,11 +20,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def resolve(
     model: str | os.PathLike[str] | Any,
+    hub: Hub | None = None,
     *,
-    revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    token: str | bool | None = None,
     trust_remote_code: bool = False,
     dtype: str | None = None,
     need_weights: bool = True,
@@ -33,7 +30,7 @@ def resolve(
 
     Args:
         model: a directory, a Hub id, or (without weights) a transformers config object.
-        revision, cache_dir, local_files_only, token: how to download from the Hub.
+        hub: how to download it, if not as usual.
         trust_remote_code: import the repository's own Python code.
         dtype: of the parameters; by default what the config says, else what the checkpoint holds.
         need_weights: find (and download) the weight files and validate them.
@@ -45,8 +42,7 @@ def resolve(
         raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if isinstance(model, transformers.PreTrainedConfig):
         return _from_config(model, dtype, trust_remote_code=trust_remote_code, need_weights=need_weights)
-    hub = Hub(revision, cache_dir, local_files_only, token)
-    directory, commit = locate(model, hub, code=trust_remote_code, need_weights=need_weights)
+    directory, commit = locate(model, hub or Hub(), code=trust_remote_code, need_weights=need_weights)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     blocks = blocks_of(config, str(directory))
     if blocks is not None:

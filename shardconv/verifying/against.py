@@ -27,7 +27,7 @@ from shardconv_runtime.slices import Dim, Mesh, ranges
 from ..arguments import MEMORY
 from ..converted.shards import Converted
 from ..reporting.progress import Progress
-from ..sources import ModelSpec, lazy_weights, resolve
+from ..sources import Hub, ModelSpec, lazy_weights, resolve
 from ..tensors import lazy
 from ..tensors.copying import Placed, Unit, plan_units, run
 from ..tensors.lazy import FileLeaf, LazyTensor, Shape, item_bytes
@@ -56,19 +56,22 @@ class Comparison:
     """One for each tensor that differs."""
 
 
-def read_reference(model: str | os.PathLike[str], plan: Plan, **options: Any) -> Reference:
+def read_reference(
+    model: str | os.PathLike[str], plan: Plan, hub: Hub, *, trust_remote_code: bool
+) -> Reference:
     """Find the weights of a model as the plan would have them.
 
     Args:
         model: a directory or Hub id.
         plan: of the converted directory; its dtypes are those that the weights are cast to.
-        options: of ``sources.resolve``.
+        hub: how to download it.
+        trust_remote_code: import the repository's own Python code.
 
     Raises:
         SourceError: the model cannot be had, or its weights do not fit its config.
     """
     has_blocks = any(entry.block for entry in plan.parameters)
-    spec = resolve(model, need_weights=True, **options)
+    spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
     spec = replace(spec, dtype=plan.model.dtype, dequantise=spec.blocks is not None and not has_blocks)
     _, found = flatten(plan, lazy_weights(spec))
     weights: dict[str, LazyTensor] = {}

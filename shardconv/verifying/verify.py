@@ -96,8 +96,9 @@ def verify(
     contents = open_contents(directory)
     if contents.plan is not None and (numerics or against is not None):
         _require_usable(directory, contents.plan, numerics, trust_remote_code)
-    options = {**hub, "trust_remote_code": trust_remote_code}
-    reference = None if against is None else _reference(against, contents, options, progress)
+    reference = None
+    if against is not None:
+        reference = _reference(against, contents, hub, trust_remote_code, progress)
     found = check(contents, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
     if reference is not None:
@@ -145,15 +146,20 @@ def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_co
 
 
 def _reference(
-    model: str | os.PathLike[str], contents: Contents, options: Mapping[str, Any], progress: Progress
+    model: str | os.PathLike[str],
+    contents: Contents,
+    hub: Mapping[str, Any],
+    trust_remote_code: bool,
+    progress: Progress,
 ) -> Reference | None:
     """The model to compare with; None where the plan does not say how."""
     if contents.plan is None:
         return None
+    from ..sources import Hub
     from .against import read_reference
 
     progress.stage(f"reading {os.fspath(model)}")
-    return read_reference(model, contents.plan, **options)
+    return read_reference(model, contents.plan, Hub(**hub), trust_remote_code=trust_remote_code)
 
 
 def _compare(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME
+from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME, rank_directory
 from shardconv_runtime.manifest import read as read_manifest
 
 from .job import PARTIAL, is_placed, known_files, read_state
@@ -76,6 +76,11 @@ class Output:
         if not (self.path / MANIFEST_NAME).is_file():
             return []
         return [*(entry.path for entry in read_manifest(self.path).files), PLAN_NAME, MANIFEST_NAME]
+
+
+def owners_of(ranks: Collection[int] | None, tp: int) -> set[str] | None:
+    """Whose files are written where these ranks' are; None for all."""
+    return None if ranks is None else {rank_directory(rank, tp) for rank in ranks}
 
 
 def _is_being_finished(path: Path) -> bool:

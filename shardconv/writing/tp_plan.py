@@ -33,7 +33,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from ..sources import resolve
+from ..sources import Hub, resolve
 from .tp_styles import IDENTITIES, LEAVE_ALONE, Inexpressible, Part, PlannedModule
 
 SHOWN_PROBLEMS = 4
@@ -87,17 +87,23 @@ def to_json(rules: Mapping[str, str]) -> str:
     return json.dumps(rules, indent=2) + "\n"
 
 
-def skeleton(model: str | os.PathLike[str] | Any, **options: Any) -> nn.Module:
+def skeleton(
+    model: str | os.PathLike[str] | Any,
+    hub: Hub | None = None,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """Build a model from its config alone, its parameters on the meta device.
 
     Args:
         model: directory, Hub id or config object.
-        options: those of ``shardconv.plan`` that say how to read it.
+        hub, dtype, trust_remote_code: how to read it, see ``sources.resolve``.
 
     Raises:
         ShardconvError: the model cannot be found or built, or its weights are quantised.
     """
-    spec = resolve(model, need_weights=False, **options)
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.blocks is not None:
         raise PlanError(f"{spec.name}: {_QUANTISED}")
     return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
 from small_models import make_custom, save_random, small_config
 
-from shardconv.sources import ModelSpec, lazy_weights, locate, resolve, select
+from shardconv.sources import Hub, ModelSpec, lazy_weights, locate, resolve, select
 from shardconv.tensors.copying import read_tensor
 
 Change = Callable[[Path], object]
@@ -301,7 +301,7 @@ class TestHub:
 
     def test_an_uncached_repository_is_refused_offline(self, tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="not in the local cache; leave out --local-files-only"):
-            resolve("nobody/nothing", local_files_only=True, cache_dir=tmp_path)
+            resolve("nobody/nothing", Hub(local_files_only=True, cache_dir=tmp_path))
 
     def test_only_what_is_needed_is_downloaded(
         self, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +313,7 @@ class TestHub:
             return str(llama_dir)
 
         monkeypatch.setattr(locate, "snapshot_download", download)
-        spec = resolve("org/name", revision="v1", token="secret", need_weights=False)
+        spec = resolve("org/name", Hub(revision="v1", token="secret"), need_weights=False)
         assert (spec.name, spec.directory, spec.revision) == ("org/name", llama_dir, llama_dir.name)
         assert [repo_id for repo_id, _ in calls] == ["org/name"]
         assert (calls[0][1]["revision"], calls[0][1]["token"]) == ("v1", "secret")

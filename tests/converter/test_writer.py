@@ -8,6 +8,7 @@ import itertools
 import math
 import sys
 import zlib
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, coordinates,
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
+from shardconv.arguments import parse_ranks, parse_size
 from shardconv.checking.check import local_tensor
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
@@ -392,7 +394,21 @@ class TestReplan:
     [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2GiB", 2**31), ("1.5kb", 1500), ("7", 7), (123, 123)],
 )
 def test_sizes(text: str | int, num_bytes: int) -> None:
-    assert shardconv.convert.__globals__["parse_size"](text) == num_bytes
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [(None, None), ("0-1,3", (0, 1, 3)), ("3, 0", (0, 3)), ((2, 0, 2), (0, 2)), (range(4), (0, 1, 2, 3))],
+)
+def test_ranks(ranks: Collection[int] | str | None, found: tuple[int, ...] | None) -> None:
+    assert parse_ranks(ranks, 4) == found
+
+
+@pytest.mark.parametrize("ranks", ["4", "2-1", "", "one", (4,), (-1, 0)])
+def test_ranks_that_are_none(ranks: Collection[int] | str) -> None:
+    with pytest.raises(ShardconvError, match="rank"):
+        parse_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("text", ["", "big", "-5GB", "0", 0, "5 GB GB"])
