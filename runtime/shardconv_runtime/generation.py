@@ -8,6 +8,7 @@ step (other inputs on some rank) or decided by rank 0 (a limit of time, a criter
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
@@ -47,14 +48,27 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not gather_logits:
             raise PlanError("generate needs whole logits; load the model with gather_logits=True")
-        if start.world_size > 1:
-            is_streamed = _check_same_call(start, args, kwargs)
-            share_rng_state(start)
-            if is_streamed and (start.rank or kwargs.get("streamer") is None):
-                kwargs["streamer"] = _Silent()
+        if start.world_size == 1:
+            return type(self).generate(self, *args, **kwargs)
+        args, kwargs = _by_name(type(self).generate, args, kwargs)
+        is_streamed = _check_same_call(start, args, kwargs)
+        share_rng_state(start)
+        if is_streamed and (start.rank or kwargs.get("streamer") is None):
+            kwargs["streamer"] = _Silent()
         return type(self).generate(self, *args, **kwargs)
 
     return generate
+
+
+def _by_name(
+    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with names for what came by position: errors name it, and a streamer is replaced."""
+    parameters = list(inspect.signature(generate).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
+        return args, kwargs  # Python says what is wrong, or a generate of the model's own takes them so
+    return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
