@@ -18,8 +18,12 @@ from shardconv_runtime.dtypes import STORED_NAME
 
 from ..tensors.lazy import LazyTensor, Shape, item_bytes
 
-ALIGNMENT = 8
-"""The tensors begin at a multiple of so many bytes; the header is padded with spaces."""
+ALIGNMENT = 64
+"""The tensors begin at a multiple of so many bytes, a cache line where they are mapped; the header is padded
+with spaces."""
+
+_LENGTH_BYTES = 8
+"""Of the length of the header, with which a file begins."""
 
 assert sys.byteorder == "little", "safetensors files are little endian"
 
@@ -65,7 +69,7 @@ def target_file(
         begins.append(begin)
         fields[name] = {"dtype": STORED_NAME[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
     offsets = {name: len(header) + begin for (name, _), begin in zip(ordered, begins, strict=True)}
     return TargetFile(path, owner, header, offsets, len(header) + end, tensor)
