@@ -224,10 +224,16 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
         made[key] = dist.new_group(
             list(ranks),
             backend=backend or dist.get_backend(group),
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else None,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
             use_local_synchronization=True,
         )
     return made[key]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _env_int(name: str, default: int) -> int:
