@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -139,3 +140,12 @@ def _receive(pipe: Connection) -> tuple[Any, str | None, BaseException | None]:
     except EOFError:
         return None, "the process died", ChildProcessError()
     return outcome
+
+
+def comm_counts(counter: Any) -> Counter[str]:
+    """What a ``CommDebugMode`` has seen, by kind: a sum in place is a sum."""
+    found: Counter[str] = Counter()
+    for op, count in counter.get_comm_counts().items():
+        name = str(op).rpartition(".")[2].strip("')>")
+        found["all_reduce" if name == "allreduce_" else name] += count
+    return found

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 # Private, but the interface that Dynamo traces without a graph break and that CommDebugMode counts;
 # importing it registers the meta kernels of the operators used below. Only this file knows of it.
@@ -107,7 +108,7 @@ class ProcessCommunicator(Communicator):
     """Ranks that are processes of ``torch.distributed``.
 
     Args:
-        groups: name of the process group of this rank, for each tuple of axes that is used.
+        groups: the process group of this rank, for each tuple of axes that is used.
         all_reduce: takes the place of torch's own.
     """
 
@@ -115,25 +116,27 @@ class ProcessCommunicator(Communicator):
         self,
         rank: int,
         mesh: Mesh,
-        groups: Mapping[tuple[int, ...], str],
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__(rank, mesh)
         self._groups = dict(groups)
+        self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:
-            return self._all_reduce(x, self._groups[axes])
-        return _wait(_functional.all_reduce(x, "sum", self._groups[axes]))
+            return self._all_reduce(x, self._names[axes])
+        return _wait(_functional.all_reduce(x, "sum", self._names[axes]))
 
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:
             return self._sum(x, axes)
-        return _wait(_functional.all_reduce_(x, "sum", self._groups[axes]))
+        dist.all_reduce(x, group=self._groups[axes])
+        return x
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._groups[axes]))
+        return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._names[axes]))
 
 
 class Reduce:

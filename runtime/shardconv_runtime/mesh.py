@@ -129,11 +129,11 @@ def connect(plan: Plan, start: Launch, all_reduce: AllReduce | None = None) -> C
     Raises:
         LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
     """
-    groups: dict[tuple[int, ...], str] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for axes in sorted(used_axes(plan)):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
-            groups[axes] = _axes_group(start.group, members).group_name
+            groups[axes] = _axes_group(start.group, members)
     return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import shardconv_runtime
 import torch
+from distributed import comm_counts
 from shardconv_runtime.build import stored_tensors
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -96,7 +97,7 @@ def measure(double: Any, single: Any, eager_experts: bool) -> Measured:
     torch.manual_seed(5 + int(os.environ.get("RANK", 0)))  # the ranks start from different states
     sampled = single.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, top_k=0)
     sizes = {name: t.numel() for name, t in stored_tensors(double) if t.dim() >= 2}
-    return Measured(logits, exact, float32, greedy, sampled, _kinds(counter), by_module, sizes)
+    return Measured(logits, exact, float32, greedy, sampled, comm_counts(counter), by_module, sizes)
 
 
 def _without_gather(model: Any) -> tuple[Tensor, str]:
@@ -131,10 +132,10 @@ def _by_module(model: nn.Module, counter: CommDebugMode) -> Iterator[dict[str, C
         module = model.get_submodule(name)
 
         def enter(*_: Any, name: str = name) -> None:
-            before[name] = _kinds(counter)
+            before[name] = comm_counts(counter)
 
         def leave(*_: Any, name: str = name) -> None:
-            if used := _kinds(counter) - before[name]:
+            if used := comm_counts(counter) - before[name]:
                 found[name] = found.get(name, Counter()) + used
 
         handles += [
@@ -159,7 +160,3 @@ def _parts(model: nn.Module) -> list[str]:
     ]
     leaves = [n for n, m in model.named_modules() if not list(m.children())]
     return inside + [n for n in leaves if not n.startswith(tuple(f"{name}." for name in lists))]
-
-
-def _kinds(counter: CommDebugMode) -> Counter[str]:
-    return Counter({str(op).rpartition(".")[2]: n for op, n in counter.get_comm_counts().items()})

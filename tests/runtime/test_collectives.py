@@ -165,7 +165,7 @@ def test_gradients_are_refused(kind: str) -> None:
 
 
 def test_a_communicator_is_not_copied_with_the_model() -> None:
-    comm = ProcessCommunicator(0, (2,), {(0,): "group"})
+    comm = ProcessCommunicator(0, (2,), {})
     assert copy.deepcopy(Reduce(comm, (0,))).comm is comm
 
 
@@ -221,7 +221,7 @@ def process_communicator(mesh: Mesh) -> ProcessCommunicator:
     assert group is not None
     assert Launch(rank, dist.get_world_size(), torch.device("cpu"), group).rank == rank
     subsets = [(0,)] if len(mesh) == 1 else [(0,), (0, 1), (1,)]
-    groups = {axes: _axes_group(group, group_of(mesh, axes, rank)).group_name for axes in subsets}
+    groups = {axes: _axes_group(group, group_of(mesh, axes, rank)) for axes in subsets}
     return ProcessCommunicator(rank, mesh, groups)
 
 

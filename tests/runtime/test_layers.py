@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_processes
+from distributed import comm_counts, run_processes
 from shardconv_runtime.boundary import RowIds, attach, forward_signature, replace_at
 from shardconv_runtime.build import parallelize
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
@@ -575,16 +575,14 @@ def compiled_block() -> tuple[bool, bool, dict[str, int]]:
 
     torch.manual_seed(0)
     model, ids = Block().double(), torch.tensor([[0, 3, 11, 5]])
-    comm = ProcessCommunicator(
-        torch.distributed.get_rank(), (2,), {(0,): torch.distributed.group.WORLD.group_name}
-    )
+    comm = ProcessCommunicator(torch.distributed.get_rank(), (2,), {(0,): torch.distributed.group.WORLD})
     part = shard(model, block_plan(), comm)
     with torch.no_grad():
         expected = model(ids)
         with CommDebugMode() as counter:
             eager = part(ids)
         compiled = torch.compile(part, fullgraph=True, backend="aot_eager")(ids)
-    counts = {str(op).rpartition(".")[2].strip("')>"): n for op, n in counter.get_comm_counts().items()}
+    counts = comm_counts(counter)
     return torch.allclose(eager, expected, rtol=1e-12), torch.allclose(compiled, expected, rtol=1e-12), counts
 
 
