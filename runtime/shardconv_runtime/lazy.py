@@ -95,6 +95,9 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "device": _META}
         if func is torch.ops.aten._local_scalar_dense.default:
             return self.materialize(args[0]).item()
+        if _is_fill(func):
+            self._record(func, args, kwargs, args[0])
+            return args[0]
         try:
             outputs = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError):
@@ -204,9 +207,14 @@ class _Storages:
 
 
 class _Values(TorchFunctionMode):
-    """Conversions to Python data never reach the dispatcher, so they are met one level higher."""
+    """Conversions to Python data never reach the dispatcher, so they are met one level higher.
+
+    So are torch's fills with random numbers: one level lower, each costs as much as a module.
+    """
 
     _CONVERSIONS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+    _FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
+    """Most of what a constructor of many layers does, and almost never asked for: recorded whole."""
 
     def __init__(self, lazy: LazyInit) -> None:
         super().__init__()
@@ -219,6 +227,11 @@ class _Values(TorchFunctionMode):
             real = self._lazy.materialize(args[0].detach())
             with self._lazy._pause():
                 return func(real, *args[1:], **(kwargs or {}))
+        if func in self._FILLS and not self._lazy._paused:
+            (tensor,) = _tensors(args, kwargs or {})
+            if tensor.is_meta:
+                self._lazy._record(func, args, kwargs or {}, tensor)
+                return tensor
         return func(*args, **(kwargs or {}))
 
 
@@ -342,12 +355,18 @@ def _storage(tensor: Tensor) -> int:
 
 @cache
 def _mutates(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+    return func in _Values._FILLS or bool(func._schema.is_mutable)
 
 
 @cache
 def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return func in _Values._FILLS or torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _is_fill(func: Any) -> bool:
+    """Whether an operator puts random numbers into its first argument and nothing else: ``normal_``."""
+    return _is_random(func) and _mutates(func) and func._schema.name.endswith("_")
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -223,6 +224,44 @@ def test_an_unknown_meta_tensor_cannot_be_materialized() -> None:
         y = foreign + 1
     with pytest.raises(PlanError, match=r"shape \(3,\) cannot be computed"):
         lazy.materialize(y)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda tensor: nn.init.uniform_(tensor, -2, 3),
+        lambda tensor: nn.init.normal_(tensor, mean=5, std=0.1),
+        lambda tensor: nn.init.kaiming_uniform_(tensor, a=5**0.5),
+        nn.init.xavier_normal_,
+        lambda tensor: tensor.bernoulli_(0.5),
+    ],
+)
+def test_random_fills_are_replayed_where_they_were_made(fill: Callable[[Tensor], Tensor]) -> None:
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        base = torch.ones(6, 8)
+        filled = fill(base[1:5])
+        row = base[2] * 2
+        base[3].zero_()
+        return base, filled, row
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = make()
+    with LazyInit() as lazy:
+        metas = make()
+        inside = lazy.materialize(metas[2])
+    assert all(meta.is_meta for meta in metas)
+    assert torch.equal(inside, expected[2])
+    for meta, real in zip(metas, expected, strict=True):
+        assert torch.equal(lazy.materialize(meta), real)
+
+
+def test_a_fill_of_a_constant_leaves_it_as_it_is() -> None:
+    before = torch.zeros(4, 4)
+    with LazyInit() as lazy:
+        after: Tensor = nn.init.normal_(before) + 1
+    assert not before.any()
+    assert lazy.materialize(after).std() > 0.1
 
 
 def test_errors_of_the_constructor_are_its_own() -> None:
