@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""Loading a converted model and computing with it, beside transformers and safetensors.
+
+Two tables. **Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
+rank: by the runtime, by ``safetensors.torch.load_file`` (the same files of the same rank), by transformers'
+``from_pretrained`` whole, and by the same with tensor parallelism. From a cold and from a warm page cache;
+the order changes from round to round. All of them map files, so that seconds are given until the load returns
+and until a byte of every page was read. Imports were done before, and the ranks have met.
+
+**Steps**: prefill and decode on the CPU over gloo, of the runtime and of transformers' tensor parallelism, in
+the same processes and in turn, step by step; then of a model that was converted for one rank beside the whole
+one. Every number is a median, with the lowest and the highest in brackets; ratios compare neighbours in time.
+
+    python benchmarks/inference.py [--gigabytes 3.5] [--tp 2 4] [--rounds 3] [--markdown FILE]
+    python benchmarks/inference.py --small        to see that everything comes out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from convert import CACHES, SHARD_BYTES, describe, render, spread, tell
+from disk import evict, machine, read_all, require_room, resident_share
+from synthetic import Shape, shape_of_size, write_checkpoint
+
+RANK = Path(__file__).with_name("inference_rank.py")
+STEPS_SHAPE = Shape(hidden=1024, intermediate=4096, heads=16, kv_heads=8, vocab=32000, layers=20)
+SMALL_SHAPE = Shape(hidden=256, intermediate=1024, heads=8, kv_heads=4, vocab=4000, layers=4)
+VARIANTS = {
+    "shardconv": "shardconv_runtime.load",
+    "safetensors": "safetensors load_file",
+    "whole": "from_pretrained, whole",
+    "tensor parallel": "from_pretrained, tensor parallelism",
+}
+TIME_LIMIT_S = 1200
+Sample = dict[str, Any]
+
+
+@dataclass
+class Bench:
+    """A scratch directory, and what the reader of the tables must know."""
+
+    scratch: Path
+    threads: int
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Say it once, now and under the table."""
+        if text not in self.notes:
+            self.notes.append(text)
+            tell(f"note: {text}")
+
+    def convert(self, source: Path, tp: int) -> Path:
+        """The converted directory, on the disk; the proof of the plan has no part in this."""
+        out = source.with_name(f"{source.name}-tp{tp}")
+        if not out.exists():
+            command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp), str(out)]
+            done = subprocess.run(
+                [*command, "--no-check", "--quiet"], capture_output=True, text=True, env=_environment()
+            )
+            if done.returncode:
+                raise SystemExit(f"error: convert failed: {_last_line(done.stderr)}")
+            os.sync()
+        return out
+
+    def ranks(self, tp: int, *arguments: str, result: int) -> list[Sample]:
+        """What each rank measured; argument number ``result`` is where it writes that."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        files = [self.scratch / f"result-{rank}.json" for rank in range(tp)]
+        children = []
+        for rank, file in enumerate(files):
+            file.unlink(missing_ok=True)
+            command = [sys.executable, str(RANK), *arguments[:result], str(file), *arguments[result:]]
+            env = {**_environment(), **_place(rank, tp, port), "OMP_NUM_THREADS": str(self.threads)}
+            with file.with_suffix(".txt").open("w") as errors:
+                children.append(subprocess.Popen(command, stderr=errors, env=env))
+        self._wait(children, files)
+        return [json.loads(file.read_text()) for file in files]
+
+    def _wait(self, children: Sequence[subprocess.Popen[bytes]], files: Sequence[Path]) -> None:
+        deadline = time.monotonic() + TIME_LIMIT_S
+        try:
+            for rank, (child, file) in enumerate(zip(children, files, strict=True)):
+                if child.wait(max(1, deadline - time.monotonic())):
+                    why = _last_line(file.with_suffix(".txt").read_text())
+                    raise SystemExit(f"error: rank {rank} failed: {why}")
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"error: not done after {TIME_LIMIT_S} s") from None
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _place(rank: int, tp: int, port: int) -> dict[str, str]:
+    """As torchrun sets it; a process alone has none."""
+    if tp == 1:
+        return {}
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": tp, "LOCAL_WORLD_SIZE": tp, "MASTER_PORT": port}
+    return {**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def load_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]]:
+    """How long a rank takes to have its weights, and what is read for it."""
+    shape = shape_of_size(options.gigabytes * 1e9)
+    require_room(bench.scratch, (1.1 + 1.1 * len(options.tp)) * shape.num_bytes)
+    source = bench.scratch / "load"
+    tell(f"making a checkpoint of {shape.num_bytes / 1e9:.2f} GB: {describe(shape)}")
+    write_checkpoint(shape, source, shard_bytes=SHARD_BYTES)
+    bench.note(f"loading: llama, bfloat16, {shape.num_bytes / 1e9:.2f} GB, {describe(shape)}")
+    converted = {tp: bench.convert(source, tp) for tp in options.tp}
+    samples: dict[tuple[int, str, str], list[Sample]] = defaultdict(list)
+    for turn in range(options.rounds):
+        for tp, cache in ((tp, cache) for tp in options.tp for cache in CACHES):
+            for variant in sorted(VARIANTS, reverse=turn % 2 == 1):
+                ranks = 1 if variant == "whole" else tp
+                sample = _load(bench, variant, source, converted[tp], ranks, cache)
+                samples[tp, cache, variant].append(sample)
+                tell(f"round {turn + 1}, tp {tp}, {cache}: {variant} {sample['touched_s']:.2f} s")
+    shutil.rmtree(source)
+    for directory in converted.values():
+        shutil.rmtree(directory)
+    order = list(VARIANTS)
+    keys = sorted(samples, key=lambda key: (key[:2], order.index(key[2])))
+    return [_load_row(key, samples[key], samples[*key[:2], "safetensors"]) for key in keys]
+
+
+def _load(bench: Bench, variant: str, source: Path, converted: Path, ranks: int, cache: str) -> Sample:
+    """One launch; seconds are those of the slowest rank."""
+    directory = converted if variant in ("shardconv", "safetensors") else source
+    files = sorted(directory.rglob("*.safetensors"))
+    evict([*source.rglob("*.safetensors"), *converted.rglob("*.safetensors")])
+    if cache == "warm":
+        read_all(files)
+    if cache == "warm" and resident_share(files) < 0.99:
+        bench.note("less than 99% of the files stayed in the page cache: warm is not warm, memory is short")
+    found = bench.ranks(ranks, "load", variant, str(directory), result=3)
+    if cache == "cold" and max(sample["cached_share"] for sample in found) > 0.01:
+        bench.note("more than 1% of the files was cached when a cold load began: cold is not cold")
+    if late := sorted({name for sample in found for name in sample["imported"]}):
+        bench.note(f"{VARIANTS[variant]} imported {len(late)} more modules while it loaded, {late[0]} first")
+    slowest = max(found, key=lambda sample: sample["touched_s"])
+    return {
+        **slowest,
+        "returned_s": max(sample["returned_s"] for sample in found),
+        "read_bytes": max(sample["read_bytes"] for sample in found),
+        "all_read_bytes": sum(sample["read_bytes"] for sample in found),
+    }
+
+
+def _load_row(
+    key: tuple[int, str, str], samples: Sequence[Sample], floor: Sequence[Sample]
+) -> dict[str, str]:
+    tp, cache, variant = key
+    ratios = [a["touched_s"] / b["touched_s"] for a, b in zip(samples, floor, strict=True)]
+    own = variant == "shardconv"
+    cold = cache == "cold"
+    return {
+        "tp": "1" if variant == "whole" else str(tp),
+        "cache": cache,
+        "what loads": VARIANTS[variant],
+        "returns, s": spread([s["returned_s"] for s in samples]),
+        "of that reading, s": spread([s["reading_s"] for s in samples]) if own else "",
+        "every page touched, s": spread([s["touched_s"] for s in samples]),
+        "ratio to safetensors": spread(ratios),
+        "tensors of a rank, GB": f"{samples[0]['touched_bytes'] / 1e9:.2f}",
+        "files opened, GB": f"{samples[0]['file_bytes'] / 1e9:.2f}",
+        "read from disk by a rank, GB": spread([s["read_bytes"] / 1e9 for s in samples]) if cold else "",
+        "by all ranks, GB": spread([s["all_read_bytes"] / 1e9 for s in samples]) if cold else "",
+        "by calls of read, GB": spread([s["rchar"] / 1e9 for s in samples]),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+def steps_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]]:
+    """Prefill and decode, with two ranks beside transformers' own, with one beside the whole model."""
+    shape = SMALL_SHAPE if options.small else STEPS_SHAPE
+    shape = replace(shape, layers=options.layers or shape.layers)
+    source = bench.scratch / "steps"
+    tell(f"making a float32 model: {describe(shape)}")
+    subprocess.run([sys.executable, "-c", SAVE, json.dumps(shape.config()), str(source)], check=True)
+    bench.note(
+        f"steps: llama, float32, {shape.num_bytes / 2e9:.2f} billion parameters, {describe(shape)}; prompt "
+        f"of {options.prompt} tokens, {options.tokens} decoded, batch 1, {bench.threads} thread(s) each rank"
+    )
+    rows = []
+    for tp in (2, 1):
+        converted = bench.convert(source, tp)
+        told = ["steps", str(converted), str(source), "--modes", *options.modes]
+        for name in ("prompt", "prefills", "tokens", "threads"):
+            told += [f"--{name}", str(getattr(options, name))]
+        found = bench.ranks(tp, *told, result=3)[0]  # the ranks wait for each other: rank 0's times count
+        rows += [_step_row(tp, name, cell) for name, cell in found.items()]
+    return rows
+
+
+SAVE = """
+import json, sys, torch, transformers
+transformers.utils.logging.disable_progress_bar()
+torch.manual_seed(0)
+fields = json.loads(sys.argv[1])
+fields["torch_dtype"] = "float32"
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).float()
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
+    ours, theirs = cell["shardconv"], cell["transformers"]
+    both = isinstance(ours, list) and isinstance(theirs, list)
+    return {
+        "tp": str(tp),
+        "step": name,
+        "beside": "transformers, tensor parallelism" if tp > 1 else "transformers, whole model",
+        "shardconv, ms": _milliseconds(ours),
+        "transformers, ms": _milliseconds(theirs),
+        "ratio": spread([a / b for a, b in zip(ours, theirs, strict=True)], 3) if both else "",
+        "ratio of the fastest": f"{min(ours) / min(theirs):.3f}" if both else "",
+        "warm-up, s": f"{cell['shardconv first_s']:.1f}, {cell['transformers first_s']:.1f}",
+        "largest difference of logits": f"{cell['difference']:.0e}" if "difference" in cell else "",
+    }
+
+
+def _milliseconds(values: Sequence[float] | str) -> str:
+    """Of all steps; or why there are none."""
+    return values if isinstance(values, str) else spread([1000 * value for value in values], 1)
+
+
+# ------------------------------------------------------------------------------------------------- main
+
+TABLES = {"load": load_table, "steps": steps_table}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gigabytes", type=float, help="of the checkpoint that is loaded (default 3.5)")
+    parser.add_argument("--tp", type=int, nargs="+", default=[2], help="to load with (default 2)")
+    parser.add_argument("--rounds", type=int, help="of loading (default 3)")
+    parser.add_argument("--layers", type=int, help="of the model that takes steps (default 20)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens (default 128)")
+    parser.add_argument("--prefills", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=40, help="decoded (default 40)")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1)")
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
+    parser.add_argument("--small", action="store_true", help="tiny sizes")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure (default: temporary files)")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
+    options = parser.parse_args()
+    if options.gigabytes is None:
+        options.gigabytes = 0.4 if options.small else 3.5
+    if options.rounds is None:
+        options.rounds = 1 if options.small else 3
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+    texts = []
+    for name in options.tables:
+        with tempfile.TemporaryDirectory(prefix="shardconv-", dir=options.directory) as scratch:
+            bench = Bench(Path(scratch), options.threads)
+            bench.note(f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`")
+            bench.note(f"{machine(bench.scratch)}, CPython {sys.version.split()[0]}, {versions}")
+            start, load = time.monotonic(), os.getloadavg()[0]
+            rows = TABLES[name](bench, options)
+            bench.note(f"load of the machine {load:.1f} before; {time.monotonic() - start:.0f} s in all")
+            texts.append(render(rows, bench.notes))
+    text = "\n\n".join(texts)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
