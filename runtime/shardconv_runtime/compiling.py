@@ -6,6 +6,7 @@ What is left is to give each kind of call the compilation that suits it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch import nn
 
 from .errors import PlanError
+
+RECOMPILE_LIMIT = 64
+"""Graphs of one model, for calls with other arguments, a batch of one, other types. Torch's own limit is
+low, and past it a call that may not break its graph is an error."""
 
 
 def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
@@ -30,8 +35,10 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
         cuda_graphs: the device can record graphs, collectives included.
     """
     call: Callable[..., Any] = model._call_impl  # with the hooks, which are part of the graph
-    whole = torch.compile(call, fullgraph=True)
-    step = torch.compile(call, fullgraph=True, mode="reduce-overhead") if cuda_graphs else whole
+    whole = torch.compile(call, fullgraph=True, **_own_limit())
+    step = (
+        torch.compile(call, fullgraph=True, mode="reduce-overhead", **_own_limit()) if cuda_graphs else whole
+    )
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
@@ -42,6 +49,15 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 
     model._compiled_call_impl = compiled
     _decode_from_static_cache(model)
+
+
+def _own_limit() -> dict[str, Any]:
+    """Options of ``torch.compile``: graphs of other models do not count, although they share Python code."""
+    options = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    if options.keys() <= inspect.signature(torch.compile).parameters.keys():
+        return options
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return {}  # this version of torch has one limit for all
 
 
 def _is_allocated(cache: Any) -> bool:
