@@ -7,6 +7,7 @@ the disk's readahead, starts them all at once, and file systems on networks may 
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import deque
@@ -62,7 +63,7 @@ class ReadAhead:
             thread.join()
 
     def _run(self) -> None:
-        scratch = bytearray(PIECE_BYTES)
+        scratch = mmap.mmap(-1, PIECE_BYTES)  # a bytearray would be zeroed under the interpreter's lock
         while self._pieces:
             try:
                 path, begin = self._pieces.popleft()

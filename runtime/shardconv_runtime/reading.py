@@ -29,12 +29,13 @@ from .dtypes import TORCH_NAME
 from .errors import CheckpointError
 from .header import ShardFile, StoredTensor
 
-BUFFER_BYTES = 32 << 20
-"""Of each staging buffer: the copy to the device takes a millisecond, next to which its start is nothing."""
+BUFFER_BYTES = 16 << 20
+"""Of each staging buffer: the copy to the device takes about a millisecond, next to which its start is
+nothing, and what was just read is partly still in the processor's cache."""
 
 NUM_BUFFERS = 4
 """Buffers, and threads that fill them: one thread copies from the page cache at a few GB/s, a bus takes
-some 25 GB/s. Eight ranks of a machine pin 1 GiB and have as many threads as its cores can run."""
+some 25 GB/s. Eight ranks of a machine pin half a GiB, and have as many threads as its cores can run."""
 
 ALIGNMENT = 256
 """Of each tensor on the device, in bytes, as if it had been allocated alone."""
