@@ -156,9 +156,7 @@ def _load(bench: Bench, variant: str, source: Path, converted: Path, ranks: int,
     """One launch; seconds are those of the slowest rank."""
     directory = converted if variant in ("shardconv", "safetensors") else source
     files = sorted(directory.rglob("*.safetensors"))
-    evict([*source.rglob("*.safetensors"), *converted.rglob("*.safetensors")])
-    if cache == "warm":
-        read_all(files)
+    (read_all if cache == "warm" else evict)(files)
     if cache == "warm" and resident_share(files) < 0.99:
         bench.note("less than 99% of the files stayed in the page cache: warm is not warm, memory is short")
     found = bench.ranks(ranks, "load", variant, str(directory), result=3)

@@ -1,0 +1,251 @@
+"""What the sections of ``gpu_sections.py`` share: results, random models, and the timing of steps."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from synthetic import Shape
+from torch import Tensor
+
+GROUPS = 5
+"""Of steps; the median of their means is what counts."""
+
+WARM_UP = 3
+NEW_TOKENS = 16
+TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-3}
+"""Of the largest logit: for bfloat16 four units in its last place, since other kernels round elsewhere."""
+
+
+class Section:
+    """What a section works with: sizes, the device, files, and where results go.
+
+    Args:
+        name: of the section.
+        device: ``cuda``, or ``cpu`` to try the code.
+        small: tiny sizes.
+        scratch: directory for files, shared by the sections of a run.
+    """
+
+    def __init__(self, name: str, device: str, small: bool, scratch: Path) -> None:
+        self.name = name
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.small = small
+        self.scratch = scratch
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def tell(
+        self,
+        what: str,
+        number: float | None = None,
+        unit: str = "",
+        *,
+        ratio: float | None = None,
+        of: str = "",
+        ok: bool = True,
+        why: str = "",
+    ) -> None:
+        """Print a result."""
+        status = "ok" if ok else "FAILED"
+        self._print(what=what, status=status, number=number, unit=unit, ratio=ratio, of=of, why=why)
+
+    def skip(self, what: str, why: str) -> None:
+        """Say that something was not checked."""
+        self._print(what=what, status="not checked", why=why)
+
+    def _print(self, **line: Any) -> None:
+        print("\n" + json.dumps({"section": self.name, **line}), flush=True)
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """An error in here is a failed check, and the section goes on."""
+        try:
+            yield
+        except Exception as error:
+            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            self._print(what=what, status="FAILED", why=f"{type(error).__name__}: {text[:300]}")
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Until the device is done."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def free(self) -> None:
+        """Give memory of dropped tensors back; models hold themselves in cycles."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------------------------------- models
+
+    def checkpoint(self, name: str, shape: Shape, dtype: torch.dtype) -> Path:
+        """A directory with a random model, made where it is not there."""
+        path = self.scratch / name
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")  # a section may be killed at any time
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self.random_model(shape, dtype).save_pretrained(unfinished, max_shard_size="2GB")
+            unfinished.rename(path)
+        return path
+
+    def random_model(self, shape: Shape, dtype: torch.dtype) -> Any:
+        """A whole model on the device."""
+        torch.manual_seed(0)
+        fields = {**shape.config(), "dtype": dtype, "max_position_embeddings": 4096}
+        del fields["torch_dtype"]
+        with self.device:
+            model = build(shape, fields, dtype)
+        return model.requires_grad_(False).eval()
+
+    def converted(self, source: Path, tp: int) -> Path:
+        """Its conversion."""
+        out = source.with_name(f"{source.name}-tp{tp}")
+        if not (out / "manifest.json").exists():
+            command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp), str(out)]
+            done = subprocess.run([*command, "--no-check", "--quiet"], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"convert failed: {done.stderr.strip().splitlines()[-1:]}")
+        return out
+
+    def whole(self, source: Path) -> Any:
+        """The model as transformers loads it."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        return model.to(self.device).requires_grad_(False).eval()
+
+    def prompt(self, length: int, vocab: int) -> Tensor:
+        """The same ids in every process."""
+        ids = torch.randint(vocab, (1, length), generator=torch.Generator().manual_seed(1))
+        return ids.to(self.device)
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def prefill_s(self, model: Any, ids: Tensor) -> float:
+        """Of a pass over the whole prompt."""
+
+        def call() -> Any:
+            return model(ids, use_cache=False, logits_to_keep=1)
+
+        for _ in range(WARM_UP):
+            call()
+        return statistics.median(self.seconds(call) for _ in range(GROUPS))
+
+    def decode_s(self, model: Any, ids: Tensor, num_steps: int) -> float:
+        """Of a step with a static cache; steps follow each other without a wait for the device."""
+        step = self._stepper(model, ids, WARM_UP + GROUPS * num_steps)
+        for _ in range(WARM_UP):
+            step()
+        return statistics.median(self._mean(step, num_steps) for _ in range(GROUPS))
+
+    def _mean(self, step: Callable[[], Any], num_steps: int) -> float:
+        def call() -> None:
+            for _ in range(num_steps):
+                step()
+
+        return self.seconds(call) / num_steps
+
+    def _stepper(self, model: Any, ids: Tensor, num_steps: int) -> Callable[[], Any]:
+        length = ids.shape[1]
+        cache = transformers.StaticCache(config=model.config, max_cache_len=length + num_steps)
+        ahead = [torch.tensor([[length + i]], device=self.device) for i in range(num_steps)]
+        every = torch.arange(length, device=self.device)[None]
+        model(ids, past_key_values=cache, use_cache=True, position_ids=every, logits_to_keep=1)
+        token = ids[:, -1:].clone()
+        places = iter(ahead)
+
+        def step() -> None:  # nothing of the output is kept: a CUDA graph may write there again
+            model(token, past_key_values=cache, use_cache=True, position_ids=next(places), logits_to_keep=1)
+
+        return step
+
+    def bandwidth(self) -> float:
+        """Bytes per second of the device's memory, by a large copy that reads and writes."""
+        source = torch.empty((1 << 20) if self.small else (2 << 30), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        best = min(self.seconds(lambda: target.copy_(source)) for _ in range(GROUPS))
+        return 2 * source.nbytes / best
+
+    def tell_time(self, what: str, seconds: float, unit: str, than_s: float, than: str) -> None:
+        """A time beside another one."""
+        self.tell(what, seconds * 1e3, unit, ratio=seconds / than_s, of=than)
+
+
+def build(shape: Shape, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A model of random weights on the default device."""
+    model_class = getattr(transformers, fields.pop("architectures")[0])
+    fields.pop("model_type")
+    return model_class._from_config(model_class.config_class(**fields), dtype=dtype)
+
+
+def step_bytes(model: Any, length: int) -> int:
+    """What a decoding step reads at least: the weights but for the embedding, and the whole static cache."""
+    table = model.get_input_embeddings().weight
+    weights = sum(p.nbytes for p in model.parameters() if p is not table)
+    layer = model.model.layers[0].self_attn
+    cached = 2 * layer.k_proj.weight.shape[0] * length * table.element_size()
+    return int(weights + cached * len(model.model.layers))
+
+
+def greedy(model: Any, ids: Tensor) -> list[int]:
+    """New tokens."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, ids.shape[1] :]]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest one, of the largest logit."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def why_no_compiler(section: Section) -> str:
+    """Why nothing can be compiled here; empty if it can."""
+    if section.is_cuda and importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+        return "there is no C compiler, which compiled kernels are started with"
+    return ""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def place(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives to a rank, all ranks on the first GPU."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
+    return {n: str(v) for n, v in {**numbers, "MASTER_PORT": port}.items()} | {"MASTER_ADDR": "127.0.0.1"}
