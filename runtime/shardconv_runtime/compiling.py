@@ -34,11 +34,15 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
         cuda_graphs: the device can record graphs, collectives included.
     """
-    call: Callable[..., Any] = model._call_impl  # with the hooks, which are part of the graph
-    whole = torch.compile(call, fullgraph=True, **_own_limit())
-    step = (
-        torch.compile(call, fullgraph=True, mode="reduce-overhead", **_own_limit()) if cuda_graphs else whole
-    )
+    call: Callable[..., Any] = model._call_impl
+
+    def with_hooks(*args: Any, **kwargs: Any) -> Any:
+        """Dynamo leaves torch's own functions out if it meets them first: the model's hooks were no part."""
+        return call(*args, **kwargs)
+
+    options = {"fullgraph": True, **_own_limit()}
+    whole = torch.compile(with_hooks, **options)
+    step = torch.compile(with_hooks, mode="reduce-overhead", **options) if cuda_graphs else whole
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]

@@ -1,0 +1,436 @@
+"""``load(compile=True)`` in real processes: the numbers of the unsharded model, few graphs, few collectives.
+
+The graphs are captured as always, and run as they are: generating code takes minutes (one test does that).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import shardconv_runtime
+import torch
+import torch._dynamo
+import transformers
+from checkpoints import CONFIGS, ENCODER, HIDDEN, LAYERS, VOCAB, save
+from distributed import run_processes
+from shardconv_runtime import PlanError
+from shardconv_runtime.compiling import compile_model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import shardconv
+
+TP = 2
+NEW_TOKENS = 8
+LENGTHS = (7, 9, 12, 20)
+
+NAMES = ("llama", "gemma2", "gpt2", "mixtral", "olmo2", "t5", "bert")
+"""Plain; with windows and soft caps; with fused weights; with experts; with norms over a sharded dim; an
+encoder with a decoder; an encoder."""
+
+NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
+"""Where it is not one: each graph takes seconds to capture."""
+
+DECODING_GRAPHS = {"gemma2": 2}
+"""Where it is not one: caches of windows count their tokens in Python, and Dynamo takes the first two
+numbers that it sees to learn that they vary."""
+
+SINGLE = ("gemma2", "mixtral")
+"""Compared in float32: soft caps cast the mask's lowest float64 to infinity, and torch's product of experts
+has no other kernel on CPUs."""
+
+REDUCTIONS = {"olmo2": 4, "t5": 6}
+"""Of a layer, where they are not one for attention and one for the MLP: norms add their statistics, and a
+decoder looks at an encoder, which has a layer and an embedding too."""
+
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make_model(name: str) -> Any:
+    """A random model in float64."""
+    layers = NUM_LAYERS.get(name, 1)
+    if name == "bert":
+        config = transformers.BertConfig(**ENCODER | {"num_hidden_layers": layers})
+        return transformers.BertForMaskedLM._from_config(config, dtype=torch.float64)
+    if name == "t5":
+        config = transformers.T5Config(
+            vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=128, num_layers=layers, num_heads=8,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration._from_config(config, dtype=torch.float64)
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
+    if name == "breaking":
+        config = BreakingConfig(**CONFIGS["llama"] | depth | _TOKENS)
+        return BreakingForCausalLM._from_config(config, dtype=torch.float64)
+    config = transformers.CONFIG_MAPPING[name](**CONFIGS[name] | depth | _TOKENS)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One model: where it was saved, and its converted directory."""
+
+    source: Path
+    out: Path
+
+    def whole(self, dtype: torch.dtype) -> Any:
+        """As transformers loads it."""
+        config = transformers.AutoConfig.from_pretrained(self.source)
+        model_class = getattr(transformers, config.architectures[0])
+        return model_class.from_pretrained(self.source, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """Gives each model, converted once."""
+    root = tmp_path_factory.mktemp("compile")
+
+    @cache
+    def make(name: str) -> Converted:
+        source = save(make_model(name), root / name)
+        shardconv.convert(source, root / f"{name}-out", tp=TP)
+        return Converted(source, root / f"{name}-out")
+
+    return make
+
+
+class BreakingConfig(transformers.LlamaConfig):
+    """Of a type that transformers does not have."""
+
+    model_type = "breaking"
+
+
+class BreakingLinear(nn.Linear):
+    """Does what no graph can hold."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(input)
+
+
+class BreakingForCausalLM(transformers.LlamaForCausalLM):
+    """Its head cannot be captured."""
+
+    config_class = BreakingConfig
+
+    def __init__(self, config: BreakingConfig) -> None:
+        super().__init__(config)
+        self.lm_head = BreakingLinear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# What Dynamo captures -------------------------------------------------------------------------------
+
+
+@dataclass
+class Graphs:
+    """Collectives of each graph that was captured, by kind."""
+
+    collectives: list[Counter[str]] = field(default_factory=list)
+
+    def backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        """Runs what it is given as it is."""
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        kinds = (name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
+        self.collectives.append(Counter(kind for kind in kinds if kind != "wait_tensor"))
+        return graph.forward
+
+    def __len__(self) -> int:
+        return len(self.collectives)
+
+
+@contextmanager
+def capturing() -> Iterator[Graphs]:
+    """Let every ``torch.compile`` in this context capture graphs, and generate no code."""
+    graphs = Graphs()
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def without_code(function: Any, *, mode: str | None = None, **options: Any) -> Any:
+        return compile_(function, **options | {"backend": graphs.backend})
+
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", without_code):
+        yield graphs
+    assert not counters["graph_break"]
+
+
+def per_forward(name: str) -> dict[str, int]:
+    """One reduction for the embeddings, those of the layers, and one gather of the logits.
+
+    The head of the encoder has a layer before the logits, which is gathered too.
+    """
+    reductions = 1 + REDUCTIONS.get(name, 2) * NUM_LAYERS.get(name, 1)
+    return {"all_reduce": reductions, "all_gather_into_tensor": 2 if name == "bert" else 1}
+
+
+def text(length: int) -> dict[str, Tensor]:
+    """Two prompts ``[2, length]``, the second one padded on the left."""
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+    mask = (torch.arange(length) >= torch.tensor([[0], [3]])).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    assert want.isfinite().all()
+    return float((got - want).abs().max() / want.abs().max())
+
+
+# Forward passes and generate -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, or (with no graphs) of the unsharded model."""
+
+    logits: list[Tensor]
+    """Of texts of some lengths, without a cache."""
+    tokens: list[Tensor]
+    """Greedy, twice the same."""
+    forward: list[int]
+    """Number of graphs after each text."""
+    generate: list[list[int]]
+    """Number of further graphs after each step, of each call of ``generate``."""
+    collectives: list[Counter[str]]
+    """Of each graph."""
+
+
+class Steps(transformers.LogitsProcessor):
+    """Counts graphs after each step."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self.first = len(graphs)
+        self.counts: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.counts.append(len(self.graphs) - self.first)
+        return scores
+
+
+def logits_of(model: Any, length: int) -> Tensor:
+    """Of the padded texts; an encoder's decoder gets texts, too."""
+    inputs = text(length)
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = text(length + 1)["input_ids"][:, :length]
+    with torch.no_grad():
+        logits: Tensor = model(**inputs, **({"use_cache": False} if model.can_generate() else {})).logits
+    return logits
+
+
+def run(model: Any, graphs: Graphs) -> Measured:
+    """Logits of several lengths, then tokens."""
+    logits, forward, tokens, steps = [], [], [], []
+    for length in LENGTHS:
+        logits.append(logits_of(model, length))
+        forward.append(len(graphs))
+    for _ in range(2 if model.can_generate() else 0):
+        counter = Steps(graphs)
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "logits_processor": [counter]}
+        tokens.append(model.generate(**text(7), **options, min_new_tokens=NEW_TOKENS))
+        steps.append(counter.counts)
+    return Measured(logits, tokens, forward, steps, graphs.collectives)
+
+
+def run_rank(path: Path, dtype: torch.dtype) -> Measured:
+    with capturing() as graphs:
+        return run(load(path, dtype=dtype, compile=True), graphs)
+
+
+def load(path: Path, **options: Any) -> Any:
+    """A hang would be an error after a while."""
+    return shardconv_runtime.load(path, timeout_s=100, **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model: what the unsharded one gives, and what each rank gives."""
+
+    name: str
+    whole: Measured
+    ranks: list[Measured]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, converted: Callable[[str], Converted]) -> Case:
+    """One model after the other."""
+    name = request.param
+    dtype = torch.float32 if name in SINGLE else torch.float64
+    model = converted(name)
+    return Case(name, run(model.whole(dtype), Graphs()), run_processes(TP, run_rank, model.out, dtype))
+
+
+def test_logits_and_tokens(case: Case) -> None:
+    for rank in case.ranks:
+        for got, want in zip(rank.logits, case.whole.logits, strict=True):
+            assert error(got, want) < (1e-4 if case.name in SINGLE else 1e-6)
+        for got, want in zip(rank.tokens, case.whole.tokens, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_number_of_graphs(case: Case) -> None:
+    """One for the first length, one for all others; one for all steps of decoding, and for later calls."""
+    decoding = list(range(DECODING_GRAPHS.get(case.name, 1)))
+    first = [*decoding, *[len(decoding)] * (NEW_TOKENS - len(decoding))]
+    for rank in case.ranks:
+        assert rank.forward == [1, 2, 2, 2]
+        assert rank.generate == ([first, [0] * NEW_TOKENS] if case.whole.tokens else [])
+
+
+def test_collectives_of_each_graph(case: Case) -> None:
+    for rank in case.ranks:
+        assert len(rank.collectives) == 2 + (DECODING_GRAPHS.get(case.name, 1) if case.whole.tokens else 0)
+        whole, steps = rank.collectives[:2], rank.collectives[2:]
+        assert whole == [per_forward(case.name)] * 2
+        # The encoder is run once: a step is that of the decoder, with an embedding as always.
+        assert steps == [per_forward(case.name) if case.name != "t5" else per_step_of_decoder()] * len(steps)
+
+
+def per_step_of_decoder() -> dict[str, int]:
+    """Attention, attention to the encoder, the MLP, the embedding."""
+    return {"all_reduce": 4, "all_gather_into_tensor": 1}
+
+
+# Other ways to compile ------------------------------------------------------------------------------
+
+
+def sum_of_gathered(x: Tensor, group: str) -> Tensor:
+    """An all_reduce of the user's: of all parts, the sum."""
+    functional = torch.ops._c10d_functional
+    parts = functional.wait_tensor(functional.all_gather_into_tensor(x, TP, group))
+    return parts.unflatten(0, (TP, -1)).sum(0)
+
+
+def compiled_by_the_user(path: Path) -> tuple[Tensor, Tensor, Graphs]:
+    with capturing() as graphs:
+        plain = torch.compile(load(path), fullgraph=True)
+        own = torch.compile(load(path, all_reduce=sum_of_gathered), fullgraph=True)
+        return logits_of(plain, 7), logits_of(own, 7), graphs
+
+
+def test_a_model_that_the_user_compiles(converted: Callable[[str], Converted]) -> None:
+    """As it is, and with an all_reduce of the user's."""
+    want = logits_of(converted("llama").whole(torch.float64), 7)
+    for plain, own, graphs in run_processes(TP, compiled_by_the_user, converted("llama").out):
+        assert error(plain, want) < 1e-6
+        assert error(own, want) < 1e-6
+        assert graphs.collectives[0] == per_forward("llama")
+        assert graphs.collectives[1] == {"all_gather_into_tensor": 2 + 2 * LAYERS}
+        assert len(graphs) == 2
+
+
+def with_own_all_reduce(path: Path) -> tuple[Tensor, Tensor]:
+    model = load(path, all_reduce=sum_of_gathered)
+    return logits_of(model, 7), model.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def test_an_all_reduce_of_the_users(converted: Callable[[str], Converted]) -> None:
+    whole = converted("llama").whole(torch.float64)
+    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    for logits, tokens in run_processes(TP, with_own_all_reduce, converted("llama").out):
+        assert error(logits, logits_of(whole, 7)) < 1e-6
+        assert torch.equal(tokens, want)
+
+
+def copied(path: Path) -> tuple[Tensor, Tensor, int]:
+    with capturing() as graphs:
+        twin = copy.deepcopy(load(path, compile=True))
+        logits = logits_of(twin, 7)
+        tokens = twin.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return logits, tokens, len(graphs)
+
+
+def test_a_copy_is_not_compiled(converted: Callable[[str], Converted]) -> None:
+    whole = converted("llama").whole(torch.float64)
+    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    for logits, tokens, num_graphs in run_processes(TP, copied, converted("llama").out):
+        assert error(logits, logits_of(whole, 7)) < 1e-9
+        assert torch.equal(tokens, want)
+        assert num_graphs == 0
+
+
+def test_more_kinds_of_calls_than_torch_allows() -> None:
+    """And a second model, whose code is the same Python function to Dynamo."""
+    with torch._dynamo.config.patch(recompile_limit=2), capturing() as graphs:
+        for name in ("gpt2", "bert"):
+            model = make_model(name).eval()
+            want = [logits_of(model, 7), logits_of(model, 9)]
+            compile_model(model, cuda_graphs=False)
+            assert error(logits_of(model, 7), want[0]) < 1e-9
+            assert error(logits_of(model, 9), want[1]) < 1e-9
+            with torch.no_grad():
+                model(input_ids=text(7)["input_ids"])
+    assert len(graphs) >= 5, "the second model starts with lengths that vary"
+
+
+def test_hooks_of_the_model_are_part_of_its_graph() -> None:
+    """Of steps at the model's own inputs and outputs, collectives included, there is no second graph."""
+    model = nn.Linear(4, 4).eval()
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+    x = torch.ones(3, 4)
+    with torch.no_grad(), capturing() as graphs:
+        want = model(x)
+        compile_model(model, cuda_graphs=False)
+        assert torch.equal(model(x), want)
+    assert len(graphs) == 1
+
+
+# A model that no graph can hold ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Transformers knows the type, as after an import of a package that has it."""
+    transformers.AutoConfig.register("breaking", BreakingConfig)
+    transformers.AutoModelForCausalLM.register(BreakingConfig, BreakingForCausalLM)
+    yield
+    CONFIG_MAPPING._extra_content.pop("breaking")
+    transformers.AutoModelForCausalLM._model_mapping._extra_content.pop(BreakingConfig)
+
+
+def break_it(path: Path) -> bool:
+    plain = logits_of(load(path), 7)
+    with capturing():
+        model = load(path, compile=True)
+        with pytest.raises(PlanError, match=r"compile=True makes one graph.*load without compile=True"):
+            logits_of(model, 7)
+        counters.clear()
+    return bool(plain.isfinite().all())
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_model_that_cannot_be_captured(converted: Callable[[str], Converted]) -> None:
+    assert run_processes(TP, break_it, converted("breaking").out) == [True, True]
+
+
+# With generated code --------------------------------------------------------------------------------
+
+
+def generated(path: Path) -> Tensor:
+    model = load(path, dtype="float32", compile=True)
+    tokens: Tensor = model.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokens
+
+
+def test_generated_code(converted: Callable[[str], Converted], tmp_path: Path) -> None:
+    """By Inductor, as torch.compile does unless told otherwise: one graph, since each takes long."""
+    whole = converted("gpt2").whole(torch.float32)
+    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for tokens in run_processes(TP, generated, converted("gpt2").out, env=env):
+        assert torch.equal(tokens, want)
+    assert list(tmp_path.rglob("*.py")), "there is code"
