@@ -4,7 +4,7 @@
 Two tables. **Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
 rank: by the runtime, by ``safetensors.torch.load_file`` (the same files of the same rank), by transformers'
 ``from_pretrained`` whole, and by the same with tensor parallelism. From a cold and from a warm page cache;
-the order changes from round to round. All of them map files, so that seconds are given until the load returns
+the order changes from round to round. Most of them map files, so that seconds are given until the load returns
 and until a byte of every page was read. Imports were done before, and the ranks have met.
 
 **Steps**: prefill and decode on the CPU over gloo, of the runtime and of transformers' tensor parallelism, in
@@ -184,9 +184,9 @@ def _load_row(
         "tp": "1" if variant == "whole" else str(tp),
         "cache": cache,
         "what loads": VARIANTS[variant],
-        "returns, s": spread([s["returned_s"] for s in samples]),
-        "of that reading, s": spread([s["reading_s"] for s in samples]) if own else "",
-        "every page touched, s": spread([s["touched_s"] for s in samples]),
+        "returns, s": spread([s["returned_s"] for s in samples], 3),
+        "of that reading, s": spread([s["reading_s"] for s in samples], 3) if own else "",
+        "every page touched, s": spread([s["touched_s"] for s in samples], 3),
         "ratio to safetensors": spread(ratios),
         "tensors of a rank, GB": f"{samples[0]['touched_bytes'] / 1e9:.2f}",
         "files opened, GB": f"{samples[0]['file_bytes'] / 1e9:.2f}",
@@ -283,6 +283,13 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def _command(options: argparse.Namespace) -> str:
+    """What was run, without the places of files."""
+    places = {str(place) for place in (options.directory, options.markdown) if place}
+    words = [word for word in sys.argv[1:] if word not in places | {"--directory", "--markdown"}]
+    return " ".join(["python", "benchmarks/inference.py", *words])
+
+
 def main() -> None:
     options = parse_arguments()
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
@@ -290,7 +297,7 @@ def main() -> None:
     for name in options.tables:
         with tempfile.TemporaryDirectory(prefix="shardconv-", dir=options.directory) as scratch:
             bench = Bench(Path(scratch), options.threads)
-            bench.note(f"`python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`")
+            bench.note(f"`{_command(options)}`")
             bench.note(f"{machine(bench.scratch)}, CPython {sys.version.split()[0]}, {versions}")
             start, load = time.monotonic(), os.getloadavg()[0]
             rows = TABLES[name](bench, options)

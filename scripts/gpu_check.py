@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -49,10 +49,18 @@ SECTIONS = {
 Line = dict[str, Any]
 
 
+def why_no_package() -> str:
+    """Why nothing can be run here; empty if something can."""
+    for name in NEEDED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # some check their own needs while they are imported
+            return f"{sys.executable} cannot import {name}: {error}"
+    return ""
+
+
 def why_no_gpu() -> str:
     """Why nothing can be checked on a GPU here; empty if something can."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        return f"{missing[0]} is not installed for {sys.executable}"
     import torch
 
     if torch.version.cuda is None:
@@ -106,6 +114,9 @@ def environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # All ranks are here, where the machine's own name may lead nowhere.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
     }
 
 
@@ -181,8 +192,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """The exit code."""
     options = parse_arguments()
-    why = why_no_gpu()
-    if why and options.device == "cuda":
+    why = why_no_package()
+    if not why and options.device == "cuda":
+        why = why_no_gpu()
+    if why:
         lines = skipped(options.sections, why)
         about: Line = {"python": sys.version.split()[0]}
     else:

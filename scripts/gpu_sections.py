@@ -323,9 +323,7 @@ def _tell_loads(section: Section, converted: Path, files: list[Path], num_bytes:
     for turn in range(2):
         for name in sorted(calls, reverse=turn % 2 == 1):
             (evict if cache == "cold" else read_all)(files)
-            share = resident_share(files)
-            if (share > 0.01) if cache == "cold" else (share < 0.99):
-                why = f"{share:.0%} of the files were in the page cache"
+            why = why or _not_as_wanted(files, cache)
             seconds[name].append(section.seconds(calls[name]))
             section.free()
     plain = min(seconds["safetensors load_file"])
@@ -334,6 +332,16 @@ def _tell_loads(section: Section, converted: Path, files: list[Path], num_bytes:
         section.tell(
             f"{name}, {cache}", rate, "GB/s", ratio=min(found) / plain, of="the time of load_file", why=why
         )
+
+
+def _not_as_wanted(files: list[Path], cache: str) -> str:
+    """Why the page cache is not as cold or as warm as it should be; empty if it is."""
+    try:
+        share = resident_share(files)
+    except OSError as error:
+        return f"the system does not tell what is in the page cache: {error.strerror}"
+    is_well = share <= 0.01 if cache == "cold" else share >= 0.99
+    return "" if is_well else f"{share:.0%} of the files were in the page cache"
 
 
 def _touched(loaded: Any) -> None:
