@@ -4,7 +4,7 @@
 Two tables. **Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
 rank: by the runtime, by ``safetensors.torch.load_file`` (the same files of the same rank), by transformers'
 ``from_pretrained`` whole, and by the same with tensor parallelism. From a cold and from a warm page cache;
-the order changes from round to round. Most of them map files, so that seconds are given until the load returns
+the order changes from round to round. Most of them map files, so that seconds are given until it returns
 and until a byte of every page was read. Imports were done before, and the ranks have met.
 
 **Steps**: prefill and decode on the CPU over gloo, of the runtime and of transformers' tensor parallelism, in
