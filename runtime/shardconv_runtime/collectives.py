@@ -158,7 +158,8 @@ class Gather:
     """The step ``all_gather`` of a plan: local ``[..., n, ...]`` to global ``[..., size(layout), ...]``.
 
     Ranks with smaller shares pad theirs, since a collective moves equal pieces; the padding is cut
-    off while the pieces are put in order.
+    off while the pieces are put in order. What is communicated is the tensor as it lies in memory: moving the
+    dim to the front would copy it, and what comes back, in short strides.
     """
 
     def __init__(self, comm: Communicator, dim: int, layout: Dim) -> None:
@@ -168,19 +169,23 @@ class Gather:
         self._what = f"all_gather of dim {dim} laid out as {to_text(layout)}"
         index = gather_index(layout, comm.mesh) if self.axes else None
         self._local = local_size(layout, comm.mesh, comm.rank)
-        self._padding = max(index.sizes) - self._local if index else 0
-        self._select = Select(index.ranges(max(index.sizes)) if index else ())
+        self._largest = max(index.sizes) if index else self._local
+        self._pieces = index.pieces if index else ()
+        many = index is not None and len(index.pieces) > MAX_CONCATENATED
+        self._select = Select(index.ranges(self._largest)) if index is not None and many else None
 
     def __call__(self, x: Tensor) -> Tensor:
         refuse_gradient(x)
         _check_extent(x, self.dim, self._local, self._what)
         if not self.axes:
             return x
-        pieces = x.movedim(self.dim, 0)
-        if self._padding:
-            pieces = F.pad(pieces, (0, 0) * (pieces.dim() - 1) + (0, self._padding))
-        gathered = self.comm.concatenate(pieces, self.axes)
-        return self._select(gathered.movedim(0, self.dim), self.dim)
+        dim = self.dim % x.dim()
+        if self._largest > self._local:
+            x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, self._largest - self._local))
+        members = self.comm.concatenate(x[None], self.axes).unbind()
+        if self._select is not None:
+            return self._select(torch.cat(members, dim), dim)
+        return torch.cat([members[m].narrow(dim, a, b - a) for m, a, b in self._pieces], dim)
 
 
 class Slice:

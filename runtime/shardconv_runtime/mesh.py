@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +21,10 @@ from .slices import Mesh, axes_of, group_of
 
 JOIN_TIMEOUT_S = 300
 """How long a rank waits for the others where a group of them is made."""
+
+SETTLE_S = 0.1
+"""How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
+takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
 
 PATIENT_TIMEOUT_S = 30 * 24 * 3600
 """How long words between ranks may take: a rank may wait for a person at rank 0."""
@@ -113,6 +120,7 @@ def launch(
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same processes over gloo, for words: waiting there takes no GPU, and may take long."""
+    _settle_at_exit()
     made = _subgroup(group, _ranks(group), "gloo")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
     return made
@@ -175,6 +183,11 @@ def _device(device: torch.device | str | None) -> torch.device:
         local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
         return torch.device("cuda", local % max(1, torch.cuda.device_count()))
     return place
+
+
+@cache
+def _settle_at_exit() -> None:
+    atexit.register(time.sleep, SETTLE_S)
 
 
 def _start(device: torch.device, timeout_s: float | None) -> None:
