@@ -79,7 +79,8 @@ def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None
-    calls = exchange(start, ({name: _digest(value) for name, value in given.items()}, is_streamed))
+    digests = {name: _digest(value) for name, value in given.items()}
+    calls = exchange(start, (digests, is_streamed), start.timeout_s)
     first = calls[0][0]
     for rank, (call, _) in enumerate(calls):
         for name in sorted(call.keys() | first.keys()):

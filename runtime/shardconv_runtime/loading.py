@@ -57,7 +57,8 @@ def load(
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
             refuses labels and ``generate``.
         timeout_s: how long a rank waits in a collective for the others before it raises, where this call
-            starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo).
+            starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo). Also for
+            ranks that do not call ``generate`` with the others (5 minutes).
         all_reduce: sums a contiguous tensor over the process group of a name, instead of torch's own; for
             collectives that suit the machine better (symmetric memory, say). It leaves its argument as it
             is; a compiled model needs a function that Dynamo can trace.

@@ -40,6 +40,7 @@ class Launch:
     Attributes:
         group: all of them; None where there is only this one.
         control: a gloo group of the same processes, for words between them rather than tensors.
+        timeout_s: how long a rank waits for the others while the model is used; None: as torch has it.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Launch:
     device: torch.device
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    timeout_s: float | None = None
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -115,7 +117,7 @@ def launch(
     group = group or dist.group.WORLD
     assert group is not None
     _check_group(group, place)
-    return Launch(found, dist.get_world_size(group), place, group, control_group(group))
+    return Launch(found, dist.get_world_size(group), place, group, control_group(group), timeout_s)
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
