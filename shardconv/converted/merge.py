@@ -12,7 +12,7 @@ from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
 from ..tensors.lazy import LazyTensor
 from ..writing.output import Output
-from ..writing.target import TargetFile, target_file
+from ..writing.target import LEAST_ALIGNMENT, TargetFile, target_file
 from ..writing.workspace import Workspace, opened, write_durably
 from . import derived
 from .shards import Converted
@@ -132,7 +132,9 @@ def _write(
 
 def _target_file(path: str, names: Iterable[str], tensors: Mapping[str, LazyTensor]) -> TargetFile:
     declared = {name: (tensors[name].dtype, tensors[name].shape) for name in sorted(names)}
-    return target_file(path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__)
+    return target_file(
+        path, _OWNER, declared, {"format": "pt"}, tensors.__getitem__, alignment=LEAST_ALIGNMENT
+    )
 
 
 def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:

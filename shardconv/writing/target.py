@@ -19,8 +19,11 @@ from shardconv_runtime.dtypes import STORED_NAME
 from ..tensors.lazy import LazyTensor, Shape, item_bytes
 
 ALIGNMENT = 64
-"""The tensors begin at a multiple of so many bytes, a cache line where they are mapped; the header is padded
-with spaces."""
+"""Tensors begin at a multiple of so many bytes, a cache line where they are mapped: headers are padded with
+spaces."""
+
+LEAST_ALIGNMENT = 8
+"""That of the safetensors library, whose files are to be had byte for byte."""
 
 _LENGTH_BYTES = 8
 """Of the length of the header, with which a file begins."""
@@ -50,6 +53,7 @@ def target_file(
     declared: Mapping[str, tuple[str, Shape]],
     metadata: Mapping[str, str],
     tensor: Callable[[str], LazyTensor],
+    alignment: int = ALIGNMENT,
 ) -> TargetFile:
     """Lay out a file; the same arguments give the same bytes.
 
@@ -60,6 +64,7 @@ def target_file(
             keeps all aligned.
         metadata: of the header.
         tensor: what a tensor is made of.
+        alignment: of the first tensor, in bytes.
     """
     ordered = sorted(declared.items(), key=lambda item: -item_bytes(item[1][0]))
     fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -69,7 +74,7 @@ def target_file(
         begins.append(begin)
         fields[name] = {"dtype": STORED_NAME[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
     header = struct.pack("<Q", len(text)) + text
     offsets = {name: len(header) + begin for (name, _), begin in zip(ordered, begins, strict=True)}
     return TargetFile(path, owner, header, offsets, len(header) + end, tensor)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from checkpoints import HIDDEN, LAYERS, VOCAB, save, save_causal
 from distributed import run_outcomes, run_processes
-from shardconv_runtime import LaunchError, PlanError, agreement
+from shardconv_runtime import LaunchError, PlanError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -276,7 +276,7 @@ def test_a_prefill_gathers_the_logits_of_one_position(converted: dict[str, Conve
     """And each sum of the layers takes the memory of the term that this rank has computed."""
     for calls, in_place in run_processes(TP, count_collectives, converted["llama"].out):
         assert [call for call in calls if call[0] == "all_gather_into_tensor"] == [
-            ("all_gather_into_tensor", (VOCAB // TP, 2, 1))
+            ("all_gather_into_tensor", (1, 2, 1, VOCAB // TP))
         ]
         sums = Counter(shape for name, shape in calls if name.replace("_", "") == "allreduce")
         assert sums == {(2, 7, HIDDEN): 1 + 2 * LAYERS}
@@ -422,20 +422,19 @@ def test_ranks_that_are_called_differently(converted: dict[str, Converted], what
 
 
 def generate_on_rank_0_alone(path: Path) -> float:
-    model = load(path)
-    agreement.AGREE_TIMEOUT_S = 3  # type: ignore[misc]
+    model = shardconv_runtime.load(path, timeout_s=10)
     begin = time.monotonic()
     if os.environ["RANK"] == "0":
-        with pytest.raises(LaunchError, match="another rank did not answer within 3 s"):
+        with pytest.raises(LaunchError, match="another rank did not answer within 10 s"):
             model.generate(**prompts(), **_GREEDY)
     else:
-        time.sleep(6)
+        time.sleep(15)
     return time.monotonic() - begin
 
 
 def test_a_rank_that_does_not_call_generate(converted: dict[str, Converted]) -> None:
     first, _ = run_processes(TP, generate_on_rank_0_alone, converted["llama"].out)
-    assert 2 < first < 20
+    assert 9 < first < 30
 
 
 def generate_from_shards(path: Path) -> str:
