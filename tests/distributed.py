@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 class RankFailed(AssertionError):
