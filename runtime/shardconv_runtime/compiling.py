@@ -48,8 +48,14 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
         if caches and not all(_is_allocated(cache) for cache in caches):
             return call(*args, **kwargs)
-        with _Explained():
+        try:
             return (step if caches else whole)(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as error:  # on all ranks, before anything is computed
+            raise PlanError(
+                "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
+                f"as one: {_first_line(error)}; load without compile=True, and torch.compile(model) if "
+                "several graphs will do"
+            ) from error
 
     model._compiled_call_impl = compiled
     _decode_from_static_cache(model)
@@ -78,21 +84,6 @@ def _decode_from_static_cache(model: nn.Module) -> None:
     config.disable_compile = True  # generate would wrap the call once more
     if config.cache_implementation is None and getattr(model, "_can_compile_fullgraph", False):
         config.cache_implementation = "static"
-
-
-class _Explained:
-    """Says what a break of the graph means here; it shows on all ranks, before anything is computed."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch._dynamo.exc.Unsupported):
-            raise PlanError(
-                "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
-                f"as one: {_first_line(error)}; load without compile=True, and torch.compile(model) if "
-                "several graphs will do"
-            ) from error
 
 
 def _first_line(error: BaseException) -> str:

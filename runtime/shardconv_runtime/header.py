@@ -80,13 +80,6 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
         ) from error
 
 
-def data_start(path: str | os.PathLike[str]) -> int:
-    """Where the bytes of the tensors begin in a file that ``read_header`` accepts."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
-    return _LENGTH_BYTES + int(length)
-
-
 def _read_length(prefix: bytes, num_bytes: int) -> int:
     if len(prefix) < _LENGTH_BYTES:
         raise MalformedError("", f"it has {num_bytes} bytes only")

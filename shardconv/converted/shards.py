@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from shardconv_runtime import manifest
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.header import data_start
+from shardconv_runtime.header import ShardFile
 from shardconv_runtime.layout_hash import is_common, layout_sha256
 from shardconv_runtime.manifest import FileEntry, Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.slices import Dim, Mesh, Range, axes_of, gather_index, group_of
 
 from ..tensors import lazy
-from ..tensors.lazy import FileLeaf, LazyTensor
+from ..tensors.lazy import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +107,13 @@ def read(directory: str | os.PathLike[str]) -> Converted:
 
 def _read_file(path: Path, entry: FileEntry, tp: int, layout: str) -> Iterator[tuple[str, LazyTensor]]:
     file = manifest.resolve(path, entry.path)
-    start = 0
-    for name, tensor in manifest.check_shard(file, entry.rank, tp, layout).items():
-        start = start or data_start(file)
+    shard = ShardFile(file, entry.num_bytes, manifest.check_shard(file, entry.rank, tp, layout))
+    for name, tensor in shard.tensors.items():
         if tensor.dtype not in TORCH_NAME:
             raise CheckpointError(
                 f"{path}: {entry.path}: {name} has a dtype that torch has not: {tensor.dtype}"
             )
-        leaf = FileLeaf(file, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
-        yield name, lazy.whole(leaf, tensor.shape)
+        yield name, lazy.stored(shard, name)
 
 
 def _require_all(path: Path, plan: Plan, tensors: Mapping[int | None, Mapping[str, LazyTensor]]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
 from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.header import data_start, read_header
+from shardconv_runtime.header import ShardFile, read_header
 
-from ..tensors.lazy import FileLeaf, LazyTensor, whole
+from ..tensors.lazy import LazyTensor, stored
 from .pickled import pickled_tensors
 
 
@@ -36,13 +35,11 @@ def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
 def _safetensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
     try:
         _, tensors = read_header(file)
-        start = data_start(file)
     except CheckpointError as error:
         reason = str(error).removesuffix("; copy or convert it again")
         raise SourceError(f"{reason}; download or copy it again") from error
+    shard = ShardFile(file, file.stat().st_size, tensors)
     for name, tensor in tensors.items():
         if tensor.dtype not in TORCH_NAME:
             raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch has not")
-        count = torch.Size(tensor.shape).numel()
-        leaf = FileLeaf(file, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], count)
-        yield name, whole(leaf, tensor.shape)
+        yield name, stored(shard, name)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.dtypes import STORED_BITS, STORED_NAME
+from shardconv_runtime.dtypes import STORED_BITS, STORED_NAME, TORCH_NAME
+from shardconv_runtime.header import ShardFile
 from shardconv_runtime.slices import Range
 
 if TYPE_CHECKING:
@@ -97,6 +98,14 @@ class LazyTensor:
 def item_bytes(dtype: str) -> int:
     """Bytes of one element."""
     return STORED_BITS[STORED_NAME[dtype]] // 8
+
+
+def stored(shard: ShardFile, name: str) -> LazyTensor:
+    """A tensor of a safetensors file, of a dtype that torch has."""
+    tensor = shard.tensors[name]
+    begin = shard.start + tensor.offsets[0]
+    leaf = FileLeaf(shard.path, begin, TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
+    return whole(leaf, tensor.shape)
 
 
 def whole(leaf: Leaf, shape: Sequence[int]) -> LazyTensor:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.dtypes import TORCH_NAME
-from shardconv_runtime.header import data_start, read_header
+from shardconv_runtime.header import ShardFile, read_header
 from shardconv_runtime.manifest import FileEntry
 from shardconv_runtime.plan import Plan
 from torch import Tensor
@@ -56,7 +56,8 @@ def set_element(out: Path, path: str, name: str, index: tuple[int, ...], value: 
     """Change one element, and the manifest with it; the first byte of the file that is another."""
     before = (out / path).read_bytes()
     _, tensors = read_header(out / path)
-    begin, end = (data_start(out / path) + offset for offset in tensors[name].offsets)
+    start = ShardFile(out / path, len(before), tensors).start
+    begin, end = (start + offset for offset in tensors[name].offsets)
     data = torch.frombuffer(
         bytearray(before[begin:end]), dtype=getattr(torch, TORCH_NAME[tensors[name].dtype])
     )
