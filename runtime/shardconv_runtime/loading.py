@@ -19,6 +19,7 @@ from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
 from .generation import prepare_generation
 from .lazy import build_model, find_class
+from .loaded import Loaded, remember
 from .mesh import Launch
 from .plan import Plan
 from .read_ahead import ReadAhead
@@ -98,6 +99,7 @@ class _Checked:
     """A directory that this rank can load, as far as sizes and headers tell."""
 
     directory: Path
+    manifest: manifest.Manifest
     plan: Plan
     files: weights.RankFiles
 
@@ -122,7 +124,7 @@ def _check(
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
     rank = mesh.rank(group)
     files = weights.check_files(directory, found, plan, rank) if rank < plan.tp else weights.RankFiles(())
-    return _Checked(directory, plan, files)
+    return _Checked(directory, found, plan, files)
 
 
 def _build(
@@ -134,6 +136,7 @@ def _build(
     parallelize(model, plan, comm, gather_logits)
     weights.read(model, plan, checked.files, start.device, dtype)
     prepare_generation(model, directory, start, gather_logits)
+    remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
     return model.eval()
 
 

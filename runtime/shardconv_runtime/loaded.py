@@ -1,0 +1,68 @@
+"""What a loaded model remembers of its loading: without it, it could not be saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .errors import PlanError
+from .manifest import Manifest
+from .mesh import Launch
+from .plan import Plan
+
+_ATTRIBUTE = "_shardconv_loaded"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where one rank's model came from."""
+
+    directory: Path
+    """That ``shardconv convert`` wrote, absolute."""
+    manifest: Manifest
+    """As it was when the model was loaded."""
+    plan: Plan
+    launch: Launch
+    """The ranks of the model, and this one among them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model came from the same place, and talks to the same ranks."""
+        return self
+
+
+def remember(model: nn.Module, value: Loaded) -> None:
+    """Let a model say where it came from."""
+    setattr(model, _ATTRIBUTE, value)
+
+
+def loaded(model: nn.Module) -> Loaded:
+    """Where a model came from.
+
+    Args:
+        model: that ``load`` returned, or a wrapper of it, see ``unwrapped``.
+
+    Raises:
+        PlanError: ``load`` did not return it.
+    """
+    value = getattr(unwrapped(model), _ATTRIBUTE, None)
+    if not isinstance(value, Loaded):
+        raise PlanError(
+            f"this {type(model).__name__} was not loaded by shardconv_runtime.load, so it is not known "
+            "how its parameters are split over ranks; pass the model that load returned"
+        )
+    return value
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, where ``torch.compile`` or ``DistributedDataParallel`` made another module of it."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
