@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime import manifest
-from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
+from shardconv_runtime import manifest, small_files
+from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
 from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry
 
 from ..tensors.lazy import LazyTensor
@@ -98,25 +97,10 @@ def identity(found: Converted) -> dict[str, object]:
     return {"manifest": manifest.sha256_of(found.directory / MANIFEST_NAME)}
 
 
-def small_files(found: Converted) -> list[FileEntry]:
-    """What is not weights."""
-    return [entry for entry in found.manifest.files if not entry.path.endswith(".safetensors")]
-
-
 def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
     """Copy what is not weights to ``directory``.
 
     Raises:
         CheckpointError: a file is not the one that was written.
     """
-    entries = small_files(found)
-    for entry in entries:
-        target = directory / entry.path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(manifest.resolve(found.directory, entry.path), target)
-        if manifest.sha256_checksum(target) != entry.checksum:
-            raise CheckpointError(
-                f"{found.directory}: {entry.path} was changed since it was written (its sha256 is not that "
-                f"in {MANIFEST_NAME}); restore it, or convert the model again"
-            )
-    return entries
+    return small_files.copy_small_files(found.directory, found.manifest, directory)

@@ -28,6 +28,7 @@ from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan
+from shardconv_runtime.shard_files import split
 from shardconv_runtime.slices import Leaf, ranges
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
@@ -38,7 +39,7 @@ from ..tensors.lazy import LazyTensor, Shape
 from ..writing.durable import fsync
 from ..writing.job import PARTIAL, read_state
 from ..writing.output import Output
-from ..writing.target import TargetFile, split, target_file
+from ..writing.target import TargetFile, target_file
 from ..writing.workspace import Workspace, opened, refuse_if_busy
 from . import derived, shards
 from .shards import Converted, Part

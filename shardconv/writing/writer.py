@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.layout_hash import holds_values, is_common, layout_sha256
+from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -24,21 +23,20 @@ from shardconv_runtime.manifest import (
     SourceFile,
     rank_directory,
     sha256_checksum,
-    shard_metadata,
-    shard_path,
 )
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.shard_files import PlannedShard, shard_files
 from shardconv_runtime.slices import Mesh, ranges
+from shardconv_runtime.small_files import plain_config
 
 from ..reporting.progress import Progress
-from ..reporting.summary import local_bytes
 from ..sources import ModelSpec
 from ..tensors import lazy
 from ..tensors.lazy import LazyTensor
 from .fill import fill
 from .job import difference
 from .output import Output
-from .target import TargetFile, split, target_file
+from .target import TargetFile
 from .workspace import Workspace, opened, write_durably
 
 COPIED = (
@@ -189,37 +187,14 @@ def _target_files(
     max_file_size: int,
 ) -> list[TargetFile]:
     """The files of all owners: of ``common/``, then of each rank."""
-    layout = layout_sha256(plan)
-    files = []
-    for rank in (None, *range(plan.tp)):
-        owned = {name: entry for name, entry in parameters.items() if is_common(entry) == (rank is None)}
-        sizes = {name: local_bytes(entry, plan, rank or 0) for name, entry in owned.items()}
-        parts = split(sizes, max_file_size)
-        for index, names in enumerate(parts):
-            path = shard_path(rank, plan.tp, index, len(parts))
-            files.append(_target_file(plan, path, rank, layout, {n: owned[n] for n in names}, weights))
-    return files
 
+    def target(file: PlannedShard) -> TargetFile:
+        def tensor(name: str) -> LazyTensor:
+            return shard(parameters[name], weights[name], plan.mesh, file.rank or 0)
 
-def _target_file(
-    plan: Plan,
-    path: str,
-    rank: int | None,
-    layout: str,
-    entries: Mapping[str, ParameterPlan],
-    weights: Mapping[str, LazyTensor],
-) -> TargetFile:
-    def tensor(name: str) -> LazyTensor:
-        entry = entries[name]
-        return shard(entry, weights[name], plan.mesh, rank or 0)
+        return TargetFile(file.path, file.path.split("/")[0], file.layout, tensor)
 
-    return target_file(
-        path,
-        path.split("/")[0],
-        {name: (entry.dtype, local_shape(entry, plan.mesh, rank or 0)) for name, entry in entries.items()},
-        shard_metadata(rank, plan.tp, layout),
-        tensor,
-    )
+    return [target(file) for file in shard_files(plan, (None, *range(plan.tp)), max_file_size)]
 
 
 def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
@@ -326,18 +301,11 @@ def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
         path = file.relative_to(root)
         (directory / path).parent.mkdir(exist_ok=True)
         if spec.dequantise and path == Path("config.json"):
-            _copy_config(file, directory / path)
+            config = plain_config(file.read_text(encoding="utf-8"))
+            (directory / path).write_text(config, encoding="utf-8")
         else:
             shutil.copyfile(file, directory / path)
         entries.append(
             FileEntry(path.as_posix(), (directory / path).stat().st_size, sha256_checksum(directory / path))
         )
     return entries
-
-
-def _copy_config(source: Path, target: Path) -> None:
-    """Of weights that were dequantised: without what says that they are not."""
-    config = json.loads(source.read_text(encoding="utf-8"))
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        part.pop("quantization_config", None)
-    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
