@@ -159,6 +159,7 @@ class VocabParallelCrossEntropy:
 
     def _check_ids(self, labels: Tensor, ignore_index: int) -> None:
         """Look at the labels where they are: on the CPU no accelerator is waited for."""
+        labels = labels.to(torch.int64)
         bad = ((labels < 0) | (labels >= self.vocab_size)) & (labels != ignore_index)
         if not bad.any():
             return
@@ -208,22 +209,21 @@ def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         Args:
             logits: local ``[..., S, local_size]``.
             labels: ``[..., S]``, not shifted; not read if there are ``shift_labels``.
-            vocab_size: global.
+            vocab_size: not read: the layout says it. Some models pass the last size of their logits, which is
+                local; with any other wrong one, labels and rows of logits do not fit each other.
             num_items_in_batch: divides the sum; None: as many tokens as have a loss.
             ignore_index: tokens with this label have no loss.
             shift_labels: ``[..., S]``, shifted already.
             kwargs: not read, as in transformers.
 
         Raises:
-            LossInputError: see ``VocabParallelCrossEntropy``; or another size of the vocabulary.
+            LossInputError: see ``VocabParallelCrossEntropy``.
         """
         if shift_labels is None:
             if labels is None:
                 raise LossInputError("a causal language model's loss needs labels or shift_labels")
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return _language_model_loss(
-            cross_entropy, logits, shift_labels, vocab_size, num_items_in_batch, ignore_index
-        )
+        return _language_model_loss(cross_entropy, logits, shift_labels, num_items_in_batch, ignore_index)
 
     return loss
 
@@ -243,9 +243,7 @@ def masked_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:
         **kwargs: Any,
     ) -> Tensor:
         """A scalar; arguments as those of ``causal_lm_loss``, ``labels`` belonging to their own places."""
-        return _language_model_loss(
-            cross_entropy, logits, labels, vocab_size, num_items_in_batch, ignore_index
-        )
+        return _language_model_loss(cross_entropy, logits, labels, num_items_in_batch, ignore_index)
 
     return loss
 
@@ -254,15 +252,9 @@ def _language_model_loss(
     cross_entropy: VocabParallelCrossEntropy,
     logits: Tensor,
     labels: Tensor,
-    vocab_size: int,
     num_items: Tensor | int | None,
     ignore_index: int,
 ) -> Tensor:
-    if vocab_size != cross_entropy.vocab_size:
-        raise LossInputError(
-            f"the model's loss is over {vocab_size} tokens, but its logits have {cross_entropy.vocab_size} "
-            "columns on all ranks together; this loss needs whole logits"
-        )
     rows = logits.shape[:-1]
     if labels.shape != rows and labels.numel() == rows.numel():
         labels = labels.reshape(rows)  # transformers flattens both
@@ -283,7 +275,9 @@ class _Columns:
         self._axes = tuple(sorted(a for a in axes_of(layout) if comm.mesh[a] > 1))
         index = gather_index(layout, comm.mesh)
         member = comm.group(axes_of(layout)).index(comm.rank)
-        counted = [[(a, b) for m, a, b in index.pieces if m == i] for i in range(len(index.sizes))]
+        counted: list[list[Range]] = [[] for _ in index.sizes]
+        for piece in index.pieces:
+            counted[piece.member].append((piece.start, piece.stop))
         self._num_counted = tuple(sum(b - a for a, b in parts) for parts in counted)
         all_counted = self._num_counted[member] == index.sizes[member]
         self._counted: tuple[Range, ...] | None = None if all_counted else tuple(counted[member])

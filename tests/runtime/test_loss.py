@@ -224,6 +224,29 @@ def test_other_integers_are_labels_too() -> None:
     assert len(set.union(*run_ranks((2,), rank))) == 1
 
 
+def test_small_integers_reach_no_further_than_they_can() -> None:
+    logits, labels = some_logits(2, 300), torch.tensor([3, 100])
+
+    def rank(comm: Communicator) -> Tensor:
+        loss = VocabParallelCrossEntropy(comm, Leaf(300, (0,)))
+        return loss(logits, labels.to(torch.int8))
+
+    assert_close(run_ranks((1,), rank)[0], F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Callable[[], Any]) -> None:
+    logits, labels, layout = some_logits(4, 11).requires_grad_(), some_labels(11, 4), Leaf(11, (0,))
+
+    def rank(comm: Communicator) -> Tensor:
+        return VocabParallelCrossEntropy(comm, layout)(logits[:, columns(layout, comm)], labels)
+
+    with mode():
+        for value in run_ranks((2,), rank):
+            assert not value.requires_grad
+            assert_close(value, F.cross_entropy(logits, labels))
+
+
 # --- precision
 
 
@@ -304,8 +327,13 @@ def test_no_float32_copy_of_the_logits_exists(label_smoothing: float) -> None:
         leaf = logits[:, columns(layout, comm)].clone().requires_grad_()
         loss = VocabParallelCrossEntropy(comm, layout, chunk_elements=chunk_elements)
         saved: list[Tensor] = []
+
+        def keep(x: Tensor) -> Tensor:
+            saved.append(x)
+            return x
+
         with LargestFloat32() as seen:
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 value = loss(leaf, labels, label_smoothing=label_smoothing)
             value.backward()
         return seen.elements, {x.dtype for x in saved if x.numel() > 64}
@@ -458,13 +486,26 @@ def test_the_first_label_of_a_row_predicts_nothing() -> None:
     assert run_ranks((1,), rank)[0].isfinite()
 
 
-def test_a_loss_over_another_vocabulary_is_refused() -> None:
+def test_logits_of_several_vocabularies_are_refused() -> None:
     def rank(comm: Communicator) -> None:
         loss = masked_lm_loss(VocabParallelCrossEntropy(comm, Leaf(8, (0,))))
-        with pytest.raises(LossInputError, match=r"over 4 tokens, but its logits have 8 columns"):
-            loss(some_logits(2, 3, 4), some_labels(4, 2, 3), 4)
+        with pytest.raises(
+            LossInputError, match=r"labels of shape \(2, 3, 2\) do not fit logits of shape \(2, 3, 4\)"
+        ):
+            loss(some_logits(2, 3, 4), some_labels(4, 2, 3, 2), 4)
 
     run_ranks((2,), rank)
+
+
+def test_some_models_pass_the_last_size_of_their_logits() -> None:
+    logits, labels, layout = some_logits(2, 3, VOCAB), some_labels(VOCAB, 2, 3), Leaf(VOCAB, (0,))
+
+    def rank(comm: Communicator) -> Tensor:
+        local = logits[..., columns(layout, comm)]
+        return causal_lm_loss(VocabParallelCrossEntropy(comm, layout))(local, labels, local.shape[-1])
+
+    for value in run_ranks((2,), rank):
+        assert_close(value, whole_cross_entropy(logits[:, :-1], labels[:, 1:]))
 
 
 def test_which_losses_have_a_parallel_form() -> None:
