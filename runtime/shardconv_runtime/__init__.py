@@ -1,12 +1,14 @@
-"""Loads what shardconv converted, on the ranks of a torchrun job.
+"""Loads what shardconv converted, on the ranks of a torchrun job, and saves it.
 
     model = shardconv_runtime.load("out/")
+    shardconv_runtime.save(model, "trained/")
 
 Importing this package imports nothing heavy: ``load`` brings torch and transformers when it is used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -22,6 +24,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .agreement import from_rank_0
     from .loading import load
+    from .saving import save
 
 __all__ = [
     "CheckpointError",
@@ -33,16 +36,19 @@ __all__ = [
     "SourceError",
     "from_rank_0",
     "load",
+    "save",
 ]
 
 
+_MODULES = {
+    "from_rank_0": "agreement",
+    "load": "loading",
+    "save": "saving",
+}
+"""Where each function is that needs torch."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from .loading import load
-
-        return load
-    if name == "from_rank_0":
-        from .agreement import from_rank_0
-
-        return from_rank_0
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,344 @@
+"""``shardconv_runtime.save``: what a model was trained to is what merge, reshard and load find."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from checkpoints import save_causal, save_encoder
+from distributed import run_errors, run_processes
+from quantised_checkpoints import dense_config, save_quantised
+from shardconv_runtime import codec, manifest
+from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
+from shardconv_runtime.plan import parameter_plans
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardconv
+
+IDS = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]]
+TYPES = ("llama", "gpt2", "phi3", "bloom", "mixtral")
+"""Plain, tied with partial biases, fused, tied with one fused axis of heads, stacked experts."""
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A model of a type, converted for two ranks; its checkpoint lies beside it."""
+    root = tmp_path_factory.mktemp("outs")
+
+    def out(model_type: str) -> Path:
+        path = root / model_type / "out"
+        if not path.exists():
+            save_causal(model_type, root / model_type / "model")
+            shardconv.convert(root / model_type / "model", path, 2, check=False)
+        return path
+
+    return out
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def shards_of(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(path).items() if name.endswith(".safetensors")}
+
+
+def beside(path: Path) -> list[str]:
+    return sorted(p.name for p in path.parent.iterdir())
+
+
+def grow(model: nn.Module) -> None:
+    """Change every parameter, as training would; zeros of Partial ones stay."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def load_and_save(path: Path, out: Path, **options: Any) -> None:
+    shardconv_runtime.save(shardconv_runtime.load(path), out, **options)
+
+
+def load_grow_save(path: Path, out: Path) -> torch.Tensor:
+    model = shardconv_runtime.load(path)
+    grow(model)
+    shardconv_runtime.save(model, out)
+    return logits(model)
+
+
+def load_logits(path: Path) -> torch.Tensor:
+    return logits(shardconv_runtime.load(path))
+
+
+def logits(model: Any) -> torch.Tensor:
+    model.set_experts_implementation("eager")  # the others take no float64
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor(IDS)).logits
+    return found
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_an_unchanged_model_gives_the_same_bytes(
+    model_type: str, outs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = outs(model_type)
+    run_processes(2, load_and_save, out, tmp_path / "saved")
+    want, found = files_of(out), files_of(tmp_path / "saved")
+    assert want.keys() == found.keys()
+    assert [name for name in want if want[name] != found[name]] == ["manifest.json"]
+    assert manifest.read(tmp_path / "saved").files[0].checksum == manifest.read(out).files[0].checksum
+    assert beside(tmp_path / "saved") == ["saved"]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_changed_model_is_merged_and_resharded(
+    model_type: str, outs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out, saved = outs(model_type), tmp_path / "saved"
+    before = run_processes(2, load_grow_save, out, saved)
+    shardconv.verify(saved)
+    shardconv.merge(saved, tmp_path / "merged")
+    source = transformers.AutoModelForCausalLM.from_pretrained(out.parent / "model", dtype=torch.float64)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    grow(source)
+    want = dict(source.named_parameters())
+    assert all(torch.equal(p, want[name]) for name, p in merged.named_parameters())
+    assert torch.equal(run_processes(2, load_logits, saved)[0], before[0])
+    shardconv.reshard(saved, tmp_path / "four", 4, check=False)
+    shardconv.merge(tmp_path / "four", tmp_path / "merged-of-four")
+    assert shards_of(tmp_path / "merged-of-four") == shards_of(tmp_path / "merged")
+
+
+def test_several_files_of_a_rank(outs: Callable[[str], Path], tmp_path: Path) -> None:
+    shardconv.convert(outs("llama").parent / "model", tmp_path / "out", 2, max_file_size=50_000, check=False)
+    run_processes(2, save_in_small_files, tmp_path / "out", tmp_path / "saved")
+    assert len(shards_of(tmp_path / "out")) > 6
+    assert shards_of(tmp_path / "saved") == shards_of(tmp_path / "out")
+
+
+def save_in_small_files(path: Path, out: Path) -> None:
+    load_and_save(path, out, max_file_size=50_000)
+
+
+def test_ranks_that_hold_nothing_of_a_parameter(tmp_path: Path) -> None:
+    """Three ranks share one row of the second table of an encoder, among other uneven shares."""
+    save_encoder(tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 3, check=False)
+    run_processes(3, load_and_save, tmp_path / "out", tmp_path / "saved")
+    assert shards_of(tmp_path / "saved") == shards_of(tmp_path / "out")
+
+
+class TestDtypes:
+    def test_what_it_was_cast_to_is_stored(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        saved = tmp_path / "saved"
+        same = run_processes(2, load_cast_save, outs("llama"), saved)
+        plan = codec.read(saved / "plan.json")
+        assert plan.model.dtype == "bfloat16"
+        norms = {n for n, e in parameter_plans(plan).items() if e.dtype != "bfloat16"}
+        assert norms == {"model.norm.weight"}
+        assert parameter_plans(plan)["model.norm.weight"].dtype == "float32"
+        shardconv.verify(saved)
+        assert all(same)
+
+    def test_it_can_be_resharded(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        run_processes(2, load_half_save, outs("llama"), tmp_path / "saved")
+        shardconv.reshard(tmp_path / "saved", tmp_path / "one", 1, check=False)
+        plan = codec.read(tmp_path / "one" / "plan.json")
+        assert {entry.dtype for entry in plan.parameters} == {plan.model.dtype} == {"bfloat16"}
+
+    def test_blocks_are_multiplied_out(self, tmp_path: Path) -> None:
+        save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+        shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
+        run_processes(2, load_and_save, tmp_path / "out", tmp_path / "saved")
+        plan = codec.read(tmp_path / "saved" / "plan.json")
+        assert not any(entry.block for entry in plan.parameters)
+        assert {entry.dtype for entry in plan.parameters} == {plan.model.dtype}
+        assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+        shardconv.verify(tmp_path / "saved")
+        want, found = (run_processes(2, load_logits, tmp_path / name)[0] for name in ("out", "saved"))
+        assert torch.equal(found, want)
+        shardconv.merge(tmp_path / "saved", tmp_path / "merged")
+
+    def test_ranks_with_other_dtypes_are_refused(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        errors = run_errors(2, load_cast_on_one_save, outs("llama"), tmp_path / "saved")
+        assert all("different dtypes" in str(error) for error in errors)
+        assert not (tmp_path / "saved").exists()
+
+
+def load_cast_save(path: Path, out: Path) -> bool:
+    model = shardconv_runtime.load(path, dtype="bfloat16")
+    model.model.norm.float()
+    shardconv_runtime.save(model, out)
+    again = dict(shardconv_runtime.load(out).named_parameters())
+    return all(torch.equal(p, again[n]) and p.dtype == again[n].dtype for n, p in model.named_parameters())
+
+
+def load_half_save(path: Path, out: Path) -> None:
+    shardconv_runtime.save(shardconv_runtime.load(path, dtype="bfloat16"), out)
+
+
+def load_cast_on_one_save(path: Path, out: Path) -> None:
+    model = shardconv_runtime.load(path)
+    if os.environ["RANK"] == "1":
+        model.model.norm.float()
+    shardconv_runtime.save(model, out)
+
+
+class TestDataParallel:
+    """Four processes, two of them for each rank."""
+
+    @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ddp", "replicas"])
+    def test_one_process_of_each_rank_writes(
+        self, kind: str, outs: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        run_processes(4, save_data_parallel, outs("gpt2"), tmp_path / "saved", kind, start_group=True)
+        assert shards_of(tmp_path / "saved") == shards_of(outs("gpt2"))
+        shardconv.verify(tmp_path / "saved")
+
+    def test_a_mesh_that_mixes_ranks_is_refused(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        errors = run_errors(2, save_data_parallel, outs("llama"), tmp_path / "s", "mixed", start_group=True)
+        assert all("hold parts of one model" in str(error) for error in errors)
+
+
+def save_data_parallel(path: Path, out: Path, kind: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if kind == "mixed":
+        model: Any = shardconv_runtime.load(path)
+        shardconv_runtime.save(fully_shard(model, mesh=init_device_mesh("cpu", (2,))), out)
+        return
+    shape, names = {"hsdp": ((2, 1, 2), ("copy", "dp", "tp"))}.get(kind, ((2, 2), ("dp", "tp")))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = shardconv_runtime.load(path, group=mesh["tp"].get_group())
+    if kind in ("fsdp", "hsdp"):
+        fully_shard(model.transformer.h[0], mesh=mesh[names[:-1]])
+        model = fully_shard(model, mesh=mesh[names[:-1]])
+    if kind == "ddp":
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        model = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    replicas = mesh["dp"].get_group() if kind == "replicas" else None
+    shardconv_runtime.save(model, out, replicas=replicas)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_a_full_disk(self, failing: int, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        """All ranks raise, and nothing is left."""
+        errors = run_errors(2, save_with_little_room, outs("llama"), tmp_path / "saved", failing)
+        assert "cannot be written: File too large" in str(errors[failing])
+        assert isinstance(errors[1 - failing], LaunchError)
+        assert f"rank {failing}: " in str(errors[1 - failing])
+        assert beside(tmp_path / "saved") == []
+
+    def test_a_full_disk_among_shards_of_one_rank(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        """A process that cannot write does not leave those alone that it shares its DTensors with."""
+        errors = run_errors(4, save_shards_with_little_room, outs("gpt2"), tmp_path / "s", start_group=True)
+        assert all("cannot be written: File too large" in str(error) for error in errors)
+
+    def test_what_was_there_outlives_a_failure(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        run_processes(2, load_and_save, outs("llama"), tmp_path / "saved")
+        want = files_of(tmp_path / "saved")
+        for failing in (0, 1):
+            assert all(run_errors(2, save_with_little_room, outs("llama"), tmp_path / "saved", failing))
+            assert files_of(tmp_path / "saved") == want
+        assert beside(tmp_path / "saved") == ["saved"]
+
+    def test_out_is_there(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        saved = tmp_path / "saved"
+        run_processes(2, load_and_save, outs("llama"), saved)
+        errors = run_errors(2, load_and_save, outs("llama"), saved)
+        assert all("is not empty; name another directory, or pass overwrite=True" in str(e) for e in errors)
+        assert isinstance(errors[0], ShardconvError)
+        run_processes(2, save_over, outs("gpt2"), saved)
+        assert shards_of(saved) == shards_of(outs("gpt2"))
+        (saved / "mine.txt").touch()
+        errors = run_errors(2, save_over, outs("llama"), saved)
+        assert all("holds mine.txt, which shardconv did not write" in str(error) for error in errors)
+        assert shards_of(saved) == shards_of(outs("gpt2"))
+
+    @pytest.mark.parametrize("name", ["", "inner/saved", ".."])
+    def test_out_and_the_source_apart(self, name: str, outs: Callable[[str], Path]) -> None:
+        out = outs("llama")
+        want = files_of(out.parent)
+        errors = run_errors(2, save_over, out, out / name)
+        assert all("are one in the other; name another" in str(error) for error in errors)
+        assert files_of(out.parent) == want
+
+    def test_a_source_that_changed(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        errors = run_errors(2, change_source_and_save, outs("llama"), tmp_path)
+        assert all("config.json was changed since it was written" in str(error) for error in errors)
+        assert not (tmp_path / "saved").exists()
+
+    def test_a_model_that_was_not_loaded(self, tmp_path: Path) -> None:
+        with pytest.raises(PlanError, match="was not loaded by shardconv_runtime"):
+            shardconv_runtime.save(nn.Linear(2, 2), tmp_path / "saved")
+
+    def test_a_model_of_other_parameters(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        for change, text in (
+            ("add", "has also model.extra"),
+            ("resize", "model.norm.weight has shape \\(3,\\)"),
+            ("untie", "lm_head.weight and transformer.wte.weight were one tensor"),
+        ):
+            path = outs("gpt2" if change == "untie" else "llama")
+            shardconv.reshard(path, tmp_path / change, 1, check=False)
+            model = shardconv_runtime.load(tmp_path / change)
+            CHANGES[change](model)
+            with pytest.raises(PlanError, match=text):
+                shardconv_runtime.save(model, tmp_path / "saved")
+
+
+def add(model: Any) -> None:
+    model.model.extra = nn.Parameter(torch.zeros(2))
+
+
+def resize(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(torch.zeros(3))
+
+
+def untie(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+
+
+CHANGES = {"add": add, "resize": resize, "untie": untie}
+
+
+def save_over(path: Path, out: Path) -> None:
+    load_and_save(path, out, overwrite=True)
+
+
+def save_with_little_room(path: Path, out: Path, failing: int) -> None:
+    model = shardconv_runtime.load(path)
+    if int(os.environ["RANK"]) == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    shardconv_runtime.save(model, out, overwrite=True)
+
+
+def save_shards_with_little_room(path: Path, out: Path) -> None:
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    save_data_parallel(path, out, "fsdp")
+
+
+def change_source_and_save(path: Path, root: Path) -> None:
+    import shutil
+
+    copy = root / os.environ["RANK"]
+    shutil.copytree(path, copy)
+    model = shardconv_runtime.load(copy)
+    (copy / "config.json").write_text("{}")
+    shardconv_runtime.save(model, root / "saved")
+
+
+def test_a_compiled_model_and_one_process_alone(outs: Callable[[str], Path], tmp_path: Path) -> None:
+    shardconv.reshard(outs("llama"), tmp_path / "one", 1, check=False)
+    model: Any = torch.compile(shardconv_runtime.load(tmp_path / "one"))
+    shardconv_runtime.save(model, tmp_path / "saved")
+    assert shards_of(tmp_path / "saved") == shards_of(tmp_path / "one")
