@@ -33,6 +33,19 @@ def require_experts(experts: str) -> None:
         raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
 
 
+def require_seed(seed: int | None, *, random_init: bool) -> None:
+    """Raises ``ShardconvError`` unless this is a seed, and one is of use."""
+    if seed is None:
+        return
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
+    if not random_init:
+        raise ShardconvError(
+            "a seed is of use for a model that is initialised at random only; add --random-init "
+            "(random_init=True), or leave the seed out"
+        )
+
+
 def parse_size(size: int | str) -> int:
     """Bytes from a number or from text as ``5GB``, ``500 MB``, ``2GiB``.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.plan import Plan, parameter_plans
 
@@ -19,10 +20,17 @@ from .arguments import (
     parse_ranks,
     parse_size,
     require_experts,
+    require_seed,
     require_tp,
 )
 from .reporting.progress import Progress, Silent
 from .writing.output import Output, owners_of
+
+if TYPE_CHECKING:
+    from .sources import ModelSpec
+    from .sources.quantised import Scaled
+    from .tensors.lazy import LazyTensor
+    from .writing.writer import Origin
 
 
 def convert(
@@ -39,6 +47,8 @@ def convert(
     max_file_size: int | str = MAX_FILE_SIZE,
     memory: int | str = MEMORY,
     ranks: Collection[int] | str | None = None,
+    random_init: bool = False,
+    seed: int | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
     check: bool = True,
@@ -61,6 +71,9 @@ def convert(
         memory: bytes for the buffers that weights pass through, or text.
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Each part may be written by
             another machine, to one directory; the last one completes it.
+        random_init: write the weights of a newly initialised model, to be trained from scratch: ``model``
+            needs a config only, and weights that it has are not read.
+        seed: of the initialisation, by default 0; the same seed gives the same weights for any ``tp``.
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
         check: prove the plan (retrace and float64 simulation) before anything is written.
@@ -79,20 +92,19 @@ def convert(
     progress = progress or Silent()
     require_tp(tp)
     require_experts(experts)
+    require_seed(seed, random_init=random_init)
     limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
 
     from .pipeline import solve_plan
-    from .sources import Hub, lazy_weights, resolve, select
+    from .sources import Hub, resolve, select
     from .writing.scaled import blocks_in, flatten
-    from .writing.writer import origin_of, write
+    from .writing.writer import write
 
     progress.stage(f"reading {os.fspath(model)}")
     hub = Hub(revision, cache_dir, local_files_only, token)
-    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=True)
-    origin = origin_of(spec)
-    progress.stage("finding the weights in the checkpoint")
-    found = lazy_weights(spec)
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=not random_init)
+    origin, found = _initialised(spec, seed or 0, progress) if random_init else _read(spec, progress)
     blocks = blocks_in(found)
     solved: Plan = solve_plan(spec, tp, experts=experts, blocks=blocks, check=check, progress=progress.stage)
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
@@ -107,6 +119,33 @@ def convert(
         progress=progress,
     )
     return solved
+
+
+def _read(spec: ModelSpec, progress: Progress) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
+    """The weights of a checkpoint, and where they come from."""
+    from .sources import lazy_weights
+    from .writing.writer import origin_of
+
+    origin = origin_of(spec)
+    progress.stage("finding the weights in the checkpoint")
+    return origin, lazy_weights(spec)
+
+
+def _initialised(
+    spec: ModelSpec, seed: int, progress: Progress
+) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
+    """The weights of a new model, and where they come from."""
+    from .sources import initial_weights
+    from .sources.initialised import drawn_dtype, has_weights, initialised_source
+    from .writing.writer import origin_of
+
+    if has_weights(spec):
+        progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
+    origin = origin_of(replace(spec, dequantise=spec.blocks is not None))
+    identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
+    origin = replace(origin, source=initialised_source(origin.source, seed), identity=identity, identify=None)
+    progress.stage(f"recording the model's own initialisation: seed {seed}, drawn in {drawn_dtype(spec)}")
+    return origin, dict(initial_weights(spec, seed))
 
 
 def plan(

@@ -8,9 +8,17 @@ from typing import Any
 import click
 from shardconv_runtime.manifest import MANIFEST_NAME
 
-from ..arguments import parse_ranks
+from ..arguments import parse_ranks, require_seed
 from ..convert import convert, plan
-from .options import experts_option, model_options, part_options, size_options, tokens_option, tp_option
+from .options import (
+    experts_option,
+    initial_options,
+    model_options,
+    part_options,
+    size_options,
+    tokens_option,
+    tp_option,
+)
 from .working import working
 
 
@@ -21,6 +29,7 @@ from .working import working
 @experts_option
 @size_options
 @part_options("OUT")
+@initial_options
 @click.option("--no-check", is_flag=True, help="Skip the proof of the plan (retrace and simulated ranks).")
 @model_options
 def convert_command(
@@ -39,19 +48,26 @@ def convert_command(
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine
+      shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     from ..reporting.report import human_bytes
     from ..reporting.summary import summarize
 
     parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    require_seed(options["seed"], random_init=options["random_init"])
     with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)
         click.echo(
             f"{out}: {human_bytes(max(summary.rank_bytes))} on each of {tp} ranks, "
-            f"of {human_bytes(summary.total_bytes)}; shardconv inspect {out} shows the plan"
+            f"of {human_bytes(summary.total_bytes)}{_initialised(options)}; "
+            f"shardconv inspect {out} shows the plan"
         )
+
+
+def _initialised(options: dict[str, Any]) -> str:
+    return f", initialised at random with seed {options['seed'] or 0}" if options["random_init"] else ""
 
 
 @click.command("plan")

@@ -81,6 +81,20 @@ size_options = together(
     ),
 )
 
+initial_options = together(
+    click.option(
+        "--random-init",
+        is_flag=True,
+        help="Write the weights of a new model, to train from scratch; MODEL needs a config only.",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="Of --random-init: the same weights for any --tp.  [default: 0]",
+    ),
+)
+
 hub_options = together(
     click.option("--revision", help="Branch, tag or commit of MODEL on the Hub.  [default: main]"),
     click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached."),

@@ -2,14 +2,15 @@
 
 ``locate`` finds (or downloads) the directory, ``config`` reads the configuration and finds the model
 class, ``checkpoint`` finds and validates the weight files, ``resolve`` puts these together, and
-``weights`` reads the parameters.
+``weights`` reads the parameters, or ``initialised`` draws those of a new model.
 """
 
 from __future__ import annotations
 
+from .initialised import initial_weights
 from .locate import Hub
 from .resolve import resolve
 from .spec import ModelSpec
 from .weights import lazy_weights, select
 
-__all__ = ["Hub", "ModelSpec", "lazy_weights", "resolve", "select"]
+__all__ = ["Hub", "ModelSpec", "initial_weights", "lazy_weights", "resolve", "select"]

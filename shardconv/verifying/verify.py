@@ -98,6 +98,7 @@ def verify(
         _require_usable(directory, contents.plan, numerics, trust_remote_code)
     reference = None
     if against is not None:
+        _require_source(directory, contents)
         reference = _reference(against, contents, hub, trust_remote_code, progress)
     found = check(contents, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
@@ -143,6 +144,16 @@ def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_co
         raise SourceError(f"{directory} runs custom code; read its *.py files, then pass --trust-remote-code")
     if numerics:
         check_code(plan)
+
+
+def _require_source(directory: Path, contents: Contents) -> None:
+    from ..sources.initialised import is_initialised
+
+    if is_initialised(contents.manifest.source):
+        raise SourceError(
+            f"{directory} is {contents.manifest.source.name}: there is no checkpoint to compare it with; "
+            "leave out --against, the checksums are verified without it"
+        )
 
 
 def _reference(

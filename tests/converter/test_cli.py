@@ -23,6 +23,8 @@ COMMANDS = {
         "--memory",
         "--ranks",
         "--overwrite",
+        "--random-init",
+        "--seed",
         "--no-check",
         "--revision",
         "--cache-dir",
