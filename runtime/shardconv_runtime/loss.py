@@ -30,7 +30,7 @@ CHUNK_ELEMENTS = 2**24
 """Logits that are held in float32 at a time: 64 MiB, enough to keep an accelerator busy."""
 
 CPU_CHUNK_ELEMENTS = 2**20
-"""The same on a CPU, where less stays in caches: a third of the time."""
+"""The same on a CPU, where less stays in caches: less than half of the time."""
 
 Loss = Callable[..., Tensor]
 """What ``model.loss_function`` of transformers is set to."""
