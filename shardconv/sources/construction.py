@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 import torch
-from shardconv_runtime.lazy import LazyInit
+from shardconv_runtime.lazy import LazyInit, _building  # the lock of all that builds models
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -170,9 +170,16 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self) -> Iterator[Construction]:
-        """Record what is done in the block, that included which torch leaves out on the meta device."""
-        with self, _OnCpu(), _patched(self._truncated):
+        """Record what is done in the block, that included which torch leaves out on the meta device.
+
+        Threads take turns, with those that build models too.
+        """
+        with _building, self, _OnCpu(), _patched(self._truncated):
             yield self
+
+    def meta(self, tensor: Tensor) -> Tensor:
+        """What stood for a tensor in the block: itself, unless it was made before, with values."""
+        return self._as_meta(tensor)
 
     def chain(self, tensor: Tensor) -> Chain:
         """The steps that a meta tensor depends on.
@@ -229,7 +236,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map_only(Window, memory, (step.args, step.kwargs))
             with _default_dtype(step.default_dtype), torch.no_grad(), _seeded(step, index, self._seeds):
                 outputs = step.func(*args, **_on_cpu(_without_generator(kwargs)))
-            if step.is_blank and outputs.is_floating_point():
+            if step.is_blank and (outputs.is_floating_point() or outputs.is_complex()):
                 outputs.fill_(torch.nan)
             memory.keep(step.outputs, outputs)
         return memory(Window.of(tensor))

@@ -56,7 +56,8 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     state = _built(spec, construction)
     weights: dict[object, _Weight] = {}
     names = {}
-    for name, tensor in state.items():
+    for name, found in state.items():
+        tensor = construction.meta(found)
         names[name] = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
         weights.setdefault(names[name], _Weight(spec.name, name, tensor, construction))
     users = Counter(index for weight in weights.values() for index in weight.chain.indices)
@@ -166,7 +167,7 @@ class _Weight:
 
     def _computed(self) -> Tensor:
         value = self._construction.value(self._tensor, self.chain)
-        if self.chain.blank and value.is_floating_point() and value.isnan().any():
+        if self.chain.blank and value.isnan().any():
             raise self._lacks("values of some elements")
         return value
 
@@ -224,6 +225,6 @@ def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             yield name, value

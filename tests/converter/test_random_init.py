@@ -123,6 +123,23 @@ def test_what_belongs_together_is_drawn_once() -> None:
     assert torch.allclose(weights[length], expected, rtol=1e-5)
 
 
+def test_constants_are_kept() -> None:
+    ones, twos = torch.ones(3), torch.ones(3, dtype=torch.int64)
+
+    class Constant(Tiny):
+        def __init__(self, config: TinyConfig) -> None:
+            super().__init__(config)
+            self.register_buffer("ones", ones)
+            self.register_buffer("twos", twos)
+            self.register_buffer("table", torch.tensor([[1.5, 2.5]], device=self.weight.device))
+            self.twos.add_(1)
+
+    weights = of_config(TinyConfig("kaiming"), Constant)
+    assert torch.equal(weights["ones"], ones)
+    assert torch.equal(weights["twos"], twos + 1)
+    assert torch.equal(weights["table"], torch.tensor([[1.5, 2.5]]))
+
+
 def test_a_copy_is_one() -> None:
     class Copying(Tiny):
         @torch.no_grad()
@@ -170,7 +187,7 @@ WAYS: dict[str, Callable[[Tensor], object]] = {
     "orthogonal": nn.init.orthogonal_,
     "wide orthogonal": lambda weight: nn.init.orthogonal_(weight.view(8, -1)),
     "truncated": partial(nn.init.trunc_normal_, std=0.5, a=-0.7, b=0.9),
-    "a tail": partial(nn.init.trunc_normal_, a=2.5, b=9),
+    "a tail": partial(nn.init.trunc_normal_, a=1.5, b=9),
     "sparse": partial(nn.init.sparse_, sparsity=0.25),
     "kaiming": nn.init.kaiming_normal_,
     "xavier": nn.init.xavier_uniform_,
