@@ -24,6 +24,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .agreement import from_rank_0
     from .loading import load
+    from .optimizer_state import load_optimizer, save_optimizer
     from .saving import save
 
 __all__ = [
@@ -36,14 +37,18 @@ __all__ = [
     "SourceError",
     "from_rank_0",
     "load",
+    "load_optimizer",
     "save",
+    "save_optimizer",
 ]
 
 
 _MODULES = {
     "from_rank_0": "agreement",
     "load": "loading",
+    "load_optimizer": "optimizer_state",
     "save": "saving",
+    "save_optimizer": "optimizer_state",
 }
 """Where each function is that needs torch."""
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +49,8 @@ class Everyone:
 def everyone(model: nn.Module, replicas: dist.ProcessGroup | None = None) -> Everyone:
     """Find all processes of a model; each of them calls it.
 
+    Modules of ``fully_shard`` that a forward pass left whole are sharded again.
+
     Args:
         model: of ``load``, or a wrapper of it.
         replicas: the processes that hold the same rank's part, where neither DTensors nor a
@@ -58,6 +61,9 @@ def everyone(model: nn.Module, replicas: dist.ProcessGroup | None = None) -> Eve
         PlanError: ``load`` did not make the model.
     """
     start = loaded(model).launch
+    for module in unwrapped(model).modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     groups = [replicas] if replicas is not None else _data_parallel_groups(model)
     if not groups:
         return Everyone(start, start.rank, True)
