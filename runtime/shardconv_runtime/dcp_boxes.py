@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .errors import CheckpointError
+from .errors import CheckpointError, LaunchError
 from .held_boxes import Box
 from .mesh import Launch
 
@@ -79,6 +79,7 @@ def write(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> No
 
     Raises:
         CheckpointError: some process cannot write; all raise.
+        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be written"):
         save(
@@ -95,6 +96,7 @@ def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> Non
 
     Raises:
         CheckpointError: it cannot be read, or lacks some of it; all raise.
+        LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be read"):
         load(
@@ -217,3 +219,5 @@ def _errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise CheckpointError(f"{what}: process {rank}: {cause}") from error
+    except RuntimeError as error:  # of the group: what goes wrong with the files, DCP has caught
+        raise LaunchError(f"{what}: another process ended ({str(error).splitlines()[0]})") from error

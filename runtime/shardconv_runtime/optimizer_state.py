@@ -69,7 +69,7 @@ def save_optimizer(
     staging = begin(every, place, overwrite=overwrite, contents=optimizer_files, apart_from=source)
     try:
         dcp_boxes.write(held.written(index), staging.path, every.launch)
-        _together(every, lambda: _finish(every, staging, index))
+        _together(every, lambda: _finish(every, staging, index), agreement.READ_TIMEOUT_S)
     except BaseException:
         if every.is_leader:
             staging.discard()
@@ -131,7 +131,7 @@ def _finish(every: Everyone, staging: Staging, index: OptimizerIndex) -> None:
     staging.commit()
 
 
-def _together(every: Everyone, stage: Callable[[], T]) -> T:
+def _together(every: Everyone, stage: Callable[[], T], timeout_s: float | None = None) -> T:
     """What a stage gives on this process, once it is done on all; what goes wrong on one, all raise."""
     outcome: list[T] = []
     error: Exception | None = None
@@ -141,5 +141,5 @@ def _together(every: Everyone, stage: Callable[[], T]) -> T:
         error = CheckpointError(f"{failure.filename or 'the checkpoint'}: {failure.strerror or failure}")
     except Exception as failure:
         error = failure
-    every.agree(error, agreement.READ_TIMEOUT_S)
+    every.agree(error, timeout_s)
     return outcome[0]

@@ -15,8 +15,8 @@ from .loaded import loaded, unwrapped
 from .names import compress, expand_all
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch's wrappers of modules put into the names of parameters."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What ``torch.compile`` and activation checkpointing put into the names of parameters."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from shardconv_runtime import codec, manifest
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.plan import parameter_plans
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardconv
@@ -329,8 +332,6 @@ def save_shards_with_little_room(path: Path, out: Path) -> None:
 
 
 def change_source_and_save(path: Path, root: Path) -> None:
-    import shutil
-
     copy = root / os.environ["RANK"]
     shutil.copytree(path, copy)
     model = shardconv_runtime.load(copy)
@@ -338,8 +339,12 @@ def change_source_and_save(path: Path, root: Path) -> None:
     shardconv_runtime.save(model, root / "saved")
 
 
-def test_a_compiled_model_and_one_process_alone(outs: Callable[[str], Path], tmp_path: Path) -> None:
+def test_wrappers_of_one_process_alone(outs: Callable[[str], Path], tmp_path: Path) -> None:
+    """The model copied and compiled, its layers compiled and checkpointed."""
     shardconv.reshard(outs("llama"), tmp_path / "one", 1, check=False)
-    model: Any = torch.compile(shardconv_runtime.load(tmp_path / "one"))
-    shardconv_runtime.save(model, tmp_path / "saved")
+    model = copy.deepcopy(shardconv_runtime.load(tmp_path / "one"))
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    compiled: Any = torch.compile(model)
+    shardconv_runtime.save(compiled, tmp_path / "saved")
     assert shards_of(tmp_path / "saved") == shards_of(tmp_path / "one")
