@@ -5,26 +5,29 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import shorten
 
 import torch
+from shardconv_runtime.boundary import in_use
+from shardconv_runtime.build import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.lazy import build_model
-from shardconv_runtime.plan import ModelInfo, NormInfo, Plan
+from shardconv_runtime.plan import Boundary, ModelInfo, NormInfo, Plan, SequencePlan, TrainingPlan
 from shardconv_runtime.slices import local_size
 from torch import nn
 
 from .analysing.analyse import analyse
+from .analysing.analysis import Analysis
 from .analysing.axes import Node, find, leaves
 from .analysing.rules import RULES
 from .checking.check import simulate
 from .checking.implementations import notes_on_others
 from .checking.retrace import retrace
-from .checking.shallow import find_bypasses
+from .checking.shallow import Bypass, find_bypasses
 from .localizing import annotate
 from .localizing.annotate import Solution
 from .localizing.expert_parallel import ExpertParallel, isolate_experts
@@ -32,7 +35,9 @@ from .localizing.layout import Layouts
 from .localizing.localize import Unlocalizable, localize
 from .localizing.torn import Blocks, require_whole_blocks, split_at_blocks
 from .proving.norms import fit_norm
-from .solving.solve import solve
+from .solving.gradients import solve_gradients
+from .solving.sequence import solve_sequence
+from .solving.solve import Assignment, solve
 from .sources import ModelSpec
 from .tracing.fold import Folded, fold
 from .tracing.inputs import TraceInputs, trace_inputs
@@ -46,6 +51,7 @@ def solve_plan(
     tp: int,
     *,
     experts: str = "tp",
+    sequence_parallel: bool = False,
     blocks: Blocks | None = None,
     check: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -56,6 +62,7 @@ def solve_plan(
         spec: the resolved model; only its config is used.
         tp: number of ranks.
         experts: ``tp`` splits each expert of a mixture, ``ep`` gives whole experts to each rank.
+        sequence_parallel: solve for activations that are split over the sequence, as well.
         blocks: of block-scaled parameters; no rank's part of them begins or ends inside of a block.
         check: retrace the local model and compare simulated ranks with the unsharded model.
         progress: told the name of each stage.
@@ -66,7 +73,7 @@ def solve_plan(
     tell = progress or (lambda _: None)
     try:
         with _no_collection():
-            return _stages(spec, tp, experts, blocks or {}, check, tell)
+            return _stages(spec, tp, experts, sequence_parallel, blocks or {}, check, tell)
     except ShardconvError:
         raise
     except Exception as error:
@@ -89,7 +96,13 @@ def _no_collection() -> Iterator[None]:
 
 
 def _stages(
-    spec: ModelSpec, tp: int, experts: str, blocks: Blocks, check: bool, tell: Callable[[str], None]
+    spec: ModelSpec,
+    tp: int,
+    experts: str,
+    sequence_parallel: bool,
+    blocks: Blocks,
+    check: bool,
+    tell: Callable[[str], None],
 ) -> Plan:
     tell("building the model")
     model = _built(spec)
@@ -100,16 +113,56 @@ def _stages(
     if experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
-    plan = _solved(spec, tp, model, folded, inputs if check else None, experts, blocks)
+    analysis = analyse(folded.tape, folded.ties)
+    parallel = ExpertParallel(analysis) if experts == "ep" else None
+    problem = _Problem(spec, tp, model, folded, analysis, parallel, blocks, inputs if check else None)
+    plan, solution = _solved(problem)
     plan = replace(plan, notes=(*inputs.notes, *plan.notes))
+    bypassed = find_bypasses(tape, folded.representatives()) if check else {}
     if check:
         tell("simulating the ranks")
-        bypassed = find_bypasses(tape, folded.representatives())
-        if simulate(plan, model, inputs, bypassed) is None:
-            tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
-        elif tp > 1:
-            plan = replace(plan, notes=(*plan.notes, *notes_on_others(plan, model, inputs, bypassed)))
+        plan = _simulated(plan, model, inputs, bypassed, tell)
+    if sequence_parallel:
+        tell("solving for sequence parallelism")
+        plan = _with_sequence(problem, plan, solution.layouts.assignment)
+        outcome = simulate(of_sequence(plan), model, inputs, bypassed, gradients=True) if check else None
+        if outcome is not None and outcome.gradients:
+            raise _no_sequence(problem, outcome.gradients)
     return plan
+
+
+def _simulated(
+    plan: Plan,
+    model: nn.Module,
+    inputs: TraceInputs,
+    bypassed: Mapping[str, Bypass],
+    tell: Callable[[str], None],
+) -> Plan:
+    """The plan, proven on numbers; without gradients if these are not those of the unsharded model."""
+    outcome = simulate(plan, model, inputs, bypassed, gradients=plan.training is not None)
+    if outcome is None:
+        tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
+        return plan
+    if outcome.gradients:
+        plan = _without_gradients(plan, outcome.gradients)
+    if plan.tp > 1:
+        plan = replace(plan, notes=(*plan.notes, *notes_on_others(plan, model, inputs, bypassed)))
+    return plan
+
+
+def _without_gradients(plan: Plan, why: str) -> Plan:
+    """The plan for inference only."""
+    modules = tuple(
+        replace(entry, inputs=_inference_steps(entry.inputs), outputs=_inference_steps(entry.outputs))
+        for entry in plan.modules
+    )
+    parameters = tuple(replace(entry, grad_axes=()) for entry in plan.parameters)
+    notes = (INFERENCE_ONLY + why, *plan.notes)
+    return replace(plan, modules=modules, parameters=parameters, training=None, notes=notes)
+
+
+def _inference_steps(steps: Sequence[Boundary]) -> tuple[Boundary, ...]:
+    return tuple(replace(step, grad_axes=(), local_grad_axes=()) for step in in_use(steps, training=False))
 
 
 def _built(spec: ModelSpec) -> nn.Module:
@@ -124,42 +177,100 @@ def _built(spec: ModelSpec) -> nn.Module:
         ) from error
 
 
-def _solved(
-    spec: ModelSpec,
-    tp: int,
-    model: nn.Module,
-    folded: Folded,
-    inputs: TraceInputs | None,
-    experts: str,
-    blocks: Blocks,
-) -> Plan:
+@dataclass(frozen=True)
+class _Problem:
+    """What is solved: the same in every round."""
+
+    spec: ModelSpec
+    tp: int
+    model: nn.Module
+    folded: Folded
+    analysis: Analysis
+    parallel: ExpertParallel | None
+    blocks: Blocks
+    inputs: TraceInputs | None
+    """None: without retracing."""
+
+    def solution(self, assignment: Assignment, ruled_out: Mapping[int, str]) -> Solution:
+        """The assignment with all that a plan says.
+
+        Raises:
+            Unlocalizable: it is not possible.
+        """
+        layouts = Layouts(self.analysis, assignment)
+        norms = _norms(self.model, layouts)
+        edits = localize(layouts) | (self.parallel.edits(layouts) if self.parallel else {})
+        gradients = solve_gradients(self.analysis, assignment, self.folded)
+        return Solution(layouts, edits, norms, self.folded, ruled_out, gradients)
+
+
+def _solved(problem: _Problem) -> tuple[Plan, Solution]:
     """Solve, and again without what turns out not to be possible, until all fits."""
-    analysis = analyse(folded.tape, folded.ties)
-    parallel = ExpertParallel(analysis) if experts == "ep" else None
+    parallel, analysis, folded = problem.parallel, problem.analysis, problem.folded
     ruled_out: dict[int, str] = {}
     forbidden: list[Node] = parallel.forbidden() if parallel else []
-    forbidden += split_at_blocks(analysis, folded, blocks)
+    forbidden += split_at_blocks(analysis, folded, problem.blocks)
     for _ in range(MAX_ROUNDS):
-        assignment = solve(analysis, tp, forbidden, folded)
         try:
-            layouts = Layouts(analysis, assignment)
-            norms = _norms(model, layouts)
-            edits = localize(layouts) | (parallel.edits(layouts) if parallel else {})
-            solution = Solution(layouts, edits, norms, folded, ruled_out)
-            plan = _plan(spec, tp, model, solution)
-            require_whole_blocks(solution, plan.parameters, blocks)
+            solution = problem.solution(solve(analysis, problem.tp, forbidden, folded), ruled_out)
+            plan = _plan(problem.spec, problem.tp, problem.model, solution)
+            require_whole_blocks(solution, plan.parameters, problem.blocks)
             if parallel:
-                plan = replace(plan, experts=experts, notes=(*plan.notes, *parallel.notes(layouts)))
-            if inputs is not None:
-                retrace(plan, layouts, model, inputs)
-            return plan
-        except Unlocalizable as problem:
-            if not problem.nodes:
-                raise SolveError(f"{problem.where}: no attribute edit makes this call local") from None
-            forbidden += problem.nodes
-            ruled_out |= {id(find(x)): problem.where for node in problem.nodes for x in leaves(node)}
+                notes = (*plan.notes, *parallel.notes(solution.layouts))
+                plan = replace(plan, experts="ep", notes=notes)
+            if problem.inputs is not None:
+                retrace(plan, solution.layouts, problem.model, problem.inputs)
+            return plan, solution
+        except Unlocalizable as obstacle:
+            _rule_out(obstacle, forbidden, ruled_out)
     raise SolveError(
         f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {list(ruled_out.values())[-1]}"
+    )
+
+
+def _rule_out(obstacle: Unlocalizable, forbidden: list[Node], ruled_out: dict[int, str]) -> None:
+    if not obstacle.nodes:
+        raise SolveError(f"{obstacle.where}: no attribute edit makes this call local") from None
+    forbidden += obstacle.nodes
+    ruled_out |= {id(find(x)): obstacle.where for node in obstacle.nodes for x in leaves(node)}
+
+
+def _with_sequence(problem: _Problem, plan: Plan, plain: Assignment) -> Plan:
+    """The plan with its sequence-parallel form.
+
+    Raises:
+        SolveError: there is none.
+    """
+    if plan.training is None:
+        why = next(n for n in plan.notes if n.startswith(INFERENCE_ONLY))
+        raise _no_sequence(problem, f"the plan is {why}")
+    ruled_out: dict[int, str] = {}
+    forbidden: list[Node] = problem.parallel.forbidden() if problem.parallel else []
+    for _ in range(MAX_ROUNDS):
+        assignment = solve_sequence(problem.analysis, plain, problem.folded, forbidden)
+        if assignment is None:
+            break
+        try:
+            solution = problem.solution(assignment, ruled_out)
+            if solution.gradients.refusal:
+                raise _no_sequence(problem, solution.gradients.refusal)
+            modules = annotate.module_plans(solution)
+            gradients = annotate.gradient_plans(annotate.parameter_plans(solution, problem.model))
+            training = replace(plan.training, sequence=SequencePlan(modules, gradients))
+            plan = replace(plan, training=training)
+            if problem.inputs is not None:
+                retrace(of_sequence(plan), solution.layouts, problem.model, problem.inputs)
+            return plan
+        except Unlocalizable as obstacle:
+            _rule_out(obstacle, forbidden, ruled_out)
+    obstacles = list(ruled_out.values())
+    raise _no_sequence(problem, obstacles[-1] if obstacles else "no activation would gain by it")
+
+
+def _no_sequence(problem: _Problem, why: str) -> SolveError:
+    return SolveError(
+        f"{problem.spec.name}: no activation can be split over the sequence: {why}; convert without "
+        "sequence parallelism"
     )
 
 
@@ -192,8 +303,9 @@ def _local_sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
 
 
 def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Plan:
-    modules = annotate.module_plans(solution)
     analysis = solution.analysis
+    refusal = solution.gradients.refusal
+    modules = annotate.module_plans(solution)
     return Plan(
         tp=tp,
         mesh=solution.layouts.mesh,
@@ -208,7 +320,8 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
         modules=modules,
         tied=annotate.tied_names(model),
         logits=annotate.logits_info(solution, modules),
-        notes=_notes(solution),
+        training=None if refusal else TrainingPlan(),
+        notes=(*([INFERENCE_ONLY + refusal] if refusal else ()), *_notes(solution)),
     )
 
 

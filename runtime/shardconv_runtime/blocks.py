@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .errors import PlanError
 from .plan import ParameterPlan, Plan, by_name
-from .slices import Dim, Leaf, Mesh, Product, Range, Sum, leaves, ranges, size, to_text
+from .slices import Dim, Leaf, Mesh, Range, Sum, leaves, ranges, segments, size, to_text
 
 if TYPE_CHECKING:
     import torch
@@ -94,20 +94,10 @@ def _block_dim(dim: Dim, block: int) -> Dim:
     if block == 1:
         return dim
     blocks = []
-    for segment in _segments(dim):
+    for segment in segments(dim):
         axes = dict.fromkeys(axis for leaf in leaves(segment) for axis in leaf.axes)
         blocks.append(Leaf(math.ceil(size(segment) / block), tuple(axes)))
     return blocks[0] if len(blocks) == 1 else Sum(tuple(blocks))
-
-
-def _segments(dim: Dim) -> list[Dim]:
-    """The dims that are laid end to end; ``(a + b)*c`` is ``a*c + b*c``."""
-    if isinstance(dim, Sum):
-        return [part for segment in dim.segments for part in _segments(segment)]
-    if isinstance(dim, Product):
-        outer, *inner = dim.factors
-        return [Product((part, *inner)) for part in _segments(outer)] if inner else _segments(outer)
-    return [dim]
 
 
 def _positions(spans: tuple[Range, ...], block: int, extent: int) -> tuple[Range, ...]:

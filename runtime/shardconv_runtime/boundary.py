@@ -10,13 +10,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .collectives import Communicator, Gather, Inner, Reduce, Slice
+from .collectives import (
+    Communicator,
+    Gather,
+    GradDivide,
+    GradReduce,
+    Inner,
+    Reduce,
+    ReduceScatter,
+    Resharding,
+    Slice,
+)
 from .errors import PlanError
 from .plan import Boundary, ModulePlan
 from .plan_checks import LOCAL_ROWS
@@ -27,20 +37,40 @@ Step = Callable[[Tensor], Tensor]
 _Path = tuple[str, ...]
 
 
-def step(boundary: Boundary, comm: Communicator) -> Step:
+GRADIENT_STEPS = ("grad_all_reduce", "grad_divide")
+"""Steps that do nothing but to a gradient."""
+
+_RESHARDING: dict[str, type[Resharding]] = {
+    "all_gather": Gather,
+    "slice": Slice,
+    "reduce_scatter": ReduceScatter,
+}
+
+
+def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step:
     """The operation of a boundary that needs nothing but the tensor.
 
+    Args:
+        boundary: what the plan says.
+        comm: the ranks.
+        training: it has a backward.
+
     Raises:
-        PlanError: it is none of ``all_reduce``, ``all_gather`` and ``slice``.
+        PlanError: it is none of these operations.
     """
+    grad_axes = boundary.grad_axes if training else None
     if boundary.op == "all_reduce":
-        return Reduce(comm, boundary.axes)
-    if boundary.op in ("all_gather", "slice") and boundary.dim is not None and boundary.layout is not None:
-        kind: type[Gather] | type[Slice] = Gather if boundary.op == "all_gather" else Slice
+        return Reduce(comm, boundary.axes, grad_axes)
+    if boundary.op == "grad_all_reduce":
+        return GradReduce(comm, boundary.axes)
+    if boundary.op == "grad_divide":
+        return GradDivide(comm, boundary.axes)
+    if boundary.op in _RESHARDING and boundary.dim is not None and boundary.layout is not None:
+        kind = _RESHARDING[boundary.op]
         parts = open_parts(boundary.layout)
         if parts is not None:
-            return Inner(kind, comm, boundary.dim, *parts)
-        return kind(comm, boundary.dim, boundary.layout)
+            return Inner(kind, comm, boundary.dim, *parts, grad_axes, boundary.local_grad_axes)
+        return kind(comm, boundary.dim, boundary.layout, grad_axes, boundary.local_grad_axes)
     raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here, or lacks dim or layout")
 
 
@@ -96,24 +126,37 @@ def zero_foreign(x: Tensor, foreign: Tensor) -> Tensor:
     return x.masked_fill(foreign.reshape(foreign.shape + (1,) * (x.dim() - foreign.dim())), 0)
 
 
-def attach(module: nn.Module, entry: ModulePlan, comm: Communicator, signature: inspect.Signature) -> None:
+def attach(
+    module: nn.Module,
+    entry: ModulePlan,
+    comm: Communicator,
+    signature: inspect.Signature,
+    training: bool = False,
+) -> None:
     """Run the plan's steps around ``module``.
 
     Args:
         module: gets forward hooks, which run before any others that it has or will have appended.
         entry: its ``inputs`` and ``outputs`` are used.
         signature: of the forward method that the slots speak of, without ``self``.
+        training: the steps have backwards.
 
     Raises:
         PlanError: a slot is none of the forward method, or a step is malformed.
     """
     mask = _Mask()
-    if entry.inputs:
-        before = _Before([_input_action(b, comm, signature, mask) for b in entry.inputs])
+    inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
+    if inputs:
+        before = _Before([_input_action(b, comm, signature, mask, training) for b in inputs])
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    if entry.outputs:
-        after = _After([(_output_path(b.slot), _output_step(b, comm, mask)) for b in entry.outputs])
+    if outputs:
+        after = _After([(_output_path(b.slot), _output_step(b, comm, mask, training)) for b in outputs])
         module.register_forward_hook(after, prepend=True)
+
+
+def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
+    """Without training, steps that concern gradients alone are left out."""
+    return [b for b in steps if training or b.op not in GRADIENT_STEPS]
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
@@ -209,7 +252,7 @@ class _After:
 
 
 def _input_action(
-    boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask
+    boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask, training: bool
 ) -> _InputAction:
     _, name, *path = boundary.slot.split(".")
     if boundary.op in LOCAL_ROWS and boundary.layout is not None:
@@ -220,12 +263,12 @@ def _input_action(
     elif boundary.op == "zero_foreign":
         function = _ZeroForeign(mask)
     else:
-        function = step(boundary, comm)
+        function = step(boundary, comm, training)
     return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)
 
 
-def _output_step(boundary: Boundary, comm: Communicator, mask: _Mask) -> Step:
-    return _ZeroForeign(mask) if boundary.op == "zero_foreign" else step(boundary, comm)
+def _output_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> Step:
+    return _ZeroForeign(mask) if boundary.op == "zero_foreign" else step(boundary, comm, training)
 
 
 def _output_path(slot: str) -> _Path:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .boundary import RowIds, Step, attach, forward_signature, step
+from .boundary import RowIds, Step, attach, forward_signature, in_use, step
 from .collectives import Communicator, Slice
 from .errors import PlanError
+from .gates import Gated, GradientGate, attach_gates
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .names import expand_all
 from .norms import ShardedNorm
 from .plan import (
     Edit,
@@ -34,7 +36,15 @@ from .plan import (
 from .slices import size
 
 
-def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits: bool = True) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    gather_logits: bool = True,
+    *,
+    training: bool = False,
+    sequence_parallel: bool = False,
+) -> nn.Module:
     """Make ``model`` one rank's part of itself, in place.
 
     Args:
@@ -43,10 +53,18 @@ def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits:
         plan: solved for this model's code.
         comm: this rank; its mesh is the plan's.
         gather_logits: if False, the logits stay sharded, and the model refuses labels.
+        training: the model has a backward pass; its parameters require gradients as they did.
+        sequence_parallel: activations between the parallel blocks are split over the sequence, whose length
+            the number of ranks divides.
 
     Raises:
-        PlanError: the plan does not fit the model; the message names the module or parameter.
+        PlanError: the plan does not fit the model, or lacks what was asked for; the message names the module
+            or parameter.
     """
+    if training:
+        require_training(plan)
+    if sequence_parallel:
+        plan = of_sequence(plan)
     if comm.mesh != plan.mesh:
         raise PlanError(f"the plan is for a mesh {plan.mesh}, the ranks form {comm.mesh}")
     modules = module_plans(plan)
@@ -65,12 +83,56 @@ def parallelize(model: nn.Module, plan: Plan, comm: Communicator, gather_logits:
     replaced = {}
     for fqn, entry in modules.items():
         with _at(fqn):
-            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm)
+            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
             replaced[id(targets[fqn])] = _convert(target)
     _swap(model, replaced)
-    _shrink(model, parameters, comm)
+    _shrink(model, parameters, comm, training)
     retie(model, plan)
+    if training:
+        _attach_gates(model, plan, parameters, comm)
     return model
+
+
+def require_training(plan: Plan) -> None:
+    """Check that a plan has what a backward pass needs.
+
+    Raises:
+        PlanError: it has not; with the reason, if the plan has one.
+    """
+    if plan.training is None:
+        why = next((note for note in plan.notes if note.startswith(INFERENCE_ONLY)), "")
+        raise PlanError(
+            "the model cannot be trained: its plan was solved for inference only"
+            + (f" ({why.removeprefix(INFERENCE_ONLY)})" if why else "; convert it again, or replan it")
+        )
+
+
+INFERENCE_ONLY = "for inference only: "
+"""How the note begins that says why a plan has no gradients."""
+
+
+def of_sequence(plan: Plan) -> Plan:
+    """The plan with what its sequence-parallel form has in place of the plain one.
+
+    Raises:
+        PlanError: it has none.
+    """
+    sequence = plan.training.sequence if plan.training else None
+    if sequence is None:
+        raise PlanError(
+            "sequence_parallel=True: the plan has no sequence-parallel form; convert with --sequence-parallel"
+        )
+    gradients = {name: each for each in sequence.gradients for name in expand_all(each.names)}
+    parameters = tuple(
+        replace(
+            entry,
+            names=(name,),
+            grad_axes=gradients[name].axes if name in gradients else (),
+            grad_levels=gradients[name].levels if name in gradients else entry.grad_levels,
+        )
+        for name, entry in parameter_plans(plan).items()
+    )
+    return replace(plan, modules=sequence.modules, parameters=parameters)
 
 
 def _refuse(model: nn.Module, argument: str, why: str) -> None:
@@ -185,6 +247,7 @@ class _Target:
     parameters: dict[str, ParameterPlan]
     tied: dict[str, str]
     comm: Communicator
+    training: bool = False
 
     def parameter(self, name: str) -> ParameterPlan:
         """The plan of one of the module's parameters."""
@@ -205,7 +268,8 @@ class _Target:
         for boundary in boundaries:
             if boundary.slot not in slots:
                 raise PlanError(f"a {type(self.module).__name__} has no slot {boundary.slot!r}")
-        return [step(b, self.comm) for b in boundaries if b.op not in ignored]
+        steps = [b for b in in_use(boundaries, self.training) if b.op not in ignored]
+        return [step(b, self.comm, self.training) for b in steps]
 
 
 def _convert(target: _Target) -> nn.Module:
@@ -218,7 +282,7 @@ def _convert(target: _Target) -> nn.Module:
     module = target.module if target.entry.norm is None else _norm(target)
     _check_rows(target)
     _localize_padding(target)
-    attach(module, target.entry, target.comm, signature)
+    attach(module, target.entry, target.comm, signature, target.training)
     return module
 
 
@@ -230,6 +294,7 @@ def _column(target: _Target) -> nn.Module:
         target.module.bias is not None,
         inputs=target.steps("input"),
         outputs=target.steps("output"),
+        training=target.training,
         device=torch.device("meta"),
     )
 
@@ -238,11 +303,12 @@ def _row(target: _Target) -> nn.Module:
     out_features, in_features = target.local_shape("weight")
     has_bias = target.module.bias is not None
     bias_is_partial = has_bias and bool(target.parameter("bias").partial)
-    if has_bias and not bias_is_partial and not _has(target.entry, "all_reduce"):
+    if has_bias and not bias_is_partial and not _sums(target.entry):
         raise PlanError("every rank would add the bias, and nothing is reduced here; make the bias partial")
     inputs = target.steps("input")
     if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
-        inputs.append(Slice(target.comm, -1, target.parameter("weight").dims[1]))
+        grad_axes = () if target.training else None
+        inputs.append(Slice(target.comm, -1, target.parameter("weight").dims[1], grad_axes))
     return RowParallelLinear(
         in_features,
         out_features,
@@ -273,7 +339,7 @@ def _embedding(target: _Target) -> nn.Module:
 
 def _norm(target: _Target) -> nn.Module:
     assert target.entry.norm is not None
-    return ShardedNorm(target.entry.norm, target.module, target.comm)
+    return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)
 
 
 _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Module]] = {
@@ -307,14 +373,16 @@ def _localize_padding(target: _Target) -> None:
 
 
 def _check_entry(entry: ModulePlan) -> None:
-    if entry.sequence_parallel:
-        raise PlanError("sequence parallelism is not supported by this version of the runtime; convert again")
     if entry.gather_output and not _has(entry, "all_gather"):
         raise PlanError("gather_output is set, but no all_gather is among the outputs")
-    if entry.reduce_output and not _has(entry, "all_reduce"):
-        raise PlanError("reduce_output is set, but no all_reduce is among the outputs")
+    if entry.reduce_output and not _sums(entry):
+        raise PlanError("reduce_output is set, but nothing is summed among the outputs")
     if entry.category == "norm" and entry.norm is None:
         raise PlanError("the category is norm, but the plan does not say how it computes")
+
+
+def _sums(entry: ModulePlan) -> bool:
+    return _has(entry, "all_reduce") or _has(entry, "reduce_scatter")
 
 
 def _has(entry: ModulePlan, op: str) -> bool:
@@ -394,7 +462,25 @@ def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
                 module._modules[name] = replaced.get(id(child), child)
 
 
-def _shrink(model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator) -> None:
+def _attach_gates(
+    model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan], comm: Communicator
+) -> None:
+    """Have the gradients summed of parameters that ranks share."""
+    gated: dict[str, list[Gated]] = {}
+    for name, source in [(name, name) for name in parameters] + list(plan.tied):
+        entry = parameters[source]
+        gate = GradientGate(comm, entry, entry.grad_axes)
+        owner, attribute = owner_of(model, name)
+        if not gate.is_open and attribute in owner._parameters:
+            around = ".".join(name.split(".")[: -1 - entry.grad_levels])
+            gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
+    for module, found in gated.items():
+        attach_gates(model.get_submodule(module), found)
+
+
+def _shrink(
+    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, training: bool
+) -> None:
     """Give each stored tensor a meta tensor of its local shape and of the plan's dtype."""
     for name, entry in parameters.items():
         owner, attribute = owner_of(model, name)
@@ -402,7 +488,8 @@ def _shrink(model: nn.Module, parameters: dict[str, ParameterPlan], comm: Commun
         local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
         is_parameter = attribute in owner._parameters
         tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
-        tensors[attribute] = nn.Parameter(local, requires_grad=False) if is_parameter else local
+        needs_grad = training and tensors[attribute].requires_grad
+        tensors[attribute] = nn.Parameter(local, requires_grad=needs_grad) if is_parameter else local
 
 
 class _at:

@@ -6,7 +6,7 @@ row-parallel. An embedding split over its rows gives zeros for ids that other ra
 (Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
 
 Parameters keep their names, so that every FQN of the model stays. ``in_features``, ``out_features``
-and ``num_embeddings`` are local. No layer has a backward in this version.
+and ``num_embeddings`` are local. Their backwards are those of the steps that they are given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .boundary import RowIds, Step, zero_foreign
-from .collectives import Reduce, refuse_gradient
+from .collectives import Reduce, ReduceScatter, refuse_gradient
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -30,6 +30,7 @@ class ColumnParallelLinear(nn.Linear):
         bias: whether there is a bias, split like the output.
         inputs: steps on the input, in order.
         outputs: steps on the output; a ``Gather`` makes it whole.
+        training: the steps have backwards; without it, an input that needs a gradient is refused.
 
     Shapes: ``x: [..., in_features]``, output ``[..., out_features]`` local, whole if gathered.
     """
@@ -42,16 +43,19 @@ class ColumnParallelLinear(nn.Linear):
         *,
         inputs: Sequence[Step] = (),
         outputs: Sequence[Step] = (),
+        training: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self._has_backward = training
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        refuse_gradient(input)
+        if not self._has_backward:
+            refuse_gradient(input)
         return _finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
 
 
@@ -150,5 +154,6 @@ def _finish(steps: Sequence[Step], y: Tensor) -> Tensor:
 
 
 def _last_reduction(steps: Sequence[Step]) -> int:
-    """Number of steps up to and with the last ``Reduce``."""
-    return max((i + 1 for i, step in enumerate(steps) if isinstance(step, Reduce)), default=0)
+    """Number of steps up to and with the last one that sums over ranks."""
+    sums = (Reduce, ReduceScatter)
+    return max((i + 1 for i, step in enumerate(steps) if isinstance(step, sums)), default=0)

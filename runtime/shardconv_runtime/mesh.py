@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from .collectives import AllReduce, Communicator, ProcessCommunicator
 from .errors import LaunchError
-from .plan import ModulePlan, Plan
+from .gates import sums
+from .plan import Boundary, ModulePlan, Plan
 from .slices import Mesh, axes_of, group_of
 
 JOIN_TIMEOUT_S = 300
@@ -128,19 +129,22 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def connect(plan: Plan, start: Launch, all_reduce: AllReduce | None = None) -> Communicator:
+def connect(
+    plan: Plan, start: Launch, all_reduce: AllReduce | None = None, *, training: bool = False
+) -> Communicator:
     """The rank's communicator, with a process group for each set of mesh axes that the plan uses.
 
     Args:
         plan: its mesh has as many ranks as there are processes.
         start: the ranks.
         all_reduce: takes the place of torch's own, see ``load``.
+        training: also for the collectives of the backward pass.
 
     Raises:
         LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for axes in sorted(used_axes(plan)):
+    for axes in sorted(used_axes(plan, training)):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
             groups[axes] = _axes_group(start.group, members)
@@ -154,20 +158,36 @@ def can_capture(start: Launch) -> bool:
     return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
 
 
-def used_axes(plan: Plan) -> set[tuple[int, ...]]:
+def used_axes(plan: Plan, training: bool = False) -> set[tuple[int, ...]]:
     """Each set of mesh axes (those of extent 1 left out) that some collective of the plan runs over."""
-    found = {_real_axes(axes, plan.mesh) for entry in plan.modules for axes in _axes_of_module(entry)}
-    return found - {()}
+    used = [axes for entry in plan.modules for axes in _axes_of_module(entry, training)]
+    if training:
+        everyone = tuple(range(len(plan.mesh)))
+        used += [
+            everyone,
+            *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
+        ]
+    return {_real_axes(axes, plan.mesh) for axes in used} - {()}
 
 
-def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
+def _axes_of_module(entry: ModulePlan, training: bool) -> Iterable[Iterable[int]]:
     for boundary in (*entry.inputs, *entry.outputs):
-        if boundary.op == "all_reduce":
+        split = axes_of(boundary.layout) if boundary.layout is not None else frozenset()
+        if boundary.op == "all_reduce" or (boundary.op == "grad_all_reduce" and training):
             yield boundary.axes
-        elif boundary.op == "all_gather" and boundary.layout is not None:
-            yield axes_of(boundary.layout)
+        elif boundary.op in ("all_gather", "reduce_scatter"):
+            yield split
+        if training:
+            yield from _backward_axes(boundary, split)
     if entry.norm is not None:
         yield entry.norm.axes
+
+
+def _backward_axes(boundary: Boundary, split: frozenset[int]) -> Iterable[Iterable[int]]:
+    if boundary.op in ("all_reduce", "all_gather"):
+        yield boundary.grad_axes
+    elif boundary.op == "slice":
+        yield split.difference(boundary.grad_axes)
 
 
 def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:

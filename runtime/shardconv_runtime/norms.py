@@ -22,12 +22,14 @@ class ShardedNorm(nn.Module):
 
     An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
     other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
-    the mean is large). A gate, if there is one, multiplies before or after. No backward.
+    the mean is large). A gate, if there is one, multiplies before or after.
 
     Args:
         info: how the norm that this one replaces computes.
         replaced: that norm; its weight and bias are taken over under their names.
         comm: the ranks.
+        training: whether there is a backward: of a statistic, which all ranks use, each rank has a term of
+            the gradient.
 
     Shapes: ``x: local [..., D/n]``, gate and output the same.
 
@@ -35,7 +37,9 @@ class ShardedNorm(nn.Module):
         PlanError: the norm is of no known kind, or lacks a parameter that the plan names.
     """
 
-    def __init__(self, info: NormInfo, replaced: nn.Module, comm: Communicator) -> None:
+    def __init__(
+        self, info: NormInfo, replaced: nn.Module, comm: Communicator, training: bool = False
+    ) -> None:
         super().__init__()
         if info.kind not in ("rms", "layer"):
             raise PlanError(f"unknown kind of norm {info.kind!r}; expected rms or layer")
@@ -43,7 +47,7 @@ class ShardedNorm(nn.Module):
             raise PlanError(f"unknown activation of a gate {info.gate_activation!r}")
         self.info = info
         self.groups = info.groups[0] if len(info.groups) == 1 else info.groups[comm.rank]
-        self.reduce = Reduce(comm, info.axes)
+        self.reduce = Reduce(comm, info.axes, info.axes if training else None)
         self.names = tuple(forward_signature(replaced).parameters)
         for name in (info.weight, info.bias):
             if name:

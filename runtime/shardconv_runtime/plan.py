@@ -58,6 +58,11 @@ class ParameterPlan:
     module gets their product in the model's dtype."""
     block_dtype: str = ""
     """Of the factors."""
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes over which the gradient is a Partial, where the parameter is not split over them: it is
+    summed over the ranks that hold these positions alike."""
+    grad_levels: int = 0
+    """How many levels above the parameter's own module is the one that reads it: 0, its own module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,9 @@ class Boundary:
     - ``all_reduce``: Partial over ``axes`` to Replicate,
     - ``all_gather``: dim ``dim``, laid out as ``layout``, becomes whole,
     - ``slice``: dim ``dim``, whole, becomes this rank's part of ``layout``,
+    - ``reduce_scatter``: Partial over the axes of ``layout`` to this rank's part of dim ``dim``,
+    - ``grad_all_reduce``: the value passes; its gradient, Partial over ``axes``, is summed,
+    - ``grad_divide``: the value passes; its gradient, replicated over ``axes``, becomes a Partial,
     - ``local_rows``: global row ids (of a table whose dim 0 is laid out as ``layout``) become local
       row ids; foreign ids become 0 and are remembered,
     - ``local_rows_or_end``: as ``local_rows``, but foreign ids become the number of local rows, one past
@@ -86,6 +94,12 @@ class Boundary:
     layout: Dim | None = None
     per_token: int = 0
     """Elements of the (global) tensor for each token of the input; for reports."""
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes of this step over which the gradient of its replicated side is a Partial: of what
+    ``all_reduce`` and ``all_gather`` return, of what ``slice`` is given."""
+    local_grad_axes: tuple[int, ...] = ()
+    """The same for the other side of ``all_gather`` and ``slice``, where the layout has segments that are not
+    split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +163,6 @@ class ModulePlan:
     """Row: the input arrives sharded."""
     reduce_output: bool = False
     """Row, vocab, experts: the Partial output is reduced here."""
-    sequence_parallel: bool = False
     norm: NormInfo | None = None
     flags: tuple[str, ...] = ()
     """Experts: bool attributes that are set, so that the module leaves ids past the last expert out."""
@@ -162,6 +175,36 @@ class LogitsInfo:
     module: str
     """FQN whose output gather may be dropped."""
     slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """Parameters whose gradient is a Partial over ``axes``, as ``ParameterPlan.grad_axes`` says it."""
+
+    names: tuple[str, ...]
+    axes: tuple[int, ...]
+    levels: int = 0
+    """See ``ParameterPlan.grad_levels``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """What differs where activations between the parallel blocks are split over the sequence."""
+
+    modules: tuple[ModulePlan, ...]
+    """In place of those of the plan."""
+    gradients: tuple[GradientPlan, ...] = ()
+    """In place of the ``grad_axes`` of the plan's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What a plan needs beyond inference; without it, the model cannot be trained."""
+
+    sequence: SequencePlan | None = None
+    loss: str = ""
+    """What takes the place of the model's loss function where logits stay sharded; empty: logits are gathered
+    for the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +225,14 @@ class Plan:
     logits: LogitsInfo | None = None
     experts: str = "tp"
     """How mixture-of-experts layers are split: ``tp``, inside of each expert, or ``ep``, whole experts."""
+    training: TrainingPlan | None = None
+    """None: for inference only; a note says why."""
     notes: tuple[str, ...] = ()
     """What a person should know: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
 
 
-_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan)
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from .blocks import VALUES_DTYPE, check_blocks
 from .dtypes import STORED_NAME
 from .errors import PlanError
+from .names import expand_all
 from .plan import (
     Boundary,
     Edit,
@@ -18,21 +19,27 @@ from .plan import (
     NormInfo,
     ParameterPlan,
     Plan,
+    by_name,
     module_plans,
     parameter_plans,
 )
-from .slices import Dim, Mesh, axes_of, open_parts, to_text, validate_tensor
+from .slices import Dim, Leaf, Mesh, axes_of, open_parts, to_text, validate_tensor
 from .typed_json import MalformedError
 
 BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
     "all_reduce": frozenset({"axes"}),
     "all_gather": frozenset({"dim", "layout"}),
     "slice": frozenset({"dim", "layout"}),
+    "reduce_scatter": frozenset({"dim", "layout"}),
+    "grad_all_reduce": frozenset({"axes"}),
+    "grad_divide": frozenset({"axes"}),
     "local_rows": frozenset({"layout"}),
     "local_rows_or_end": frozenset({"layout"}),
     "zero_foreign": frozenset(),
 }
 """Which of ``axes``, ``dim`` and ``layout`` each op of a boundary has; it has no others."""
+
+_WITH_GRAD_AXES = ("all_reduce", "all_gather", "slice")
 
 LOCAL_ROWS = ("local_rows", "local_rows_or_end")
 """The ops that remember which ids were foreign, for inputs only."""
@@ -47,8 +54,11 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
 }
 """Which fields that not every module has may be set in a category."""
 
-FLAG_STEPS: Mapping[str, str] = {"gather_output": "all_gather", "reduce_output": "all_reduce"}
-"""The op among the outputs which a flag announces."""
+FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
+    "gather_output": ("all_gather",),
+    "reduce_output": ("all_reduce", "reduce_scatter"),
+}
+"""The ops of which one is among the outputs if a flag is set."""
 
 EXPERT_MODES = ("tp", "ep")
 
@@ -73,6 +83,7 @@ def check_plan(plan: Plan) -> None:
     _check_experts(plan)
     _check_tied(plan.tied, parameter_plans(plan))
     modules = module_plans(plan)
+    _check_training(plan)
     if plan.logits is not None:
         _check_logits(plan.logits, modules)
 
@@ -122,6 +133,9 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     _check_dims(f"{where}.dims", entry.dims, mesh)
     _check_blocks(where, entry, mesh)
     _check_axes(f"{where}.partial", entry.partial, mesh)
+    _check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
+    if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:
+        _fail(f"{where}.grad_levels", "there are not so many modules around the parameter")
     if both := sorted(set(entry.partial).intersection(_all_axes(entry.dims))):
         _fail(
             f"{where}.partial", f"mesh axis {both[0]} also splits a dim; it can be Partial or Shard, not both"
@@ -139,9 +153,9 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
         for index, step in enumerate(steps):
             _check_boundary(f"{where}.{side}s[{index}]", step, side, plan.mesh)
-    for field, op in FLAG_STEPS.items():
-        if getattr(entry, field) and not _has_op(entry.outputs, op):
-            _fail(f"{where}.{field}", f"there is no {op} among the outputs")
+    for field, ops in FLAG_STEPS.items():
+        if getattr(entry, field) and not any(_has_op(entry.outputs, op) for op in ops):
+            _fail(f"{where}.{field}", f"there is no {' or '.join(ops)} among the outputs")
     _check_foreign(where, entry)
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
     if entry.category == "norm":
@@ -165,6 +179,22 @@ def _check_foreign(where: str, entry: ModulePlan) -> None:
         _fail(f"{where}.flags", "an attribute is named twice")
 
 
+def _check_training(plan: Plan) -> None:
+    sequence = plan.training.sequence if plan.training is not None else None
+    if sequence is None:
+        return
+    for index, module in enumerate(sequence.modules):
+        _check_module(f"training.sequence.modules[{index}]", module, plan)
+    by_name("training.sequence.modules", sequence.modules)
+    known = parameter_plans(plan)
+    for index, entry in enumerate(sequence.gradients):
+        where = f"training.sequence.gradients[{index}]"
+        _check_axes(f"{where}.axes", entry.axes, plan.mesh)
+        if unknown := [name for name in expand_all(entry.names) if name not in known]:
+            _fail(f"{where}.names", f"there is no parameter {unknown[0]!r}")
+    by_name("training.sequence.gradients", sequence.gradients)
+
+
 def _check_experts(plan: Plan) -> None:
     if plan.experts not in EXPERT_MODES:
         _fail("experts", _one_of(plan.experts, EXPERT_MODES))
@@ -184,6 +214,12 @@ def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
         if is_given != (field in BOUNDARY_FIELDS[step.op]):
             _fail(f"{where}.{field}", f"{step.op} {'has none' if is_given else 'needs it'}")
     _check_axes(f"{where}.axes", step.axes, mesh)
+    _check_axes(f"{where}.grad_axes", step.grad_axes, mesh)
+    moved = {*step.axes, *(axes_of(step.layout) if step.layout is not None else ())}
+    if set(step.local_grad_axes) - (moved if step.op in ("all_gather", "slice") else set()):
+        _fail(f"{where}.local_grad_axes", f"{step.op} does nothing over these mesh axes")
+    if outside := sorted(set(step.grad_axes) - (moved if step.op in _WITH_GRAD_AXES else set())):
+        _fail(f"{where}.grad_axes", f"{step.op} does nothing over mesh axis {outside[0]}")
     if step.dim is not None and not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
         _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
     if step.layout is not None:
@@ -274,6 +310,11 @@ def _check_layout(where: str, step: Boundary, layout: Dim, mesh: Mesh) -> None:
         parts = open_parts(layout)
     except PlanError as error:
         raise MalformedError(where, str(error)) from error
+    if isinstance(layout, Leaf) and not layout.size:
+        if step.op not in ("all_gather", "slice", "reduce_scatter"):
+            _fail(where, f"{to_text(layout)}: an open dim is not possible here")
+        _check_axes(where, layout.axes, mesh)
+        return
     if parts is not None and (step.op in LOCAL_ROWS or all(map(axes_of, parts))):
         _fail(where, f"{to_text(layout)}: an open factor is not possible here")
     _check_dims(where, parts or (layout,), mesh)

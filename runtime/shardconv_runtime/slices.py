@@ -98,6 +98,54 @@ def leaves(dim: Dim) -> Iterator[Leaf]:
             yield from leaves(child)
 
 
+def segments(dim: Dim) -> list[Dim]:
+    """The dims that are laid end to end; ``(a + b)*c`` is ``a*c + b*c``."""
+    if isinstance(dim, Sum):
+        return [part for segment in dim.segments for part in segments(segment)]
+    if isinstance(dim, Product):
+        outer, *inner = dim.factors
+        return [Product((part, *inner)) for part in segments(outer)] if inner else segments(outer)
+    return [dim]
+
+
+def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
+    """Local positions of a dim in ranges that are split by the same axes, and these axes; none is empty."""
+    out: list[tuple[Range, frozenset[int]]] = []
+    done = 0
+    for length, axes in _local_runs(dim, mesh, rank):
+        if length:
+            out.append(((done, done + length), axes))
+        done += length
+    return out
+
+
+def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
+    """Lengths of runs of local positions, and the axes that split each; neighbours differ."""
+    if isinstance(dim, Leaf):
+        return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
+    children = dim.factors if isinstance(dim, Product) else dim.segments
+    runs = [_local_runs(child, mesh, rank) for child in children]
+    if isinstance(dim, Sum):
+        return _merged(run for part in runs for run in part)
+    out = runs[-1]
+    for outer in reversed(runs[:-1]):
+        if len(out) == 1:
+            ((length, axes),) = out
+            out = _merged((n * length, a | axes) for n, a in outer)
+        else:
+            out = _merged((m, a | b) for n, a in outer for _ in range(n) for m, b in out)
+    return out
+
+
+def _merged(runs: Iterable[tuple[int, frozenset[int]]]) -> list[tuple[int, frozenset[int]]]:
+    out: list[tuple[int, frozenset[int]]] = []
+    for length, axes in runs:
+        if out and out[-1][1] == axes:
+            length += out.pop()[0]
+        out.append((length, axes))
+    return out
+
+
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Coordinates of ``rank`` on each mesh axis."""
     out = []
@@ -364,17 +412,20 @@ def _nested(dim: Dim, kinds: type | UnionType) -> str:
 
 
 _TOKEN = re.compile(
-    r" *(?:(?P<leaf>\?|(0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
+    r" *(?:(?P<leaf>(\?|0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
 )
 
 
 def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
-    """The known parts (outer, inner) around the one open factor of a product; None if all is known.
+    """The known parts (outer, inner) around the one open factor of a product; None if all is known, or if the
+    dim is one open leaf that is split itself.
 
     Raises:
         PlanError: an open leaf anywhere else.
     """
     factors = dim.factors if isinstance(dim, Product) else (dim,)
+    if isinstance(dim, Leaf) and not dim.size and dim.axes:
+        return None
     places = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
     known = [factor for factor in factors if factor != Leaf(0)]
     if len(places) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
@@ -452,11 +503,11 @@ class _TextReader:
                 raise self.error()
             return dim
         token = self.tokens[self.position]
-        if token == "?":
-            self.position += 1
-            return Leaf(0)
-        if not token[:1].isdigit():
+        if not token[:1].isdigit() and token[:1] != "?":
             raise self.error()
         self.position += 1
         size_text, _, axes_text = token.partition("@")
-        return Leaf(int(size_text), tuple(map(int, axes_text.split("."))) if axes_text else ())
+        return Leaf(
+            0 if size_text == "?" else int(size_text),
+            tuple(map(int, axes_text.split("."))) if axes_text else (),
+        )

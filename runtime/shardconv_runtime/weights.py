@@ -139,8 +139,9 @@ def _parameters(files: RankFiles, plan: Plan, device: torch.device) -> Generator
 
 
 def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:
-    if attribute in owner._parameters:
-        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+    replaced = owner._parameters.get(attribute)
+    if replaced is not None:
+        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
     else:
         owner._buffers[attribute] = tensor
 

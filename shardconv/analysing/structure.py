@@ -85,9 +85,14 @@ def _in_layer(fqn: str) -> str:
 
 
 def frozen_leaves(analysis: Analysis) -> set[int]:
-    """Leaves of the inputs' dims and all that marks link to them."""
-    todo = [x for dim in analysis.frozen for x in axes.leaves(dim)]
-    frozen: set[int] = set()
+    """``id`` of the leaves of the inputs' dims and of all that marks link to them."""
+    return linked_leaves(analysis, analysis.frozen)
+
+
+def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[int]:
+    """``id`` of the leaves of some dims and of all that marks link to them."""
+    todo = [x for dim in dims for x in axes.leaves(dim)]
+    linked: set[int] = set()
     neighbours: dict[int, list[Node]] = {}
     for event in analysis.tape.events:
         if isinstance(event, Mark):
@@ -97,7 +102,25 @@ def frozen_leaves(analysis: Analysis) -> set[int]:
                     neighbours.setdefault(id(y), []).append(x)
     while todo:
         leaf = find(todo.pop())
-        if id(leaf) not in frozen:
-            frozen.add(id(leaf))
+        if id(leaf) not in linked:
+            linked.add(id(leaf))
             todo += neighbours.get(id(leaf), [])
-    return frozen
+    return linked
+
+
+def differentiable(analysis: Analysis) -> set[int]:
+    """The tensors that depend on a parameter in a way that has a derivative, or may have."""
+    tape = analysis.tape
+    found = {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.dtype.is_floating_point}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            if event.source in found:
+                found.add(event.target)
+        elif not found.isdisjoint(event.inputs):
+            found.update(t for t in event.outputs if _has_gradient(analysis, t))
+    return found
+
+
+def _has_gradient(analysis: Analysis, tid: int) -> bool:
+    dtype = analysis.tape.tensors[tid].dtype
+    return dtype.is_floating_point or dtype.is_complex

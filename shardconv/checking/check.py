@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -46,7 +47,9 @@ def simulate(
     inputs: TraceInputs,
     bypassed: Mapping[str, Bypass] | None = None,
     max_bytes: int | None = None,
-) -> float | None:
+    *,
+    gradients: bool = False,
+) -> Outcome | None:
     """Run every rank in this process and compare with the unsharded model.
 
     Args:
@@ -57,10 +60,11 @@ def simulate(
             that stand for them.
         max_bytes: what the simulation may take, if half of the free memory is not less;
             ``MAX_SIMULATED_BYTES`` unless given.
+        gradients: run the backward pass too, if there is room for it.
 
     Returns:
-        The largest difference of an output, relative to the largest value; None if the model is too
-        large to be simulated here.
+        How they compare; None if the model is too large to be simulated here. Gradients that differ are no
+        error: the outcome says which.
 
     Raises:
         Unprovable: the unsharded model fails.
@@ -68,10 +72,11 @@ def simulate(
     """
     weights = _RandomWeights(plan)
     simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}), weights)
-    if simulation.needed_bytes() > min(max_bytes or MAX_SIMULATED_BYTES, available_bytes() // 2):
+    room = min(max_bytes or MAX_SIMULATED_BYTES, available_bytes() // 2)
+    if simulation.needed_bytes() > room:
         return None
     try:
-        outcome = simulation.run()
+        outcome = simulation.run(gradients and 2 * simulation.needed_bytes() <= room)
     except Unprovable as error:
         raise Unprovable(
             f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
@@ -83,7 +88,7 @@ def simulate(
             f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
             "shardconv; please report it."
         )
-    return outcome.worst
+    return outcome
 
 
 class Weights(Protocol):
@@ -108,6 +113,8 @@ class Outcome:
     tolerance: float
     dtype: torch.dtype
     """That both were run in."""
+    gradients: str | None = None
+    """What is wrong with the gradients; empty if nothing is, None if they were not compared."""
 
     @property
     def agrees(self) -> bool:
@@ -172,22 +179,29 @@ class Simulation:
         self.weights = weights
         self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
 
-    def run(self) -> Outcome:
+    def run(self, gradients: bool = False) -> Outcome:
         """Run the unsharded model, then all ranks.
+
+        Args:
+            gradients: run backward as well, from a random gradient of everything that the model returns.
 
         Raises:
             Unprovable: the unsharded model fails.
             SolveError: the ranks fail.
             ShardconvError: weights cannot be read, or the plan does not fit the model.
         """
-        precision, want = self._reference()
+        precision, want, problem = self._reference(gradients)
+        gradients = gradients and not problem
         try:
-            differences = run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want))
+            found = run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want, gradients))
         except (PlanError, SourceError):
             raise
         except Exception as error:
             raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-        return Outcome(max(differences), precision.tolerance, precision.dtype)
+        worst = max(difference for difference, _ in found)
+        if gradients:
+            problem = max(each for _, each in found).text(precision.tolerance)
+        return Outcome(worst, precision.tolerance, precision.dtype, problem)
 
     def needed_bytes(self) -> int:
         """Float64 copies of the whole model and of all ranks."""
@@ -198,38 +212,73 @@ class Simulation:
             total += 8 * numel * (1 + self.plan.tp // split)
         return total
 
-    def _reference(self) -> tuple[_Precision, list[Tensor]]:
-        """What the unsharded model returns, in the best precision that its code bears."""
+    def _reference(self, gradients: bool) -> tuple[_Precision, _Run, str | None]:
+        """What the unsharded model gives, in the best precision that its code bears, and why without
+        gradients although they were asked for."""
         problem: Exception | None = None
         for precision in _PRECISIONS:
             whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
-            fill(whole, self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries}))
+            values = self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries})
+            fill(whole, values, gradients)
             try:
                 want = _outputs(whole, self.inputs, precision)
-                if all(t.isfinite().any() for t in want if t.numel()):
-                    return precision, want
-                problem = problem or ArithmeticError("an output has no finite value")
+                if not all(t.isfinite().any() for t in want if t.numel()):
+                    problem = problem or ArithmeticError("an output has no finite value")
+                elif not gradients:
+                    return precision, _Run(want), None
+                else:
+                    return precision, *_with_gradients(whole, self.inputs, precision, want)
             except Exception as error:
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
 
-    def _distance(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
+    def _distance(
+        self, comm: Communicator, precision: _Precision, want: _Run, gradients: bool
+    ) -> tuple[float, _GradientDifference]:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""
         parts = self.weights.local(comm.rank)
-        worst = _difference(self._rank(comm, precision, parts, gather_logits=True), want)
+        got = self._rank(comm, precision, parts, gather_logits=True, gradients=gradients)
+        worst = _difference(got.outputs, want.outputs)
+        difference = self._compare_gradients(got.gradients, want.gradients, comm.rank)
         if self.plan.logits is None:
-            return worst
-        own = self._rank(comm, precision, parts, gather_logits=False)
-        return max(worst, _difference(own, self._with_own_logits(want, comm.rank)))
+            return worst, difference
+        own = self._rank(comm, precision, parts, gather_logits=False, gradients=False)
+        own_logits = self._with_own_logits(want.outputs, comm.rank)
+        return max(worst, _difference(own.outputs, own_logits)), difference
 
     def _rank(
-        self, comm: Communicator, precision: _Precision, parts: Mapping[str, Tensor], gather_logits: bool
-    ) -> list[Tensor]:
-        """What one rank returns."""
+        self,
+        comm: Communicator,
+        precision: _Precision,
+        parts: Mapping[str, Tensor],
+        gather_logits: bool,
+        gradients: bool,
+    ) -> _Run:
+        """What one rank gives."""
         model = copy.deepcopy(self.model).to(precision.dtype)
-        local = bypass(parallelize(model, self.plan, comm, gather_logits), self.skipped)
-        fill(local, parts)
-        return _outputs(local, self.inputs, precision)
+        local = bypass(parallelize(model, self.plan, comm, gather_logits, training=gradients), self.skipped)
+        fill(local, parts, gradients)
+        if not gradients:
+            return _Run(_outputs(local, self.inputs, precision))
+        return _with_backward(local, self.inputs, precision)
+
+    def _compare_gradients(
+        self, got: Mapping[str, Tensor], want: Mapping[str, Tensor], rank: int
+    ) -> _GradientDifference:
+        """The worst parameter of a rank.
+
+        Differences are relative to the largest gradient of the parameter; where that is tiny beside those of
+        other parameters (zero, but for rounding), to a ten-thousandth of theirs.
+        """
+        largest = max((float(g.abs().max()) for g in want.values() if g.numel()), default=0.0)
+        worst = _GradientDifference(0.0, "")
+        local = local_weights(want, self.plan, rank)
+        for name, mine in local.items():
+            found = got.get(name, torch.zeros_like(mine))
+            scale = max(float(want[name].abs().max()) if mine.numel() else 0.0, 1e-4 * largest, 1e-30)
+            error = float((found - mine).abs().max()) / scale if mine.numel() else 0.0
+            worst = max(worst, _GradientDifference(error if error == error else math.inf, name))
+        return worst
 
     def _with_own_logits(self, want: list[Tensor], rank: int) -> list[Tensor]:
         """The model's outputs, of the logits (the first one) only those that the rank computes."""
@@ -241,6 +290,28 @@ class Simulation:
         held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
         index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
         return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a model gives: its outputs and, by name, the gradients of its parameters."""
+
+    outputs: list[Tensor]
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, order=True)
+class _GradientDifference:
+    """The parameter whose gradient is furthest from the true one."""
+
+    error: float
+    name: str
+
+    def text(self, tolerance: float) -> str:
+        """What is wrong; nothing if the difference is one of rounding."""
+        if self.error <= tolerance:
+            return ""
+        return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"
 
 
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
@@ -289,8 +360,14 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
     return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Set parameters and buffers, and every other name of one that is tied; return ``model``."""
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
+    """Set parameters and buffers, and every other name of one that is tied; return ``model``.
+
+    Args:
+        model: on meta.
+        tensors: by name.
+        gradients: parameters require gradients if they did before; else none does.
+    """
     aliases: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
@@ -298,8 +375,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     for name, tensor in tensors.items():
         owner, attribute = owner_of(model, name)
         if attribute in owner._parameters:
-            real = nn.Parameter(tensor, requires_grad=False)
-            for module, alias in aliases[id(owner._parameters[attribute])]:
+            replaced = owner._parameters[attribute]
+            real = nn.Parameter(tensor, gradients and replaced is not None and replaced.requires_grad)
+            for module, alias in aliases[id(replaced)]:
                 module._parameters[alias] = real
         else:
             owner._buffers[attribute] = tensor
@@ -312,6 +390,39 @@ def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> li
         torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
         result = model(**inputs.tensors, **inputs.options)
     return results(model, result)
+
+
+def _with_gradients(
+    model: nn.Module, inputs: TraceInputs, precision: _Precision, outputs: list[Tensor]
+) -> tuple[_Run, str | None]:
+    """What the unsharded model gives, and why without gradients, if it is."""
+    try:
+        run = _with_backward(model, inputs, precision)
+    except Exception as error:
+        return _Run(outputs), f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
+    if not run.gradients:
+        return run, "no output of the unsharded model has a gradient"
+    if infinite := [name for name, g in run.gradients.items() if not g.isfinite().all()]:
+        return run, f"the gradient of {infinite[0]} is not finite in the unsharded model"
+    return run, None
+
+
+def _with_backward(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> _Run:
+    """Run forward, and backward from a random gradient of every output."""
+    inputs = inputs.to(precision.dtype)
+    with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = results(model, model(**inputs.tensors, **inputs.options))
+        torch.manual_seed(1)
+        terms = [
+            (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()
+            for t in outputs
+            if t.requires_grad and t.dtype == precision.dtype
+        ]
+        if terms:
+            torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return _Run([t.detach() for t in outputs], found)
 
 
 def _difference(got: list[Tensor], want: list[Tensor]) -> float:

@@ -8,14 +8,22 @@ parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardconv_runtime import slices
 from shardconv_runtime.build import stored_tensors
 from shardconv_runtime.names import compress
-from shardconv_runtime.plan import Boundary, Edit, LogitsInfo, ModulePlan, NormInfo, ParameterPlan
+from shardconv_runtime.plan import (
+    Boundary,
+    Edit,
+    GradientPlan,
+    LogitsInfo,
+    ModulePlan,
+    NormInfo,
+    ParameterPlan,
+)
 from shardconv_runtime.slices import Dim
 from torch import nn
 
@@ -23,6 +31,7 @@ from ..analysing import axes
 from ..analysing.analysis import Analysis
 from ..analysing.axes import Node, find
 from ..analysing.rules import contraction
+from ..solving.gradients import WHOLE, Gradients, placement
 from ..tracing.fold import Folded, prefixes
 from ..tracing.tape import Mark, Op, starred
 from .layout import Layouts
@@ -41,6 +50,7 @@ class Solution:
     """The folded tape that was solved: which layers stand for which."""
     unlocalizable: Mapping[int, str]
     """``id`` of leaves that were ruled out -> the call that no edit makes right."""
+    gradients: Gradients
 
     @property
     def analysis(self) -> Analysis:
@@ -65,9 +75,18 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
         entry = known.get(shown)
         if entry is None:
             entry = _parameter(solution, by_name.get(shown), tensor)
-            entry = known[shown] = _row_bias(solution, model, shown, entry)
+            entry = _row_bias(solution, model, shown, entry)
+            if entry.grad_axes or entry.partial:
+                owners = {n.rpartition(".")[0] for n in (shown, *(a for a in aliases if aliases[a] == shown))}
+                entry = replace(entry, grad_levels=_levels(solution, by_name[shown], owners))
+            known[shown] = entry
         entries.setdefault((starred(name), entry), []).append(name)
     return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
+
+
+def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, ...]:
+    """What parameters' plans say of their gradients, where that is something."""
+    return tuple(GradientPlan(p.names, p.grad_axes, p.grad_levels) for p in parameters if p.grad_axes)
 
 
 def stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
@@ -98,7 +117,27 @@ def _parameter(solution: Solution, tid: int | None, tensor: Any) -> ParameterPla
     partial = solution.layouts.assignment.partial_axes(analysis.partial[tid])
     sharded = any(slices.axes_of(d) for d in dims)
     reason = "" if sharded or partial or not solution.layouts.mesh else _reason(solution, tid)
-    return ParameterPlan((), dims, dtype, partial, reason)
+    return ParameterPlan((), dims, dtype, partial, reason, grad_axes=solution.gradients.axes(tid))
+
+
+def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
+    """How many levels above a parameter's own module is the innermost one that runs wherever it is read.
+
+    Args:
+        solution: the solution.
+        tid: the parameter.
+        owners: the modules that have it, several if it is tied; each may read it.
+    """
+    tape = solution.analysis.tape
+    own = tape.tensors[tid].name.split(".")[:-1]
+    kept = len(own)
+    for event in tape.events:
+        if isinstance(event, Op) and tid in event.inputs:
+            running = tape.calls[event.call].fqn
+            if not any(prefix in owners for prefix in prefixes(running)):
+                same = [a == b for a, b in zip(own, running.split("."), strict=False)]
+                kept = min(kept, (*same, False).index(False))
+    return len(own) - kept
 
 
 def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterPlan) -> ParameterPlan:
@@ -111,10 +150,20 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
         return entry
     for event in solution.analysis.tape.events:
         if isinstance(event, Mark) and event.is_output and _fqn(solution, event) == fqn:
-            if _reduced_axes(solution, event) == entry.partial:
-                return replace(entry, partial=(), reason="added once, after the reduction")
+            last = solution.layouts.dims(event.target)[-1]
+            if _reduced_axes(solution, event) == entry.partial and not slices.axes_of(last):
+                grad_axes = {*entry.grad_axes, *_bias_gradient(solution, event)}
+                reason = "added once, after the reduction"
+                return replace(entry, partial=(), reason=reason, grad_axes=tuple(sorted(grad_axes)))
             break
     return entry
+
+
+def _bias_gradient(solution: Solution, mark: Mark) -> list[int]:
+    """Mesh axes over which the gradient of what is added behind a reduction is Partial."""
+    scattered = {a for d in solution.layouts.dims(mark.target) for a in slices.axes_of(d)}
+    partial = solution.gradients.axes(mark.target)
+    return [a for a in _reduced_axes(solution, mark) if a in scattered or a in partial]
 
 
 def _reason(solution: Solution, tid: int) -> str:
@@ -169,7 +218,7 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...]:
 
 
 def _module_plan(entry: _Entry) -> ModulePlan:
-    reduces = any(b.op == "all_reduce" for b in entry.outputs)
+    reduces = any(b.op in ("all_reduce", "reduce_scatter") for b in entry.outputs)
     gathers = any(b.op == "all_gather" for b in entry.outputs)
     slices_input = any(b.op == "slice" for b in entry.inputs)
     return ModulePlan(
@@ -305,23 +354,61 @@ def _steps(solution: Solution, mark: Mark) -> list[Boundary]:
     width = _per_token(solution, mark.source)
     out: list[Boundary] = []
     reduced = _reduced_axes(solution, mark)
+    before_axes, after_axes = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     pairs = [
         (i, layouts.open_dim(x), layouts.open_dim(y))
         for i, (x, y) in enumerate(zip(analysis.dims[mark.source], analysis.dims[mark.target], strict=True))
     ]
     changed = [(i, before, after) for i, before, after in pairs if before != after]
+    gathered = [(i, before) for i, before, _ in changed if slices.axes_of(before)]
+    sliced = [(i, after) for i, _, after in changed if slices.axes_of(after)]
     for slot in mark.slots:
-        if reduced:
-            out.append(Boundary(slot, "all_reduce", axes=reduced, per_token=width))
-        out += [
-            _step(slot, "all_gather", i, before, width) for i, before, _ in changed if slices.axes_of(before)
-        ]
-        out += [_step(slot, "slice", i, after, width) for i, _, after in changed if slices.axes_of(after)]
+        if reduced and not gathered and [slices.axes_of(d) for _, d in sliced] == [frozenset(reduced)]:
+            out.append(_step(slot, "reduce_scatter", *sliced[0], width))
+        else:
+            if reduced:
+                grad_axes = _among(after_axes, reduced)
+                out.append(Boundary(slot, "all_reduce", axes=reduced, per_token=width, grad_axes=grad_axes))
+            whole = (*before_axes, *_among(after_axes, reduced))
+            out += [_step(slot, "all_gather", *each, width, after_axes, before_axes) for each in gathered]
+            out += [_step(slot, "slice", *each, width, whole, after_axes) for each in sliced]
+        out += _gradient_steps(solution, mark, slot, width)
     return out
 
 
-def _step(slot: str, op: str, dim: int, layout: Dim, per_token: int) -> Boundary:
-    return Boundary(slot, op, dim=dim, layout=layout, per_token=per_token)
+def _step(
+    slot: str,
+    op: str,
+    dim: int,
+    layout: Dim,
+    per_token: int,
+    grad_axes: Collection[int] = (),
+    local_grad_axes: Collection[int] = (),
+) -> Boundary:
+    whole, local = (_among(each, slices.axes_of(layout)) for each in (grad_axes, local_grad_axes))
+    return Boundary(slot, op, (), dim, layout, per_token, whole, local)
+
+
+def _among(some: Collection[int], others: Collection[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(some) & set(others)))
+
+
+def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -> list[Boundary]:
+    """Where a tensor stays whole, and its gradient is whole on one side and partial on the other."""
+    before, after = (solution.gradients.axes(t) for t in (mark.source, mark.target))
+    kept = [
+        axis
+        for axis in range(len(solution.layouts.mesh))
+        if all(_placement(solution, t, axis) == WHOLE for t in (mark.source, mark.target))
+    ]
+    summed = _among([a for a in after if a not in before], kept)
+    divided = _among([a for a in before if a not in after], kept)
+    out = [Boundary(slot, "grad_all_reduce", axes=summed, per_token=per_token)] if summed else []
+    return [*out, Boundary(slot, "grad_divide", axes=divided)] if divided else out
+
+
+def _placement(solution: Solution, tid: int, axis: int) -> str:
+    return placement(solution.analysis, solution.layouts.assignment, tid, axis)
 
 
 def _per_token(solution: Solution, tid: int) -> int:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from ..analysing import axes
 from ..analysing.analysis import Analysis, Contraction, Partial, TableLookup, find_partial
 from ..analysing.axes import LEAF, SUM, Node, find
-from ..analysing.structure import corresponding_leaves, frozen_leaves, multiplying_pairs, num_tokens, width
+from ..analysing.structure import (
+    corresponding_leaves,
+    differentiable,
+    frozen_leaves,
+    multiplying_pairs,
+    num_tokens,
+    width,
+)
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark
 from .elimination import Problem
@@ -25,17 +33,35 @@ UNEVEN = 0.1
 heads, where its matrices could be split more evenly and gathered."""
 LATENCY = 0.4 * SPARE
 """Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
+SEQUENCE = 0.5
+"""What an activation is worth that is split over the sequence, in latencies: a norm with what is around it,
+more than the collective that it costs."""
 EPSILON = 1e-7
 """Breaks ties: reduce and gather as early as possible, slice as late as possible."""
 
 
 class Graph:
-    """What does not change from axis to axis."""
+    """What does not change from axis to axis.
 
-    def __init__(self, analysis: Analysis, forbidden: Iterable[Node], folded: Folded) -> None:
+    Args:
+        analysis: of the traced model.
+        forbidden: leaves that must stay whole.
+        folded: which tensors must be treated alike, and how often a layer counts.
+        sequence: dims of activations that may be split although the input decides their size, see
+            ``sequence``.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        forbidden: Iterable[Node],
+        folded: Folded,
+        sequence: Collection[int] = frozenset(),
+    ) -> None:
         self.analysis = analysis
         self.folded = folded
-        self.frozen = frozen_leaves(analysis)
+        self.sequence = sequence
+        self.frozen = frozen_leaves(analysis).difference(sequence)
         self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
@@ -54,10 +80,14 @@ class Graph:
         return [(*first[key], n) for key, n in counts.items()]
 
     def solve_axis(
-        self, extent: int, taken: dict[int, int], saving_weight: float = 1.0
+        self,
+        extent: int,
+        taken: dict[int, int],
+        saving_weight: float = 1.0,
+        pinned: Mapping[int, bool] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Leaves and states that use an axis of this extent."""
-        return AxisProblem(self, extent, taken, saving_weight).solve()
+        return AxisProblem(self, extent, taken, saving_weight, pinned or {}).solve()
 
 
 class AxisProblem:
@@ -68,9 +98,17 @@ class AxisProblem:
         extent: size of the mesh axis.
         taken: ``id`` of a leaf -> into how many parts earlier axes split it.
         saving_weight: factor of what a split element of a parameter is worth.
+        pinned: ``id`` of leaves and states of parameters whose choice is made.
     """
 
-    def __init__(self, graph: Graph, extent: int, taken: dict[int, int], saving_weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        extent: int,
+        taken: dict[int, int],
+        saving_weight: float = 1.0,
+        pinned: Mapping[int, bool] = MappingProxyType({}),
+    ) -> None:
         self.graph = graph
         self.extent = extent
         self.taken = taken
@@ -106,6 +144,10 @@ class AxisProblem:
             self._tie(a, b)
         for a, b in analysis.repeats:
             self._repeat(a, b)
+        if graph.sequence:
+            self._sequence()
+        for key, chosen in pinned.items():
+            self._pin(key, chosen)
 
     def _weight(self, call: int) -> float:
         return self.graph.folded.weight(self.graph.analysis.tape.calls[call].fqn)
@@ -238,6 +280,10 @@ class AxisProblem:
                 self._charge(before, reduce)
             else:
                 self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
+            for dim in analysis.dims[mark.target]:
+                scattered = self.leaf(dim) if id(find(dim)) in self.graph.sequence else None
+                if scattered is not None:  # a reduce_scatter moves half as much
+                    self._add((before, scattered), np.array([[0.0, 0.0], [0.0, -weight * volume]]))
         elif after is not None:
             self.zero.add(after)
         gather = weight * (volume + self.latency)
@@ -289,6 +335,23 @@ class AxisProblem:
         volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
         for v in self.leaves(analysis.dims[lookup.table][0]):
             self._charge(v, -1.1 * volume)
+
+    def _sequence(self) -> None:
+        """Activations that are split over the sequence, for what is worth more than the collectives."""
+        graph = self.graph
+        needed = differentiable(graph.analysis)
+        for event in graph.analysis.tape.events:
+            made = (event.target,) if isinstance(event, Mark) else event.outputs
+            for tid in made:
+                if tid in needed and tid in graph.analysis.dims:
+                    for dim in graph.analysis.dims[tid]:
+                        if id(find(dim)) in graph.sequence and (v := self.leaf(dim)) is not None:
+                            self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
+
+    def _pin(self, key: int, chosen: bool) -> None:
+        variable = self.variables.get(key)
+        if variable is not None:
+            self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
 
     def _reward(self, dims: Sequence[Node]) -> None:
         for dim in dims:

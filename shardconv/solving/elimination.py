@@ -16,6 +16,10 @@ Table = NDArray[np.float64]
 MAX_WIDTH = 16
 
 
+class Infeasible(ValueError):
+    """The constraints contradict each other."""
+
+
 class Problem:
     """Costs over variables ``0 .. n-1``; ``solve`` returns the cheapest assignment."""
 
@@ -40,10 +44,14 @@ class Problem:
         self.add((a, b), np.array([[0.0, 0.0], [0.0, np.inf]]))
 
     def solve(self) -> list[int]:
-        """The assignment of least cost; 0 where nothing decides."""
+        """The assignment of least cost; 0 where nothing decides.
+
+        Raises:
+            Infeasible: every assignment costs infinitely much.
+        """
         solution = [0] * self.num_variables
-        cost = _eliminate(dict(self._tables), solution)
-        assert cost < np.inf, "all zeros is always feasible"
+        if _eliminate(dict(self._tables), solution) == np.inf:
+            raise Infeasible
         return solution
 
 

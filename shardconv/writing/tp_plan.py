@@ -281,7 +281,7 @@ def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
         raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
     if entry.norm is not None:
         raise Inexpressible("it normalises a split dim, and the ranks must share a statistic")
-    if entry.flags or entry.sequence_parallel:
+    if entry.flags:
         raise Inexpressible("it needs more than steps and slices")
     first = next(iter(forward_signature(module).parameters), "")
     for step in (*entry.inputs, *entry.outputs):

@@ -34,7 +34,8 @@ class Checked:
         retrace(plan, self.layouts, self.model, self.inputs)
 
     def simulate(self, plan: Plan) -> float | None:
-        return simulate(plan, self.model, self.inputs)
+        outcome = simulate(plan, self.model, self.inputs)
+        return None if outcome is None else outcome.worst
 
 
 def solved(model: type[models.OddModel], tp: int = 2, **sizes: Any) -> Checked:

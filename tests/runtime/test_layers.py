@@ -516,7 +516,7 @@ def test_a_backward_is_refused_instead_of_wrong() -> None:
             layer(torch.zeros(1, 4, requires_grad=True))
         layer(torch.zeros(1, 4, requires_grad=True))
 
-    with pytest.raises(PlanError, match="solved for inference"):
+    with pytest.raises(PlanError, match="loaded for inference"):
         run_ranks((2,), rank)
 
 

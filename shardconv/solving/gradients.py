@@ -1,0 +1,220 @@
+"""Where gradients are partial, and where they are summed: the cheapest choice, exactly.
+
+The forward pass is solved. On each mesh axis, a tensor is then Partial, sharded, or whole on every rank.
+The gradient of a Partial is the same on all ranks, that of a shard is complete where the shard is. The
+gradient of a whole tensor may be either of two: **whole** (the same on all ranks) or **partial** (a term of
+a sum). It is partial wherever the tensor meets one that is not whole: each rank has gone on with a part. One
+binary variable for each whole tensor says which. Constraints and costs:
+
+- an operator whose results are whole passes on what it is given: one state for all of its tensors; if a
+  result is sharded or Partial, its whole inputs have partial gradients (``_operator``);
+- at a mark, a gradient may change its state. Partial to whole is an all_reduce (Megatron-LM's f), whole to
+  partial a division; where the forward pass communicates, the gradient takes the adjoint, which costs nothing
+  or as much, depending on the states (``_mark``);
+- what the model returns gets whole gradients;
+- a parameter with a partial gradient costs a sum over the ranks that share it (``_parameter``).
+
+All terms partial, with sums at the forward reductions, is always a solution: the adjoint of the program that
+all ranks run together. Putting the sums elsewhere only makes it cheaper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..analysing.analysis import Analysis
+from ..analysing.axes import LEAF, PRODUCT, Node, find
+from ..analysing.builder import passive_calls
+from ..analysing.structure import differentiable, num_tokens, width
+from ..tracing.fold import Folded
+from ..tracing.tape import Mark
+from .axis_problem import EPSILON, LATENCY
+from .elimination import Infeasible, Problem
+from .solve import Assignment
+
+TOKENS_PER_WIDTH = 1.0
+"""Tokens of a training step for each unit of the model's width: 8192 at a width of 8192."""
+
+SHARDED, PARTIAL, TORN, WHOLE = "sharded", "partial", "torn", "whole"
+"""What a tensor is on a mesh axis; torn: some segments of a dim are sharded, and others whole."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The solution.
+
+    Attributes:
+        partial: tensor -> mesh axes over which the gradient of its whole positions is partial.
+        refusal: why there is no solution; empty if there is.
+    """
+
+    partial: Mapping[int, tuple[int, ...]]
+    refusal: str = ""
+
+    def axes(self, tid: int) -> tuple[int, ...]:
+        """Mesh axes over which the gradient of a tensor is partial."""
+        return self.partial.get(tid, ())
+
+
+def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) -> Gradients:
+    """The cheapest gradient states for a solved forward pass.
+
+    Args:
+        analysis: of the traced model.
+        assignment: the solved forward pass.
+        folded: which tensors must be treated alike, and how often a layer counts.
+    """
+    partial: dict[int, tuple[int, ...]] = {}
+    for axis in range(len(assignment.mesh)):
+        problem = _AxisGradients(analysis, assignment, folded, axis)
+        try:
+            found = problem.solve()
+        except Infeasible:
+            return Gradients(
+                {}, "a gradient would be whole and partial at once, with no module boundary between"
+            )
+        for tid in found:
+            partial[tid] = (*partial.get(tid, ()), axis)
+    return Gradients(partial)
+
+
+def placement(analysis: Analysis, assignment: Assignment, tid: int, axis: int) -> str:
+    """What a tensor is on a mesh axis."""
+    if axis in assignment.partial_axes(analysis.partial[tid]):
+        return PARTIAL
+    kinds = {_split(dim, assignment, axis) for dim in analysis.dims[tid]}
+    return SHARDED if SHARDED in kinds else TORN if TORN in kinds else WHOLE
+
+
+def _split(node: Node, assignment: Assignment, axis: int) -> str:
+    node = find(node)
+    if node.kind == LEAF:
+        return SHARDED if node.size > 1 and axis in assignment.axes(node) else WHOLE
+    kinds = {_split(child, assignment, axis) for child in node.children}
+    if node.kind == PRODUCT:
+        return SHARDED if SHARDED in kinds else TORN if TORN in kinds else WHOLE
+    return kinds.pop() if len(kinds) == 1 else TORN
+
+
+class _AxisGradients:
+    """Variables, constraints and costs of one axis."""
+
+    def __init__(self, analysis: Analysis, assignment: Assignment, folded: Folded, axis: int) -> None:
+        self.analysis = analysis
+        self.tape = analysis.tape
+        self.folded = folded
+        self.needed = differentiable(analysis)
+        self.kinds = {t: placement(analysis, assignment, t, axis) for t in analysis.dims}
+        self.alias: dict[int, int] = {}
+        self.fixed: list[tuple[int, int]] = []
+        self.costs: list[tuple[tuple[int, ...], Sequence[object]]] = []
+        hidden = width(self.tape)
+        self.latency = LATENCY * hidden**2
+        self.moved = TOKENS_PER_WIDTH * hidden / num_tokens(self.tape)
+        self._build()
+
+    def solve(self) -> list[int]:
+        """The tensors whose gradients are partial.
+
+        Raises:
+            Infeasible: the constraints contradict each other.
+        """
+        roots = sorted({self._root(t) for t in self.kinds if self._is_variable(t)})
+        number = {root: i for i, root in enumerate(roots)}
+        problem = Problem(len(roots))
+        for i in range(len(roots)):
+            problem.add_unary(i, EPSILON * self.latency)
+        for tid, value in self.fixed:
+            allowed = np.array([np.inf, np.inf])
+            allowed[value] = 0.0
+            problem.add((number[self._root(tid)],), allowed)
+        for tids, table in self.costs:
+            variables = [number[self._root(t)] for t in tids]
+            costs = np.array(table, dtype=float)
+            if len(variables) == 2 and variables[0] == variables[1]:
+                variables, costs = variables[:1], np.diagonal(costs).copy()
+            problem.add(variables, costs)
+        values = problem.solve()
+        return [t for t in self.kinds if self._is_variable(t) and values[number[self._root(t)]]]
+
+    # Variables -----------------------------------------------------------------------------------
+
+    def _is_variable(self, tid: int) -> bool:
+        return tid in self.needed and self.kinds.get(tid) in (WHOLE, TORN)
+
+    def _root(self, tid: int) -> int:
+        while (above := self.alias.get(tid, tid)) != tid:
+            tid = above
+        return tid
+
+    def _same(self, tids: Iterable[int]) -> None:
+        roots = sorted({self._root(t) for t in tids if self._is_variable(t)})
+        for other in roots[1:]:
+            self.alias[other] = roots[0]
+
+    # Constraints and costs -------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        passive = passive_calls(self.tape)
+        sites = {index: norm.site for norm in self.analysis.norms for index in norm.site.events}
+        for index, event in enumerate(self.tape.events):
+            if isinstance(event, Mark):
+                if event.call in passive:
+                    self._same((event.source, event.target))
+                else:
+                    self._mark(event)
+            elif (site := sites.get(index)) is None:
+                self._operator(event.inputs, event.outputs)
+            elif index == site.events[-1]:
+                self._operator((*site.inputs, *site.parameters), (site.output,))
+        for tid, info in enumerate(self.tape.tensors):
+            if info.kind == "parameter" and self._is_variable(tid):
+                self._parameter(tid)
+        for a, b in (*self.folded.ties, *self.analysis.repeats):
+            self._same((a, b))
+        self.fixed += [(tid, 0) for tid in self.tape.outputs if self._is_variable(tid)]
+
+    def _operator(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
+        given = [t for t in outputs if t in self.kinds and t in self.needed]
+        around = [t for t in (*inputs, *given) if self._is_variable(t)]
+        if all(self.kinds[t] == WHOLE for t in given):
+            self._same(around)
+        else:
+            self.fixed += [(t, 1) for t in around]
+
+    def _mark(self, mark: Mark) -> None:
+        before, after = mark.source, mark.target
+        if before not in self.needed or before not in self.kinds:
+            return
+        weight = self.folded.weight(self.tape.calls[mark.call].fqn)
+        volume = math.prod(self.tape.tensors[before].shape) * self.moved
+        move = weight * (volume + self.latency)
+        reduce = weight * (2 * volume + self.latency)
+        divide = 10 * EPSILON * self.latency
+        change = (self.kinds[before], self.kinds[after])
+        if change == (WHOLE, WHOLE):
+            self.costs.append(((before, after), [[0.0, reduce], [divide, 0.0]]))
+        elif change == (PARTIAL, WHOLE):
+            self.costs.append(((after,), [0.0, reduce]))
+        elif change == (SHARDED, WHOLE):
+            self.costs.append(((after,), [0.0, move]))
+        elif change == (WHOLE, SHARDED):
+            self.costs.append(((before,), [move, 0.0]))
+        elif change == (TORN, WHOLE):
+            self.costs.append(((before, after), [[0.0, move], [divide, move + divide]]))
+        elif change == (WHOLE, TORN):
+            self.costs.append(((before, after), [[move, 2 * move], [divide, 0.0]]))
+        elif change == (TORN, TORN):
+            self._same((before, after))
+        elif change in ((TORN, SHARDED), (SHARDED, TORN)):
+            variable = before if change[0] == TORN else after
+            self.fixed += [(variable, 0), (variable, 1)]  # no step of the runtime does that
+
+    def _parameter(self, tid: int) -> None:
+        info = self.tape.tensors[tid]
+        weight = self.folded.weight(info.name)
+        self.costs.append(((tid,), [0.0, weight * (2 * math.prod(info.shape) + self.latency / 4)]))
