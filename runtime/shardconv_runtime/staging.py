@@ -88,8 +88,14 @@ def begin(
             error = _named(out, failure)
     everyone.agree(error)
     path = next(path for path in agreement.exchange(everyone.launch, made) if path is not None)
-    everyone.agree(None if path.is_dir() else CheckpointError(_unshared(out, path)))
-    return Staging(out, path)
+    staging = Staging(out, path)
+    try:
+        everyone.agree(None if path.is_dir() else CheckpointError(_unshared(out, path)))
+    except ShardconvError:
+        if everyone.is_leader:
+            staging.discard()
+        raise
+    return staging
 
 
 def _restore(out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import zlib
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardconv
 
 STEPS = 3
-Layout = tuple[int, int]
-"""Data-parallel processes for each rank, and ranks."""
+Layout = tuple[int, ...]
+"""Data-parallel processes for each rank (copies and shards), and ranks."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
@@ -77,19 +78,29 @@ def trained_whole(source: Path, kind: str, steps: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
+def mesh_of(layout: Layout) -> Any:
+    return init_device_mesh("cpu", layout, mesh_dim_names=("copy", "dp", "tp")[-len(layout) :])
+
+
+def replicas_of(layout: Layout, sharded: bool) -> Any:
+    """What has to be said where nothing else does."""
+    return None if sharded or layout[0] == 1 else mesh_of(layout)["dp"].get_group()
+
+
 def prepared(path: Path, layout: Layout, kind: str, sharded: bool) -> tuple[Any, torch.optim.Optimizer]:
     """A loaded model whose parameters are trained, and its optimizer."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(layout)
+    data_parallel = mesh[mesh.mesh_dim_names[:-1]]
     model = shardconv_runtime.load(path, group=mesh["tp"].get_group())
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     if sharded:
         blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
         for block in blocks:
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+            fully_shard(block, mesh=data_parallel)
+        fully_shard(model, mesh=data_parallel)
     return model, OPTIMIZERS[kind](groups_of(dict(model.named_parameters())))
 
 
@@ -109,9 +120,10 @@ def do_steps(model: Any, optimizer: torch.optim.Optimizer, path: Path, tp: int, 
 
 def begin(path: Path, root: Path, layout: Layout, kind: str, sharded: bool) -> None:
     model, optimizer = prepared(path, layout, kind, sharded)
-    do_steps(model, optimizer, path, layout[1], range(STEPS))
-    shardconv_runtime.save(model, root / "model")
-    shardconv_runtime.save_optimizer(model, optimizer, root / "optimizer")
+    do_steps(model, optimizer, path, layout[-1], range(STEPS))
+    replicas = replicas_of(layout, sharded)
+    shardconv_runtime.save(model, root / "model", replicas=replicas)
+    shardconv_runtime.save_optimizer(model, optimizer, root / "optimizer", replicas=replicas)
 
 
 def go_on(path: Path, root: Path, layout: Layout, kind: str, sharded: bool) -> dict[str, Tensor]:
@@ -119,8 +131,9 @@ def go_on(path: Path, root: Path, layout: Layout, kind: str, sharded: bool) -> d
     model, optimizer = prepared(path, layout, kind, sharded)
     for group in optimizer.param_groups:
         group["lr"] = 7.0  # what was saved counts
-    shardconv_runtime.load_optimizer(model, optimizer, root / "optimizer")
-    do_steps(model, optimizer, path, layout[1], range(STEPS, 2 * STEPS))
+    replicas = replicas_of(layout, sharded)
+    shardconv_runtime.load_optimizer(model, optimizer, root / "optimizer", replicas=replicas)
+    do_steps(model, optimizer, path, layout[-1], range(STEPS, 2 * STEPS))
     return {name: whole_over_dp(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -131,18 +144,19 @@ def whole_over_dp(parameter: Any) -> Tensor:
 
 def resumed(out: Path, root: Path, before: Layout, after: Layout, kind: str, sharded: bool = False) -> None:
     """Train, save, reshard, load and train; compare with training without a pause."""
-    run_processes(before[0] * before[1], begin, out, root, before, kind, sharded, start_group=True)
+    run_processes(math.prod(before), begin, out, root, before, kind, sharded, start_group=True)
     path = root / "model"
-    if after[1] != before[1]:
-        shardconv.reshard(path, root / "resharded", after[1], check=False)
+    tp = after[-1]
+    if tp != before[-1]:
+        shardconv.reshard(path, root / "resharded", tp, check=False)
         path = root / "resharded"
-    found = run_processes(after[0] * after[1], go_on, path, root, after, kind, sharded, start_group=True)
+    found = run_processes(math.prod(after), go_on, path, root, after, kind, sharded, start_group=True)
     want = trained_whole(out.parent / "model", kind, 2 * STEPS)
     plan = codec.read(path / "plan.json")
     for number, parameters in enumerate(found):
         assert parameters.keys() == parameter_plans(plan).keys() - buffers(plan)
         for name, parameter in parameters.items():
-            expected = local_part(want[name], parameter_plans(plan)[name], plan.mesh, number % after[1])
+            expected = local_part(want[name], parameter_plans(plan)[name], plan.mesh, number % tp)
             assert torch.equal(parameter, expected), name
 
 
@@ -175,12 +189,18 @@ def test_other_optimizers(kind: str, outs: Callable[[str, int], Path], tmp_path:
         ("gpt2", (2, 2), (3, 1)),
         ("gpt2", (3, 1), (2, 2)),
         ("phi3", (1, 2), (3, 1)),
+        ("gpt2", (2, 2, 1), (1, 2)),
+        ("gpt2", (1, 2), (2, 1, 2)),
     ],
 )
 def test_other_data_parallel_shards(
     model_type: str, before: Layout, after: Layout, outs: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
-    resumed(outs(model_type, before[1]), tmp_path, before, after, "AdamW", sharded=True)
+    resumed(outs(model_type, before[-1]), tmp_path, before, after, "AdamW", sharded=True)
+
+
+def test_data_parallel_copies(outs: Callable[[str, int], Path], tmp_path: Path) -> None:
+    resumed(outs("gpt2", 2), tmp_path, (2, 2), (2, 1), "AdamW")
 
 
 def test_the_same_state_is_written_the_same_way(outs: Callable[[str, int], Path], tmp_path: Path) -> None:

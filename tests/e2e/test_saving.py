@@ -17,7 +17,7 @@ import transformers
 from checkpoints import save_causal, save_encoder
 from distributed import run_errors, run_processes
 from quantised_checkpoints import dense_config, save_quantised
-from shardconv_runtime import codec, manifest
+from shardconv_runtime import codec, manifest, saving
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.plan import parameter_plans
 from torch import nn
@@ -247,6 +247,17 @@ class TestErrors:
         errors = run_errors(4, save_shards_with_little_room, outs("gpt2"), tmp_path / "s", start_group=True)
         assert all("cannot be written: File too large" in str(error) for error in errors)
 
+    def test_a_rank_that_ends(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        errors = run_errors(2, end_while_saving, outs("llama"), tmp_path / "saved")
+        assert isinstance(errors[1], ChildProcessError)
+        assert "another rank did not answer within 3600 s or ended" in str(errors[0])
+        assert beside(tmp_path / "saved") == []
+
+    def test_a_place_that_one_rank_does_not_see(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
+        errors = run_errors(2, save_unseen, outs("llama"), tmp_path / "saved")
+        assert all("use a file system that all ranks share" in str(error) for error in errors)
+        assert beside(tmp_path / "saved") == []
+
     def test_what_was_there_outlives_a_failure(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
         run_processes(2, load_and_save, outs("llama"), tmp_path / "saved")
         want = files_of(tmp_path / "saved")
@@ -323,6 +334,20 @@ def save_with_little_room(path: Path, out: Path, failing: int) -> None:
     if int(os.environ["RANK"]) == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     shardconv_runtime.save(model, out, overwrite=True)
+
+
+def end_while_saving(path: Path, out: Path) -> None:
+    model = shardconv_runtime.load(path)
+    if os.environ["RANK"] == "1":
+        saving._write = lambda *_: os._exit(1)  # type: ignore[assignment]
+    shardconv_runtime.save(model, out)
+
+
+def save_unseen(path: Path, out: Path) -> None:
+    model = shardconv_runtime.load(path)
+    if os.environ["RANK"] == "1":
+        Path.is_dir = lambda self: ".partial-" not in self.name  # type: ignore[assignment, method-assign, misc]
+    shardconv_runtime.save(model, out)
 
 
 def save_shards_with_little_room(path: Path, out: Path) -> None:
