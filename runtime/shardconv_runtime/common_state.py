@@ -5,7 +5,7 @@ Every process works it out from the same summaries, so that what is wrong all ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .errors import CheckpointError, PlanError
@@ -30,7 +30,7 @@ def common_index(summaries: Sequence[Summary], entries: Entries) -> OptimizerInd
 
 def _common_state(name: str, summaries: Sequence[Summary]) -> ParameterState | None:
     """The state that all keep who hold something of a parameter."""
-    found = {i: s.states.get(name) for i, s in enumerate(summaries) if name in s.holding}
+    found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
     if not found:
         return None
     first, state = next(iter(found.items()))
@@ -71,9 +71,20 @@ def _groups(summaries: Sequence[Summary], entries: Entries) -> tuple[Group, ...]
                 )
     for number in range(len(first.groups)):
         names = {name for summary in summaries for name in summary.groups[number].names}
+        _require_all(number, names, summaries)
         ordered = tuple(name for name in entries if name in names)
         merged.append(Group(ordered, first.groups[number].hyperparameters))
     return tuple(merged)
+
+
+def _require_all(group: int, names: Collection[str], summaries: Sequence[Summary]) -> None:
+    """Who holds something of a parameter has it in the same group."""
+    for number, summary in enumerate(summaries):
+        if lacking := (summary.holding & set(names)) - set(summary.groups[group].names):
+            raise PlanError(
+                f"process {number} holds a part of {min(lacking)}, and parameter group {group} of its "
+                "optimizer lacks it; make the optimizer alike on all ranks"
+            )
 
 
 def _changed(ours: Mapping[str, Value], theirs: Mapping[str, Value]) -> str:

@@ -42,7 +42,7 @@ class Summary:
     groups: tuple[Group, ...]
     states: dict[str, ParameterState]
     holding: frozenset[str]
-    """Names of the parameters of which it holds values."""
+    """Names of all tensors of the model of which it holds values, whether the optimizer has them or not."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class HeldState:
     """Local positions that this process holds of its rank's part, one range for each dim."""
     is_first: dict[str, bool]
     """Whether it is the first of the data-parallel processes that hold the same."""
+    holding: frozenset[str]
+    """See ``Summary``."""
     entries: Mapping[str, ParameterPlan]
     """Of the whole model."""
     mesh: Mesh
@@ -73,8 +75,7 @@ class HeldState:
             for name, parameter in self.parameters.items()
             if self.optimizer.state.get(parameter)
         }
-        holding = frozenset(name for name in self.parameters if self._holds(name))
-        return Summary(type(self.optimizer).__qualname__, groups, states, holding)
+        return Summary(type(self.optimizer).__qualname__, groups, states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
         """What this process writes."""
@@ -86,7 +87,7 @@ class HeldState:
                 tuple(self._boxes(entry.name, owned=True)),
             )
             for entry in index.parameters
-            if entry.name in self.parameters and self.is_first[entry.name] and self._holds(entry.name)
+            if entry.name in self.parameters and self.is_first[entry.name] and entry.name in self.holding
             for key in entry.tensors
         ]
 
@@ -104,10 +105,6 @@ class HeldState:
             for key in entry.tensors
         ]
 
-    def _holds(self, name: str) -> bool:
-        size = all(start < stop for start, stop in self.windows[name])
-        return size and holds_values(self.entries[name], self.mesh, self.rank)
-
     def _boxes(self, name: str, *, owned: bool) -> list[Box]:
         find = owned_boxes if owned else held_boxes
         return find(self.entries[name], self.mesh, self.rank, self.windows[name])
@@ -120,7 +117,9 @@ def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldS
         PlanError: the model is not the one that was loaded, or the optimizer's parameters are not its.
     """
     plan = loaded(model).plan
-    names = {id(tensor): name for name, tensor in stored_model(model).tensors.items()}
+    tensors = stored_model(model).tensors
+    entries = parameter_plans(plan)
+    names = {id(tensor): name for name, tensor in tensors.items()}
     parameters: dict[str, Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -143,7 +142,12 @@ def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldS
             name: first and (every.is_first or isinstance(parameters[name], DTensor))
             for name, (_, first) in places.items()
         },
-        parameter_plans(plan),
+        frozenset(
+            name
+            for name, tensor in tensors.items()
+            if _local(tensor).numel() and holds_values(entries[name], plan.mesh, every.rank)
+        ),
+        entries,
         plan.mesh,
         every.rank,
     )
