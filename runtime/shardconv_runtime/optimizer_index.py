@@ -30,7 +30,7 @@ _REMEDY = "copy the directory again, or resume from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A hyperparameter, or a number of a parameter's state, as text that gives it back to the bit."""
+    """A hyperparameter, or a number of a parameter's state, as text that gives it back exactly."""
 
     kind: str
     """``none``, ``bool``, ``int``, ``float``, ``str``, ``tuple``, ``list``, or ``tensor:`` and a dtype."""
