@@ -22,7 +22,7 @@ LEAF, PRODUCT, SUM = range(3)
 class Node:
     """A dim, or a part of one. Use ``find`` before reading ``kind`` and ``children``."""
 
-    __slots__ = ("blocked", "children", "kind", "links", "parent", "size", "why")
+    __slots__ = ("atomic", "blocked", "children", "kind", "links", "parent", "size", "why")
 
     def __init__(self, size: int, blocked: bool = False, why: str = "") -> None:
         self.size = size
@@ -31,6 +31,8 @@ class Node:
         self.parent: Node | None = None
         self.blocked = blocked
         self.links: list[Node] = []
+        self.atomic = False
+        """Its size is the input's: it is a leaf that stays one, and so are those linked to it."""
         self.why = why
         """What blocked it, for the report."""
 
@@ -119,10 +121,26 @@ def block(node: Node, why: str = "") -> None:
         item.why = item.why or why
 
 
+def make_atomic(node: Node) -> None:
+    """The size of this leaf is the input's, and so is that of all leaves linked to it: none is ever cut."""
+    todo = [find(node)]
+    while todo:
+        item = find(todo.pop())
+        if not item.atomic and item.kind == LEAF:
+            item.atomic = True
+            todo += item.links
+
+
 def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
-    """A leaf turns out to be a product or a sum; those linked to it follow."""
+    """A leaf turns out to be a product or a sum; those linked to it follow.
+
+    Raises:
+        Conflict: it is atomic.
+    """
     assert node.kind == LEAF
     assert node.parent is None
+    if node.atomic:
+        raise Conflict
     node.kind, node.children = kind, tuple(children)
     if node.blocked:
         block(node, node.why)
@@ -274,8 +292,10 @@ def unify(a: Node, b: Node) -> None:
 
 def _forward_leaf(a: Node, b: Node) -> None:
     a.parent = b
-    if a.blocked:
+    if a.blocked or (a.atomic and b.kind != LEAF):
         block(b, a.why)
+    if a.atomic:
+        make_atomic(b)
     links, a.links = a.links, []
     for other in links:
         link(b, other)
@@ -290,10 +310,15 @@ def link(a: Node, b: Node) -> None:
         if b not in (find(x) for x in a.links):
             a.links.append(b)
             b.links.append(a)
+            if a.atomic or b.atomic:
+                make_atomic(b if a.atomic else a)
         return
     if a.kind == LEAF or b.kind == LEAF:
         if b.kind == LEAF:
             a, b = b, a
+        if a.atomic:
+            block(b, a.why)
+            return
         copy = _mirror(b, {})
         a.links.append(b)
         _refine(a, copy.kind, copy.children)

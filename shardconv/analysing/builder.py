@@ -40,6 +40,8 @@ class Builder:
         dims = tuple(axes.leaf(n, blocked=not is_parameter) for n in info.shape)
         if info.kind == "input":
             self.result.frozen += dims
+            for dim in dims:
+                axes.make_atomic(dim)
         self.result.dims[tid] = dims
         self.result.partial[tid] = Partial(zero=info.kind != "parameter")
         if info.kind == "parameter":

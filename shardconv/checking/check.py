@@ -268,14 +268,15 @@ class Simulation:
         """The worst parameter of a rank.
 
         Differences are relative to the largest gradient of the parameter; where that is tiny beside those of
-        other parameters (zero, but for rounding), to a ten-thousandth of theirs.
+        other parameters (zero, but for rounding), to a fraction of theirs.
         """
         largest = max((float(g.abs().max()) for g in want.values() if g.numel()), default=0.0)
         worst = _GradientDifference(0.0, "")
         local = local_weights(want, self.plan, rank)
         for name, mine in local.items():
             found = got.get(name, torch.zeros_like(mine))
-            scale = max(float(want[name].abs().max()) if mine.numel() else 0.0, 1e-4 * largest, 1e-30)
+            least = (1e-4 if mine.dtype == torch.float64 else 1e-2) * largest
+            scale = max(float(want[name].abs().max()) if mine.numel() else 0.0, least, 1e-30)
             error = float((found - mine).abs().max()) / scale if mine.numel() else 0.0
             worst = max(worst, _GradientDifference(error if error == error else math.inf, name))
         return worst

@@ -97,7 +97,7 @@ class _Localizer:
 
     def _matters(self, replay: Replay) -> bool:
         known = self.analysis.dims
-        touched = [t for t in (*replay.outputs, *_refs(replay)) if t in known]
+        touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
         return all(t in known for t in replay.outputs) and any(self.layouts.is_sharded(t) for t in touched)
 
     def _attributes(self, replay: Replay) -> list[Attribute]:
@@ -199,7 +199,7 @@ class _Localizer:
         return [tuple(t.shape) for t in got] == want
 
     def _sharded(self, replay: Replay) -> list[Node]:
-        tids = [t for t in (*replay.outputs, *_refs(replay)) if t in self.analysis.dims]
+        tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = [x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim)]
         return [x for x in dict.fromkeys(nodes) if self.layouts.assignment.axes(x)]
 
@@ -210,6 +210,12 @@ def _name(replay: Replay) -> str:
 
 def _refs(replay: Replay) -> Iterable[int]:
     return [r.tid for r in pytree.tree_leaves((replay.args, replay.kwargs)) if isinstance(r, Ref)]
+
+
+def _sized(replay: Replay) -> Iterable[int]:
+    """The tensors whose sizes the call was given."""
+    numbers = traced_ints((replay.args, replay.kwargs))
+    return [source[1] for number in numbers for source in sources(number.expr) if source[0] == "size"]
 
 
 def _products(mesh: Sequence[int]) -> list[int]:
