@@ -39,6 +39,7 @@ def convert(
     tp: int,
     *,
     experts: str = "tp",
+    sequence_parallel: bool = False,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -65,6 +66,8 @@ def convert(
         tp: number of ranks.
         experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
             whole experts on each rank.
+        sequence_parallel: solve for activations that are split over the sequence between the parallel blocks,
+            as well: for ``load(..., sequence_parallel=True)``. A model that has no such form is refused.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
@@ -106,7 +109,15 @@ def convert(
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=not random_init)
     origin, found = _initialised(spec, seed or 0, progress) if random_init else _read(spec, progress)
     blocks = blocks_in(found)
-    solved: Plan = solve_plan(spec, tp, experts=experts, blocks=blocks, check=check, progress=progress.stage)
+    solved: Plan = solve_plan(
+        spec,
+        tp,
+        experts=experts,
+        sequence_parallel=sequence_parallel,
+        blocks=blocks,
+        check=check,
+        progress=progress.stage,
+    )
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     write(
         solved,
@@ -153,6 +164,7 @@ def plan(
     tp: int,
     *,
     experts: str = "tp",
+    sequence_parallel: bool = False,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -169,6 +181,8 @@ def plan(
         tp: number of ranks.
         experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
             whole experts on each rank.
+        sequence_parallel: solve for activations that are split over the sequence between the parallel blocks,
+            as well: for ``load(..., sequence_parallel=True)``. A model that has no such form is refused.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters; by default what the config says.
         trust_remote_code: import the repository's own Python code.
@@ -190,5 +204,7 @@ def plan(
     hub = Hub(revision, cache_dir, local_files_only, token)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     tell = (progress or Silent()).stage
-    solved: Plan = solve_plan(spec, tp, experts=experts, check=check, progress=tell)
+    solved: Plan = solve_plan(
+        spec, tp, experts=experts, sequence_parallel=sequence_parallel, check=check, progress=tell
+    )
     return solved

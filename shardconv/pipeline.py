@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 
 import torch
-from shardconv_runtime.boundary import in_use
+from shardconv_runtime.boundary import forward_signature, in_use
 from shardconv_runtime.build import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
@@ -139,6 +139,13 @@ def _simulated(
     tell: Callable[[str], None],
 ) -> Plan:
     """The plan, proven on numbers; without gradients if these are not those of the unsharded model."""
+    parallel = _with_parallel_loss(plan, model, inputs)
+    if parallel is not None:
+        try:
+            outcome = simulate(parallel, model, inputs.with_labels(), bypassed, gradients=True)
+            plan = parallel if outcome is None or outcome.gradients == "" else plan
+        except ShardconvError:
+            pass  # the loss needs whole logits, or the model cannot compute one: the plan is judged without
     outcome = simulate(plan, model, inputs, bypassed, gradients=plan.training is not None)
     if outcome is None:
         tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
@@ -148,6 +155,17 @@ def _simulated(
     if plan.tp > 1:
         plan = replace(plan, notes=(*plan.notes, *notes_on_others(plan, model, inputs, bypassed)))
     return plan
+
+
+def _with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan | None:
+    """The plan with a loss from shards of the logits; None where that is out of the question."""
+    tokens = inputs.tensors.get("input_ids")
+    takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
+    if plan.training is None or plan.logits is None or plan.tp == 1 or tokens is None or not takes_labels:
+        return None
+    if "decoder_input_ids" in inputs.tensors:
+        return None
+    return replace(plan, training=replace(plan.training, parallel_loss=True))
 
 
 def _without_gradients(plan: Plan, why: str) -> Plan:

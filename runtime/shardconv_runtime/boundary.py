@@ -154,6 +154,11 @@ def attach(
         module.register_forward_hook(after, prepend=True)
 
 
+def attach_output(module: nn.Module, slot: str, function: Step) -> None:
+    """Run one more step on what a module returns at a slot."""
+    module.register_forward_hook(_After([(_output_path(slot), function)]))
+
+
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
     """Without training, steps that concern gradients alone are left out."""
     return [b for b in steps if training or b.op not in GRADIENT_STEPS]

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .boundary import RowIds, Step, attach, forward_signature, in_use, step
+from .boundary import RowIds, Step, attach, attach_output, forward_signature, in_use, step
 from .collectives import Communicator, Slice
 from .errors import PlanError
 from .gates import Gated, GradientGate, attach_gates
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .names import expand_all
 from .norms import ShardedNorm
 from .plan import (
@@ -33,6 +34,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
+from .sequence import attach_sequence
 from .slices import size
 
 
@@ -40,7 +42,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan,
     comm: Communicator,
-    gather_logits: bool = True,
+    gather_logits: bool | None = None,
     *,
     training: bool = False,
     sequence_parallel: bool = False,
@@ -52,7 +54,8 @@ def parallelize(
             global shape. Afterwards they are meta tensors of local shape, under the same names.
         plan: solved for this model's code.
         comm: this rank; its mesh is the plan's.
-        gather_logits: if False, the logits stay sharded, and the model refuses labels.
+        gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
+            If None, they are gathered but where a loss was computed from the shards, in training mode.
         training: the model has a backward pass; its parameters require gradients as they did.
         sequence_parallel: activations between the parallel blocks are split over the sequence, whose length
             the number of ranks divides.
@@ -69,11 +72,16 @@ def parallelize(
         raise PlanError(f"the plan is for a mesh {plan.mesh}, the ranks form {comm.mesh}")
     modules = module_plans(plan)
     parameters = parameter_plans(plan)
-    if not gather_logits:
+    gather = _logits_gather(plan, modules, comm) if training else None
+    if gather is not None or gather_logits is False:
         modules = _without_logits_gather(modules, plan.logits)
+    if gather is None and gather_logits is False:
         _refuse(model, "labels", _WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
         _refuse(model, "output_attentions", _WHY_NO_ATTENTIONS)
+        if sequence_parallel or training:
+            _refuse(model, "output_hidden_states", _WHY_NO_STATES, unless_inference=not sequence_parallel)
+            _refuse(model, "output_router_logits", _WHY_NO_STATES, unless_inference=not sequence_parallel)
     _check_names(model, plan, parameters)
     targets = {fqn: _submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
@@ -90,7 +98,25 @@ def parallelize(
     retie(model, plan)
     if training:
         _attach_gates(model, plan, parameters, comm)
+    if gather is not None:
+        assert plan.logits is not None
+        if gather_logits is not False:
+            attach_output(_submodule(model, plan.logits.module), plan.logits.slot, gather)
+        attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+    if sequence_parallel:
+        attach_sequence(model, plan.tp)
     return model
+
+
+def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
+    """The gather that is left out for a loss from shards of the logits; None without such a loss."""
+    if plan.logits is None or plan.training is None or not plan.training.parallel_loss:
+        return None
+    steps = modules[plan.logits.module].outputs
+    found = next(b for b in steps if (b.slot, b.op) == (plan.logits.slot, "all_gather"))
+    assert found.layout is not None
+    assert found.dim is not None
+    return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 
 def require_training(plan: Plan) -> None:
@@ -135,8 +161,8 @@ def of_sequence(plan: Plan) -> Plan:
     return replace(plan, modules=sequence.modules, parameters=parameters)
 
 
-def _refuse(model: nn.Module, argument: str, why: str) -> None:
-    hook = _Refused(forward_signature(model), argument, why)
+def _refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
+    hook = _Refused(forward_signature(model), argument, why, unless_inference)
     model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -404,13 +430,16 @@ def _without_logits_gather(
 class _Refused:
     """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
 
-    def __init__(self, signature: inspect.Signature, argument: str, why: str) -> None:
+    def __init__(self, signature: inspect.Signature, argument: str, why: str, unless_inference: bool) -> None:
         names = list(signature.parameters)
         self._argument = argument
         self._position = names.index(argument) if argument in names else None
         self._why = why
+        self._unless_inference = unless_inference
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._unless_inference and not torch.is_grad_enabled():
+            return
         if self._position is not None and self._position < len(args):
             value = args[self._position]
         else:
@@ -424,6 +453,10 @@ class _Refused:
 _WHY_NO_LABELS = (
     "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
     "with gather_logits=True"
+)
+_WHY_NO_STATES = (
+    "whose inner activations may be split, or have gradients that are: a loss of them would train the model "
+    "wrongly; use its outputs alone"
 )
 _WHY_NO_ATTENTIONS = (
     "whose heads are split over ranks: each rank would return the weights of its own; run the unsharded "

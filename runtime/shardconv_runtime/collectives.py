@@ -272,8 +272,8 @@ class Resharding:
         dim = self.dim % x.dim()
         if not self.axes:
             return self.parts.own(x, dim)
-        pieces = torch.stack(self.parts.separated(x, dim))
-        return self.parts.unpadded(self.comm.reduce_scatter(pieces, self.axes)[0], dim)
+        pieces = torch.cat(self.parts.separated(x, dim))
+        return self.parts.unpadded(self.comm.reduce_scatter(pieces, self.axes), dim)
 
     def _divided(self, x: Tensor, axes: Axes) -> Tensor:
         return self.parts.divided(x, self.dim % x.dim(), axes) if self.is_torn and axes else x

@@ -69,8 +69,7 @@ class GradientGate:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Positions of a local tensor, ranges in each dim, and the mesh axes over which their gradient is summed.
-    """
+    """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
 
     axes: tuple[int, ...]
     positions: tuple[tuple[Range, ...], ...]
@@ -132,16 +131,17 @@ class _Swap:
     def __init__(self, gated: tuple[Gated, ...]) -> None:
         self._gated = gated
         self._parameters: list[nn.Parameter | None] = [None] * len(gated)
+        self._replacements: list[Tensor | None] = [None] * len(gated)
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Replace; what an earlier call that failed has left behind is put back first."""
         for index, each in enumerate(self._gated):
             tensors: dict[str, Any] = each.owner._parameters
             parameter = tensors[each.name]
-            if not isinstance(parameter, nn.Parameter):
+            if self._parameters[index] is not None and parameter is self._replacements[index]:
                 parameter = self._parameters[index]
             self._parameters[index] = parameter
-            tensors[each.name] = each.gate(parameter)
+            tensors[each.name] = self._replacements[index] = each.gate(parameter)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Put the parameters back.
@@ -150,13 +150,13 @@ class _Swap:
             PlanError: something else has replaced them meanwhile, so that their gradients would be wrong.
         """
         for index, each in enumerate(self._gated):
-            if isinstance(each.owner._parameters[each.name], nn.Parameter):
+            if each.owner._parameters[each.name] is not self._replacements[index]:
                 raise PlanError(
                     f"{each.fqn} was exchanged while a module around its own ran, and its gradient would not "
                     "be summed over the ranks; wrap the module around it, or none inside of it (fully_shard)"
                 )
             each.owner._parameters[each.name] = self._parameters[index]
-            self._parameters[index] = None
+            self._parameters[index] = self._replacements[index] = None
 
 
 def _same(x: Tensor) -> Tensor:

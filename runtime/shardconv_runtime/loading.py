@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import agreement, fingerprint, manifest, mesh, weights
-from .build import parallelize
+from . import agreement, fingerprint, manifest, weights
+from . import mesh as launching
+from .build import of_sequence, parallelize, require_training
 from .collectives import AllReduce, Communicator
 from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
@@ -33,8 +35,11 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    training: bool = False,
+    sequence_parallel: bool = False,
     compile: bool = False,
-    gather_logits: bool = True,
+    gather_logits: bool | None = None,
     timeout_s: float | None = None,
     all_reduce: AllReduce | None = None,
     trust_remote_code: bool = False,
@@ -43,7 +48,7 @@ def load(
 
     The process group is started from torchrun's environment where there is none: nccl on GPUs, gloo on
     the CPU. Whatever is wrong, on whichever rank, every rank raises before the first collective of
-    the model. Parameters do not require gradients: plans of this version are for inference.
+    the model. Parameters require gradients only with ``training``.
 
     ``generate`` gives the same tokens on every rank. It is called alike on all of them, which is checked;
     a ``streamer`` gets tokens on rank 0 only, and rank 0's clock counts for ``max_time``.
@@ -53,10 +58,18 @@ def load(
         device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
+        mesh: instead of ``group``, all processes, of which the dim named "tp" loads a model each: the other
+            dims are for data parallelism, see ``data_parallel``.
+        training: with the backward collectives of the plan: parameters require gradients as in the unsharded
+            model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
+        sequence_parallel: split the activations between the parallel blocks over the sequence; the plan must
+            have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
         compile: run each forward pass as one compiled graph, on GPUs decoding steps as CUDA graphs, and let
             ``generate`` decode from a static cache. ``torch.compile(model)`` works as well.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
-            refuses labels and ``generate``.
+            refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
+            is computed from the shards, and by default no logits are returned in training mode where there
+            are labels; True returns them whole.
         timeout_s: how long a rank waits in a collective for the others before it raises, where this call
             starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo). Also for
             ranks that do not call ``generate`` with the others (5 minutes).
@@ -76,22 +89,35 @@ def load(
         >>> logits = model(input_ids).logits
     """
     wanted = _dtype(dtype)
-    checked, error = _attempt(lambda: _check(Path(path), group, gather_logits, trust_remote_code))
+    if mesh is not None:
+        group = launching.tp_group(mesh, group)
+    form = _Form(training, sequence_parallel, gather_logits)
+    checked, error = _attempt(lambda: _check(Path(path), group, form, trust_remote_code))
     if checked is not None:
-        mesh.check_world_size(checked.plan, group)
+        launching.check_world_size(checked.plan, group)
     with ReadAhead(checked.files.paths if checked is not None else ()) as ahead:
         start = _launch(group, device, timeout_s, error)
         agreement.agree(start, error)
         assert checked is not None, "agree has raised the error"
-        comm = mesh.connect(checked.plan, start, all_reduce)
-        model, error = _attempt(lambda: _build(checked, start, comm, wanted, gather_logits))
+        used = of_sequence(checked.plan) if sequence_parallel else checked.plan
+        comm = launching.connect(used, start, all_reduce, training=training)
+        model, error = _attempt(lambda: _build(checked, start, comm, wanted, form))
         agreement.agree(start, error, agreement.READ_TIMEOUT_S)
         assert model is not None, "agree has raised the error"
         if start.device.type != "cpu":
             ahead.stop()  # all was read; what is mapped is read while it waits for its first use
     if compile:
-        compile_model(model, cuda_graphs=mesh.can_capture(start))
+        compile_model(model, cuda_graphs=launching.can_capture(start))
     return model
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What kind of model is wanted."""
+
+    training: bool
+    sequence_parallel: bool
+    gather_logits: bool | None
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,7 @@ class _Checked:
 
 
 def _check(
-    directory: Path, group: dist.ProcessGroup | None, gather_logits: bool, trust_remote_code: bool
+    directory: Path, group: dist.ProcessGroup | None, form: _Form, trust_remote_code: bool
 ) -> _Checked:
     if not directory.is_dir():
         raise CheckpointError(
@@ -120,22 +146,33 @@ def _check(
             "read that code, then pass trust_remote_code=True"
         )
     fingerprint.check_code(plan)
-    if not gather_logits and plan.logits is None:
+    if form.training:
+        require_training(plan)
+    if form.sequence_parallel:
+        of_sequence(plan)
+    if form.gather_logits is False and plan.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
-    rank = mesh.rank(group)
+    rank = launching.rank(group)
     files = weights.check_files(directory, found, plan, rank) if rank < plan.tp else weights.RankFiles(())
     return _Checked(directory, found, plan, files)
 
 
 def _build(
-    checked: _Checked, start: Launch, comm: Communicator, dtype: torch.dtype | None, gather_logits: bool
+    checked: _Checked, start: Launch, comm: Communicator, dtype: torch.dtype | None, form: _Form
 ) -> nn.Module:
     plan, directory = checked.plan, checked.directory
     config = _config(directory, plan)
     model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
-    parallelize(model, plan, comm, gather_logits)
+    parallelize(
+        model,
+        plan,
+        comm,
+        form.gather_logits,
+        training=form.training,
+        sequence_parallel=form.sequence_parallel,
+    )
     weights.read(model, plan, checked.files, start.device, dtype)
-    prepare_generation(model, directory, start, gather_logits)
+    prepare_generation(model, directory, start, form.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
     return model.eval()
 
@@ -166,7 +203,7 @@ def _launch(
 ) -> Launch:
     """Join the others; what is wrong with the directory goes before what is wrong with the launch."""
     try:
-        return mesh.launch(group, device, timeout_s)
+        return launching.launch(group, device, timeout_s)
     except ShardconvError as failure:
         if error is not None:
             raise error from failure

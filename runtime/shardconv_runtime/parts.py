@@ -119,7 +119,7 @@ class KnownParts(Parts):
 
     def unpadded(self, x: Tensor, dim: int) -> Tensor:
         """See ``Parts``."""
-        return x.narrow(dim, 0, self._local) if self._local < self._largest else x
+        return x.narrow(dim, 0, self._local).clone() if self._local < self._largest else x
 
     def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
         """See ``Parts``."""

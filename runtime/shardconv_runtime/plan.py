@@ -202,9 +202,8 @@ class TrainingPlan:
     """What a plan needs beyond inference; without it, the model cannot be trained."""
 
     sequence: SequencePlan | None = None
-    loss: str = ""
-    """What takes the place of the model's loss function where logits stay sharded; empty: logits are gathered
-    for the loss."""
+    parallel_loss: bool = False
+    """The loss is computed from the ranks' shards of the logits; else from gathered ones, by the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ class Simulation:
         got = self._rank(comm, precision, parts, gather_logits=True, gradients=gradients)
         worst = _difference(got.outputs, want.outputs)
         difference = self._compare_gradients(got.gradients, want.gradients, comm.rank)
-        if self.plan.logits is None:
+        if self.plan.logits is None or "labels" in self.inputs.tensors:
             return worst, difference
         own = self._rank(comm, precision, parts, gather_logits=False, gradients=False)
         own_logits = self._with_own_logits(want.outputs, comm.rank)
@@ -256,7 +256,8 @@ class Simulation:
     ) -> _Run:
         """What one rank gives."""
         model = copy.deepcopy(self.model).to(precision.dtype)
-        local = bypass(parallelize(model, self.plan, comm, gather_logits, training=gradients), self.skipped)
+        local = parallelize(model, self.plan, comm, gather_logits, training=gradients)
+        bypass(local, self.skipped)
         fill(local, parts, gradients)
         if not gradients:
             return _Run(_outputs(local, self.inputs, precision))

@@ -17,6 +17,7 @@ from .options import (
     hub_options,
     loudness_options,
     part_options,
+    sequence_option,
     size_options,
     tokens_option,
     tp_option,
@@ -50,10 +51,13 @@ def inspect_command(out: str, as_json: bool, tokens: int) -> None:
 
 @click.command("replan")
 @click.argument("out", type=click.Path())
+@sequence_option
 @click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
 @trust_option("OUT")
 @loudness_options
-def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: bool, verbose: bool) -> None:
+def replan_command(
+    out: str, no_check: bool, sequence_parallel: bool, trust_remote_code: bool, quiet: bool, verbose: bool
+) -> None:
     """Solve OUT again for the installed torch and transformers, keeping its shards.
 
     A plan holds for the model code that it was solved for; after an upgrade the runtime refuses it
@@ -65,7 +69,13 @@ def replan_command(out: str, no_check: bool, trust_remote_code: bool, quiet: boo
       shardconv replan out/
     """
     with working(quiet, verbose) as progress:
-        solved = replan(out, trust_remote_code=trust_remote_code, check=not no_check, progress=progress)
+        solved = replan(
+            out,
+            trust_remote_code=trust_remote_code,
+            check=not no_check,
+            sequence_parallel=sequence_parallel,
+            progress=progress,
+        )
     if not quiet:
         code = solved.code
         click.echo(

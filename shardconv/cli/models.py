@@ -15,6 +15,7 @@ from .options import (
     initial_options,
     model_options,
     part_options,
+    sequence_option,
     size_options,
     tokens_option,
     tp_option,
@@ -27,6 +28,7 @@ from .working import working
 @click.argument("out", type=click.Path())
 @tp_option
 @experts_option
+@sequence_option
 @size_options
 @part_options("OUT")
 @initial_options
@@ -47,6 +49,7 @@ def convert_command(
       shardconv convert ./my-model --tp 2 out/
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
+      shardconv convert org/name --tp 8 --sequence-parallel out/
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
@@ -74,6 +77,7 @@ def _initialised(options: dict[str, Any]) -> str:
 @click.argument("model")
 @tp_option
 @experts_option
+@sequence_option
 @click.option(
     "--format",
     "chosen",

@@ -53,6 +53,12 @@ experts_option = click.option(
     help="Split mixture-of-experts layers inside of each expert, or keep experts whole (ep).",
 )
 
+sequence_option = click.option(
+    "--sequence-parallel",
+    is_flag=True,
+    help="Solve for activations that are split over the sequence, too (for training).",
+)
+
 tokens_option = click.option(
     "--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass."
 )

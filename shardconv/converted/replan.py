@@ -22,6 +22,7 @@ def replan(
     *,
     trust_remote_code: bool = False,
     check: bool = True,
+    sequence_parallel: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """Solve ``out`` again and rewrite its plan; the shards stay as they are.
@@ -33,6 +34,7 @@ def replan(
         out: a converted directory.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
         check: prove the new plan.
+        sequence_parallel: with a sequence-parallel form, which a plan that has one keeps.
         progress: where to report to.
 
     Returns:
@@ -57,7 +59,16 @@ def replan(
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
     tell = (progress or Silent()).stage
     blocks = block_sizes(old)
-    new: Plan = solve_plan(spec, old.tp, experts=old.experts, blocks=blocks, check=check, progress=tell)
+    had_sequence = old.training is not None and old.training.sequence is not None
+    new: Plan = solve_plan(
+        spec,
+        old.tp,
+        experts=old.experts,
+        sequence_parallel=sequence_parallel or had_sequence,
+        blocks=blocks,
+        check=check,
+        progress=tell,
+    )
     new = with_blocks(new, blocks_of(old))
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)

@@ -80,6 +80,7 @@ def reshard(
         spec,
         tp,
         experts=found.plan.experts,
+        sequence_parallel=found.plan.training is not None and found.plan.training.sequence is not None,
         blocks=block_sizes(found.plan),
         check=check,
         progress=progress.stage,

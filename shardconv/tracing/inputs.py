@@ -41,6 +41,12 @@ class TraceInputs:
     notes: tuple[str, ...] = ()
     """What was left out, for the plan."""
 
+    def with_labels(self) -> TraceInputs:
+        """The same with labels: the tokens themselves, but for a few that no loss counts."""
+        tokens = self.tensors["input_ids"].clone()
+        tokens[:, ::5] = -100
+        return replace(self, tensors={**self.tensors, "labels": tokens})
+
     def to(self, dtype: torch.dtype) -> TraceInputs:
         """The same in which floating point tensors have this dtype."""
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.tensors.items()}
