@@ -16,7 +16,17 @@ from shardconv_runtime.build import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.lazy import build_model
-from shardconv_runtime.plan import Boundary, ModelInfo, NormInfo, Plan, SequencePlan, TrainingPlan
+from shardconv_runtime.plan import (
+    Boundary,
+    ModelInfo,
+    NormInfo,
+    ParameterPlan,
+    Plan,
+    SequencePlan,
+    TrainingPlan,
+    by_name,
+    parameter_plans,
+)
 from shardconv_runtime.slices import local_size
 from torch import nn
 
@@ -273,7 +283,8 @@ def _with_sequence(problem: _Problem, plan: Plan, plain: Assignment) -> Plan:
             if solution.gradients.refusal:
                 raise _no_sequence(problem, solution.gradients.refusal)
             modules = annotate.module_plans(solution)
-            gradients = annotate.gradient_plans(annotate.parameter_plans(solution, problem.model))
+            parameters = _stored_alike(problem, plan, annotate.parameter_plans(solution, problem.model))
+            gradients = annotate.gradient_plans(parameters)
             training = replace(plan.training, sequence=SequencePlan(modules, gradients))
             plan = replace(plan, training=training)
             if problem.inputs is not None:
@@ -283,6 +294,25 @@ def _with_sequence(problem: _Problem, plan: Plan, plain: Assignment) -> Plan:
             _rule_out(obstacle, forbidden, ruled_out)
     obstacles = list(ruled_out.values())
     raise _no_sequence(problem, obstacles[-1] if obstacles else "no activation would gain by it")
+
+
+def _stored_alike(problem: _Problem, plan: Plan, parameters: Sequence[ParameterPlan]) -> list[ParameterPlan]:
+    """Parameters of the sequence-parallel form, which are stored as the plan says.
+
+    A bias that is added before a reduction there may be added behind it here; it is not, then.
+
+    Raises:
+        SolveError: one would have to be stored in another way.
+    """
+    stored = parameter_plans(plan)
+    out = []
+    for name, entry in by_name("parameters", tuple(parameters)).items():
+        known = stored[name]
+        if entry.dims != known.dims or not set(entry.partial) <= set(known.partial):
+            raise _no_sequence(problem, f"{name} would have to be stored in another way")
+        grad_axes = tuple(a for a in entry.grad_axes if a not in known.partial)
+        out.append(replace(entry, names=(name,), partial=known.partial, grad_axes=grad_axes))
+    return out
 
 
 def _no_sequence(problem: _Problem, why: str) -> SolveError:

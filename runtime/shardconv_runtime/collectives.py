@@ -119,7 +119,8 @@ class Communicator(ABC):
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Sum of a contiguous tensor over a group of two or more ranks: this rank's part of its dim 0."""
-        return self._sum(x, axes).chunk(self.num_ranks(axes))[self.group(axes).index(self.rank)]
+        parts = self._sum(x, axes).chunk(self.num_ranks(axes))
+        return parts[self.group(axes).index(self.rank)].clone()
 
 
 class ProcessCommunicator(Communicator):

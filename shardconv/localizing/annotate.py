@@ -14,7 +14,7 @@ from typing import Any
 
 from shardconv_runtime import slices
 from shardconv_runtime.build import stored_tensors
-from shardconv_runtime.names import compress
+from shardconv_runtime.names import compress, expand_all
 from shardconv_runtime.plan import (
     Boundary,
     Edit,
@@ -85,8 +85,16 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
 
 
 def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, ...]:
-    """What parameters' plans say of their gradients, where that is something."""
-    return tuple(GradientPlan(p.names, p.grad_axes, p.grad_levels) for p in parameters if p.grad_axes)
+    """What parameters' plans say of their gradients, where that is something; alike ones share an entry."""
+    grouped: dict[tuple[str, tuple[int, ...], int], list[str]] = {}
+    for entry in parameters:
+        if entry.grad_axes:
+            for name in expand_all(entry.names):
+                grouped.setdefault((starred(name), entry.grad_axes, entry.grad_levels), []).append(name)
+    return tuple(
+        GradientPlan(tuple(compress(names)), grad_axes, levels)
+        for (_, grad_axes, levels), names in grouped.items()
+    )
 
 
 def stand_in(name: str, stand_ins: Mapping[str, str]) -> str:
