@@ -41,6 +41,7 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         tp: int,
         *,
         experts: str = "tp",
+        sequence_parallel: bool = False,
         blocks: Any = None,
         check: bool = True,
         progress: Callable[[str], None] | None = None,

@@ -23,6 +23,7 @@ class Builder:
         self.mark_of: dict[int, Mark] = {}
         self.lookup_calls = pure_lookups(tape)
         self.passive_calls = passive_calls(tape)
+        self.input_sizes = {n for tid in tape.inputs for n in tape.tensors[tid].shape if n > 1}
         self.why = ""
         """What the current operator is, for the reports."""
         self.parametric = self.result.parametric
@@ -166,7 +167,10 @@ class Builder:
         after = []
         for dim in before:
             twin = axes.leaf(dim.size)
-            axes.link(dim, twin)
+            if dim.size in self.input_sizes and _is_settled(dim):
+                axes.make_atomic(twin)
+            else:
+                axes.link(dim, twin)
             after.append(twin)
         state = Partial(zero=self.partial(mark.source).zero)
         self.set(mark.target, after, state)
@@ -186,6 +190,13 @@ class Builder:
             groups, normalised = self.split(dims[-1], dims[-1].size // site.groups)
         self.set(site.output, dims)
         self.result.norms.append(NormUse(site, groups, normalised))
+
+
+def _is_settled(dim: Node) -> bool:
+    """Whether a dim, which is as long as an input, has parts of which none may ever be sharded: a sequence
+    that was padded and cut into chunks, say. Behind a mark it is one leaf again."""
+    parts = axes.leaves(dim)
+    return axes.find(dim).kind != axes.LEAF and all(x.blocked and not x.atomic for x in parts)
 
 
 def owning_modules(tape: Tape) -> set[str]:

@@ -167,6 +167,8 @@ class AxisProblem:
         key = id(node)
         if node.blocked or key in self.graph.frozen or key in self.graph.forbidden:
             return None
+        if node.atomic and key not in self.graph.sequence:
+            return None
         if node.size < self.taken.get(key, 1) * self.extent:
             return None
         known = self.variables.get(key)

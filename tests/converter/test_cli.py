@@ -19,6 +19,7 @@ COMMANDS = {
     "convert": {
         "--tp",
         "--experts",
+        "--sequence-parallel",
         "--max-file-size",
         "--memory",
         "--ranks",
@@ -38,6 +39,7 @@ COMMANDS = {
     "plan": {
         "--tp",
         "--experts",
+        "--sequence-parallel",
         "--format",
         "--json",
         "--output",
@@ -53,7 +55,7 @@ COMMANDS = {
         "--verbose",
     },
     "inspect": {"--json", "--tokens"},
-    "replan": {"--no-check", "--trust-remote-code", "--quiet", "--verbose"},
+    "replan": {"--no-check", "--sequence-parallel", "--trust-remote-code", "--quiet", "--verbose"},
     "verify": {
         "--against",
         "--numerics",
