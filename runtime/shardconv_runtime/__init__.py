@@ -23,6 +23,9 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .agreement import from_rank_0
+    from .checkpointing import checkpoint_activations
+    from .clipping import clip_grad_norm, grad_norm
+    from .fsdp import data_parallel
     from .loading import load
     from .optimizer_state import load_optimizer, save_optimizer
     from .saving import save
@@ -35,7 +38,11 @@ __all__ = [
     "ShardconvError",
     "SolveError",
     "SourceError",
+    "checkpoint_activations",
+    "clip_grad_norm",
+    "data_parallel",
     "from_rank_0",
+    "grad_norm",
     "load",
     "load_optimizer",
     "save",
@@ -44,7 +51,11 @@ __all__ = [
 
 
 _MODULES = {
+    "checkpoint_activations": "checkpointing",
+    "clip_grad_norm": "clipping",
+    "data_parallel": "fsdp",
     "from_rank_0": "agreement",
+    "grad_norm": "clipping",
     "load": "loading",
     "load_optimizer": "optimizer_state",
     "save": "saving",

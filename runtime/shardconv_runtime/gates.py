@@ -89,7 +89,7 @@ def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tu
     wanted = {a for a in axes if mesh[a] > 1}
     if not wanted:
         return ()
-    dims = [_by_axes(dim, mesh, rank) for dim in entry.dims]
+    dims = [by_axes(dim, mesh, rank) for dim in entry.dims]
     cells = list(product(*(each.items() for each in dims)))
     found = []
     for cell in cells:
@@ -99,7 +99,7 @@ def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tu
     return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
 
 
-def _by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
+def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
     """The ranges of local positions of a dim that some axes split, by these axes."""
     out: dict[frozenset[int], tuple[Range, ...]] = {}
     for span, split in local_segments(dim, mesh, rank):
@@ -122,7 +122,7 @@ def attach_gates(module: nn.Module, gated: Sequence[Gated]) -> None:
     if gated:
         swap = _Swap(tuple(gated))
         module.register_forward_pre_hook(swap.before, prepend=True)
-        module.register_forward_hook(swap.after)
+        module.register_forward_hook(swap.after, always_call=True)  # recomputation ends a forward pass early
 
 
 class _Swap:
@@ -150,6 +150,8 @@ class _Swap:
             PlanError: something else has replaced them meanwhile, so that their gradients would be wrong.
         """
         for index, each in enumerate(self._gated):
+            if self._replacements[index] is None:
+                continue  # a forward pass that failed before it came here
             if each.owner._parameters[each.name] is not self._replacements[index]:
                 raise PlanError(
                     f"{each.fqn} was exchanged while a module around its own ran, and its gradient would not "

@@ -133,7 +133,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldS
     known = {id(parameter) for parameter in parameters.values()}
     if any(id(key) not in known for key in optimizer.state):
         raise PlanError("the optimizer has state that belongs to none of its parameters; it cannot be stored")
-    places = {name: _window(name, parameter) for name, parameter in parameters.items()}
+    places = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
         optimizer,
         parameters,
@@ -207,7 +207,7 @@ def _zeros(parameter: Tensor, entry: ParameterState) -> Iterator[tuple[str, Tens
         yield key, torch.zeros_like(parameter.detach(), dtype=dtype)
 
 
-def _window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
+def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
     """What a process holds of its rank's tensor, and whether it is the first that does.
 
     ``Shard`` splits as ``torch.chunk`` does.

@@ -65,6 +65,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
 
 
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the FQNs of the plan, shared ones under each of their names."""
+    return {_fqn(name): module for name, module in unwrapped(model).named_modules(remove_duplicate=False)}
+
+
 def _fqn(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
