@@ -89,19 +89,12 @@ class Bench:
         return [json.loads((self.scratch / f"{kind}-{rank}.json").read_text()) for rank in range(num_ranks)]
 
     def convert(self, tp: int) -> Path:
-        """The model for ``tp`` ranks; its loss is from shards of the logits, since the plan is proven."""
+        """The model for ``tp`` ranks, and checked, since an unchecked plan has no loss from shards."""
         out = self.scratch / f"tp{tp}"
         if not out.exists():
-            command = [
-                sys.executable,
-                "-m",
-                "shardconv",
-                "convert",
-                str(self.scratch / "model"),
-                "--tp",
-                str(tp),
-            ]
-            subprocess.run([*command, "--sequence-parallel", "--quiet", str(out)], check=True)
+            command = [sys.executable, "-m", "shardconv", "convert", str(self.scratch / "model")]
+            command += ["--tp", str(tp), "--sequence-parallel", "--quiet", str(out)]
+            subprocess.run(command, check=True)
         return out
 
 

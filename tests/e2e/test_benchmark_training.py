@@ -1,0 +1,123 @@
+"""``benchmarks/training.py`` with tiny sizes: ranks send and keep what the shape of the model says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "training.py"
+TIMEOUT_S = 1200
+TP = 2
+LAYERS, HIDDEN, VOCAB, TOKENS = 2, 64, 256, 2 * 64
+ITEM_BYTES = 4
+STATES = TOKENS * HIDDEN * ITEM_BYTES
+LOGITS = TOKENS * VOCAB * ITEM_BYTES
+STATISTICS = TOKENS * 3 * 4 * TP
+"""Of the loss: three float32 numbers of each token and rank, where the whole logits were."""
+BLOCKS = 2 * LAYERS + 1
+INDICES = 24
+"""Bytes of a token that losses keep beside logits: its label, masks, its largest logit and its sum."""
+
+OURS = ("plain", "loss from shards", "sequence parallel", "sequence parallel, loss from shards")
+Rows = dict[str, dict[str, Any]]
+Sent = dict[str, dict[str, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """What rank 0 measured, by name of the model."""
+    root = tmp_path_factory.mktemp("training")
+    variants = [*OURS, *(["transformers"] if find_spec("accelerate") else [])]
+    command = [sys.executable, str(SCRIPT), "--small", "--directory", str(root), "--json", str(root / "json")]
+    done = subprocess.run(
+        [*command, "--markdown", str(root / "tables"), "--variants", *variants],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    tables = (root / "tables").read_text()
+    assert tables in done.stdout
+    assert tables.count("| cuda | float32 | 2 | no GPU was available |") == 2
+    found = json.loads((root / "json").read_text())
+    for row in found:
+        assert all(rank["sent"] == row["ranks"][0]["sent"] for rank in row["ranks"]), row["model"]
+    return {row["model"]: row["ranks"][0] for row in found}
+
+
+def sent(forward: dict[str, list[int]], backward: dict[str, list[int]]) -> Sent:
+    """As a row has it: payload bytes by direction and collective."""
+    none: dict[str, list[int]] = {"all_reduce": [], "all_gather": [], "reduce_scatter": []}
+    return {"forward": none | forward, "backward": none | backward}
+
+
+@pytest.mark.parametrize(("name", "logits"), [("plain", LOGITS), ("loss from shards", STATISTICS)])
+def test_a_block_sums_its_result_forward_and_its_gradient_backward(
+    rows: Rows, name: str, logits: int
+) -> None:
+    states = [STATES] * BLOCKS
+    wanted = sent({"all_reduce": states, "all_gather": [logits]}, {"all_reduce": states})
+    assert rows[name]["sent"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "logits"),
+    [("sequence parallel", LOGITS), ("sequence parallel, loss from shards", STATISTICS)],
+)
+def test_sequence_parallelism_gathers_and_scatters_instead_and_sums_gradients_of_norms(
+    rows: Rows, name: str, logits: int
+) -> None:
+    states = [STATES] * BLOCKS
+    assert rows[name]["sent"] == sent(
+        {"all_gather": [*states, logits], "reduce_scatter": states},
+        {"all_reduce": [HIDDEN * ITEM_BYTES] * BLOCKS, "all_gather": states, "reduce_scatter": states},
+    )
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_recomputation_sends_more_in_the_backward_pass_alone(rows: Rows, name: str) -> None:
+    once, again = rows[name]["sent"], rows[f"{name}, recomputed"]["sent"]
+    assert again["forward"] == once["forward"]
+    for kind, sizes in once["backward"].items():
+        more = again["backward"][kind][:]
+        for size in sizes:
+            more.remove(size)
+        assert set(more) <= {STATES}
+        assert len(more) <= 2 * len(sizes)
+    assert sum(map(sum, again["backward"].values())) > sum(map(sum, once["backward"].values()))
+
+
+def test_split_activations_are_those_around_the_norms(rows: Rows) -> None:
+    """Of each norm its input and what it normalised, ``[B, S, H]``, and a number of each token."""
+    saved = rows["plain"]["saved_bytes"] - rows["sequence parallel"]["saved_bytes"]
+    assert saved == BLOCKS * (2 * HIDDEN + 1) * TOKENS * ITEM_BYTES * (TP - 1) // TP
+
+
+@pytest.mark.parametrize("name", ["", "sequence parallel, "])
+def test_a_loss_from_shards_keeps_a_part_of_the_logits(rows: Rows, name: str) -> None:
+    whole = rows[name.removesuffix(", ") or "plain"]["saved_bytes"]
+    saved = whole - rows[f"{name}loss from shards"]["saved_bytes"]
+    assert abs(saved - LOGITS * (TP - 1) // TP) <= INDICES * TOKENS
+
+
+def test_peaks_are_above_what_is_kept(rows: Rows) -> None:
+    for name, row in rows.items():
+        assert row["peak_bytes"] > row["saved_bytes"], name
+        if name in OURS:
+            assert row["peak_bytes"] < rows["whole model"]["peak_bytes"], name
+            assert rows[f"{name}, recomputed"]["saved_bytes"] < row["saved_bytes"] / 2, name
+
+
+def test_gradients_are_those_of_the_unsharded_model(rows: Rows) -> None:
+    assert rows["whole model"]["gradient_difference"] == 0
+    for name, row in rows.items():
+        assert row["gradient_difference"] < 1e-5, name
+        assert row["loss"] == pytest.approx(rows["whole model"]["loss"], rel=1e-5), name
