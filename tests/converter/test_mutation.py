@@ -155,9 +155,9 @@ def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
     with pytest.MonkeyPatch.context() as patch:
         for name, check in (("retrace", retrace), ("simulate", simulate)):
 
-            def kept(*given: Any, name: str = name, check: Callable[..., Any] = check) -> Any:
+            def kept(*given: Any, name: str = name, check: Callable[..., Any] = check, **options: Any) -> Any:
                 seen[name] = given
-                return check(*given)
+                return check(*given, **options)
 
             patch.setattr(pipeline, name, kept)
         plan = pipeline.solve_plan(spec, tp, experts=experts)

@@ -1,0 +1,39 @@
+"""One training step of a few types in every form; ``scripts/coverage_training`` does it for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo.models import build
+from zoo.training import FORMS, train
+from zoo.variants import grouped
+
+CASES = [
+    ("llama", 3, ""),  # uneven heads
+    ("qwen3", 4, "grouped"),  # norms over split heads, fewer key/value heads than ranks
+    ("gpt2", 2, ""),  # biases, fused projections, learned positions, tied embedding
+    ("falcon", 4, ""),  # one key/value head, parallel residual
+    ("phi", 2, ""),  # biases behind reductions that are scattered
+    ("gemma2", 2, ""),  # sliding windows, norms behind the blocks
+    ("mixtral", 2, ""),
+    ("deepseek_v3", 2, ""),  # latent attention: torn gathers, whole low-rank projections
+    ("bamba", 2, ""),  # a parameter that is read outside of its module
+]
+
+
+@pytest.mark.parametrize(("model_type", "tp", "variant"), CASES)
+def test_gradients_are_those_of_the_unsharded_model(model_type: str, tp: int, variant: str) -> None:
+    model = grouped("causal", model_type) if variant else build("causal", model_type)
+    assert model is not None
+    found = list(train(model, tp, variant))
+    assert [(r.form, r.status, r.message) for r in found if r.status != "equal"] == []
+    assert len(found) == len(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"), [("rwkv", "has no backward pass"), ("reformer", "has no backward pass")]
+)
+def test_what_cannot_be_trained_says_why(model_type: str, why: str) -> None:
+    (found,) = train(build("causal", model_type), 2)
+    assert found.status == "refused"
+    assert why in found.message

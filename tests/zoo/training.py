@@ -1,0 +1,189 @@
+"""Trains one step of one model of the zoo on simulated ranks, and compares every gradient.
+
+The converter compares gradients by itself when it makes a plan. Here they are judged again: other weights,
+other inputs, of a length that the ranks do not divide, in each form in which a plan can be trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from made_inputs import make_inputs
+from shardconv_runtime.build import parallelize, stored_tensors
+from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.lazy import build_model
+from shardconv_runtime.plan import Plan, parameter_plans
+from torch import Tensor, nn
+
+from shardconv.checking.check import fill, local_weights
+from shardconv.pipeline import solve_plan
+from shardconv.proving.exact import Float64
+from shardconv.proving.simulate import run_ranks
+from shardconv.sources import ModelSpec
+from shardconv.tracing.inputs import TraceInputs
+from shardconv.tracing.trace import results
+
+from .measure import random_weight
+from .models import ZooModel
+
+TOLERANCE = 1e-9
+"""Largest difference in float64 of a parameter's gradient, relative to its largest element."""
+FLOOR = 1e-4
+"""Of the largest gradient of the model: a smaller one (zero, but for rounding) is compared with this."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to train a plan."""
+
+    sequence: bool
+    parallel_loss: bool
+    checkpointing: bool
+
+    def __str__(self) -> str:
+        names = {"sequence": self.sequence, "loss": self.parallel_loss, "checkpointing": self.checkpointing}
+        return " + ".join(name for name, chosen in names.items() if chosen) or "plain"
+
+
+FORMS = tuple(Form(s, p, c) for s in (False, True) for p in (False, True) for c in (False, True))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How one model came out in one form."""
+
+    type: str
+    variant: str
+    tp: int
+    form: str
+    status: str
+    """``equal``, ``wrong``, ``refused``, ``no sequence form`` or ``no loss form``."""
+    message: str = ""
+    error: float = math.nan
+    seconds: float = 0.0
+
+
+def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] = FORMS) -> Iterator[Trained]:
+    """Plan a model for ``tp`` ranks and judge its gradients in each form."""
+    about = (model.type, variant, tp)
+    spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
+    no_sequence = ""
+    try:
+        try:
+            plan = solve_plan(spec, tp, sequence_parallel=True)
+        except SolveError as error:
+            no_sequence = _line(error)
+            plan = solve_plan(spec, tp)
+    except Exception as error:
+        yield Trained(*about, "", "refused", _line(error))
+        return
+    if plan.training is None:
+        note = next(n for n in plan.notes if n.startswith("for inference only"))
+        yield Trained(*about, "", "refused", note)
+        return
+    trial = _Trial(plan, model)
+    for form in forms:
+        start = time.perf_counter()
+        if form.sequence and no_sequence:
+            yield Trained(*about, str(form), "no sequence form", no_sequence)
+        elif form.parallel_loss and not plan.training.parallel_loss:
+            yield Trained(*about, str(form), "no loss form")
+        else:
+            try:
+                error, name = trial.run(form)
+                status = "equal" if error <= TOLERANCE else "wrong"
+                yield Trained(*about, str(form), status, name, error, time.perf_counter() - start)
+            except Exception as problem:
+                yield Trained(*about, str(form), "wrong", _line(problem))
+
+
+class _Trial:
+    """One model with its weights and inputs, and the gradients of the unsharded model."""
+
+    def __init__(self, plan: Plan, model: ZooModel, seed: int = 1) -> None:
+        self.plan = plan
+        entries = parameter_plans(plan)
+        self.whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
+        if hasattr(self.whole, "set_experts_implementation"):
+            self.whole.set_experts_implementation("eager")
+        generator = torch.Generator().manual_seed(seed)
+        stored = {n: t for n, t in stored_tensors(self.whole) if n in entries}
+        self.weights = {n: random_weight(t, generator) for n, t in stored.items()}
+        single = build_model(model.model_class, copy.deepcopy(model.config), torch.float32)
+        self.inputs = make_inputs(single, seed=seed).to(torch.float64)
+        if plan.training is not None and plan.training.parallel_loss:
+            self.inputs = self.inputs.with_labels()
+        whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
+        self.want = _gradients(whole, self.inputs)
+
+    def run(self, form: Form) -> tuple[float, str]:
+        """The largest difference of a gradient, and the parameter's name."""
+        assert self.plan.training is not None
+        plan = replace(self.plan, training=replace(self.plan.training, parallel_loss=form.parallel_loss))
+
+        def rank(comm: Communicator) -> tuple[float, str]:
+            local = parallelize(
+                copy.deepcopy(self.whole),
+                plan,
+                comm,
+                gather_logits=True,
+                training=True,
+                sequence_parallel=form.sequence,
+            )
+            fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
+            if form.checkpointing:
+                _without_dropout(local.train())
+                local.gradient_checkpointing_enable(
+                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Float64())}
+                )
+            return self._difference(_gradients(local, self.inputs), plan, comm.rank)
+
+        return max(run_ranks(plan.mesh, rank))
+
+    def _difference(self, got: Mapping[str, Tensor], plan: Plan, rank: int) -> tuple[float, str]:
+        largest = max(float(g.abs().max()) for g in self.want.values() if g.numel())
+        worst = (0.0, "")
+        for name, want in local_weights(self.want, plan, rank).items():
+            if want.numel():
+                error = (got.get(name, torch.zeros_like(want)) - want).abs().max().nan_to_num(nan=math.inf)
+                scale = max(float(self.want[name].abs().max()), FLOOR * largest)
+                worst = max(worst, (float(error) / scale, name))
+        return worst
+
+
+def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
+    """Of the loss, if there are labels, and of a random function of everything else that is returned."""
+    torch.manual_seed(0)
+    with torch.enable_grad(), Float64():
+        outputs = results(model, model(**inputs.tensors, **inputs.options))
+        torch.manual_seed(1)
+        terms = [
+            (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()
+            for t in outputs
+            if t.requires_grad and t.is_floating_point()
+        ]
+        torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Training mode that draws no random numbers."""
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(vars(owner).items()) if owner is not None else ():
+                is_random = any(word in name for word in ("drop", "jitter")) or (
+                    name == "p" and isinstance(module, nn.Dropout)
+                )
+                if is_random and type(value) is float:
+                    setattr(owner, name, 0.0)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:900]
