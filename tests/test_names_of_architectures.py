@@ -22,6 +22,7 @@ PACKAGES = ("shardconv", "runtime/shardconv_runtime")
 
 ORDINARY = {
     "align": "an English verb: operators of two tapes are aligned",
+    "clip": "an English verb: gradients are clipped",
     "dinat": "a part of the word 'coordinates'",
 }
 """Model types that may be in the text all the same, each with the reason."""
