@@ -21,14 +21,17 @@ from .solve import Assignment
 
 TOKENS = "input_ids"
 """The input whose second dim is the sequence."""
+SECOND_TOKENS = "decoder_input_ids"
+"""An input that is another sequence; such models are left out."""
 
 
 def sequence_leaves(analysis: Analysis) -> set[int]:
     """``id`` of the leaves that are the sequence and may be split: those that are a dim of their own wherever
     they occur. A split part of a product (batch times sequence) could not be gathered."""
     tape = analysis.tape
-    tokens = next((t for t in tape.inputs if tape.tensors[t].name == TOKENS), None)
-    if tokens is None or len(tape.tensors[tokens].shape) != 2:
+    inputs = {tape.tensors[t].name: t for t in tape.inputs}
+    tokens = inputs.get(TOKENS)
+    if tokens is None or SECOND_TOKENS in inputs or len(tape.tensors[tokens].shape) != 2:
         return set()
     found = linked_leaves(analysis, [analysis.dims[tokens][1]])
     for dims in analysis.dims.values():
