@@ -143,7 +143,7 @@ def expected(job: Job, name: str, recompute: bool) -> dict[str, dict[str, list[i
     each = [states] * (2 * layers + 1)
     again = [states] * (layers * recompute)
     if options.get("sequence_parallel"):
-        norms = [job.shape.hidden * DTYPE_BYTES[job.dtype]] * len(each)
+        norms = [job.shape.hidden * 4] * len(each)  # gradients are summed in float32
         return {
             "forward": {"all_reduce": [], "all_gather": [*each, logits], "reduce_scatter": each},
             "backward": {
