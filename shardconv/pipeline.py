@@ -40,6 +40,7 @@ from .checking.retrace import retrace
 from .checking.shallow import Bypass, find_bypasses
 from .localizing import annotate
 from .localizing.annotate import Solution
+from .localizing.draws import draw_plans
 from .localizing.expert_parallel import ExpertParallel, isolate_experts
 from .localizing.layout import Layouts
 from .localizing.localize import Unlocalizable, localize
@@ -285,7 +286,8 @@ def _with_sequence(problem: _Problem, plan: Plan, plain: Assignment) -> Plan:
             modules = annotate.module_plans(solution)
             parameters = _stored_alike(problem, plan, annotate.parameter_plans(solution, problem.model))
             gradients = annotate.gradient_plans(parameters)
-            training = replace(plan.training, sequence=SequencePlan(modules, gradients))
+            dice = draw_plans(solution, problem.model)
+            training = replace(plan.training, sequence=SequencePlan(modules, gradients, dice))
             plan = replace(plan, training=training)
             if problem.inputs is not None:
                 retrace(of_sequence(plan), solution.layouts, problem.model, problem.inputs)
@@ -368,7 +370,7 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
         modules=modules,
         tied=annotate.tied_names(model),
         logits=annotate.logits_info(solution, modules),
-        training=None if refusal else TrainingPlan(),
+        training=None if refusal else TrainingPlan(draws=draw_plans(solution, model)),
         notes=(*([INFERENCE_ONLY + refusal] if refusal else ()), *_notes(solution)),
     )
 

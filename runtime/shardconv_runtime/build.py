@@ -34,6 +34,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
+from .random_draws import attach_draws
 from .sequence import attach_sequence
 from .slices import size
 
@@ -97,7 +98,9 @@ def parallelize(
     _shrink(model, parameters, comm, training)
     retie(model, plan)
     if training:
+        assert plan.training is not None
         _attach_gates(model, plan, parameters, comm)
+        attach_draws(model, plan.training.draws, comm)
     if gather is not None:
         assert plan.logits is not None
         if gather_logits is not False:
@@ -158,7 +161,9 @@ def of_sequence(plan: Plan) -> Plan:
         )
         for name, entry in parameter_plans(plan).items()
     )
-    return replace(plan, modules=sequence.modules, parameters=parameters)
+    assert plan.training is not None
+    training = replace(plan.training, draws=sequence.draws)
+    return replace(plan, modules=sequence.modules, parameters=parameters, training=training)
 
 
 def _refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:

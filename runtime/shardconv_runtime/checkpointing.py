@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .boundary import forward_signature
 from .errors import PlanError
 from .loaded import loaded, unwrapped
+from .random_draws import resumable
 from .repeated import repeated_layers
 
 _ATEN = torch.ops.aten
@@ -119,7 +120,7 @@ def _wrap(layer: nn.Module, run: Callable[..., Any]) -> None:
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
-        return run(forward, self, *args, **kwargs)
+        return run(resumable(forward), self, *args, **kwargs)
 
     layer.__dict__["forward"] = MethodType(recomputed, layer)
 

@@ -188,6 +188,19 @@ class GradientPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """From which stream of random numbers modules draw in training mode, see ``random_draws``."""
+
+    names: tuple[str, ...]
+    axes: tuple[int, ...] = ()
+    """Mesh axes along which ranks draw different numbers while the module runs; none: all draw the same."""
+    afterwards: tuple[int, ...] | None = None
+    """The same for the code around the module, from its return until it calls another; None: as before."""
+    mixed: bool = False
+    """The module's own code draws both kinds with no module in between: it must draw nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class SequencePlan:
     """What differs where activations between the parallel blocks are split over the sequence."""
 
@@ -195,6 +208,8 @@ class SequencePlan:
     """In place of those of the plan."""
     gradients: tuple[GradientPlan, ...] = ()
     """In place of the ``grad_axes`` of the plan's parameters."""
+    draws: tuple[DrawPlan, ...] = ()
+    """In place of those of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +219,8 @@ class TrainingPlan:
     sequence: SequencePlan | None = None
     parallel_loss: bool = False
     """The loss is computed from the ranks' shards of the logits; else from gathered ones, by the model."""
+    draws: tuple[DrawPlan, ...] = ()
+    """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +248,7 @@ class Plan:
     version: int = VERSION
 
 
-_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan)
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
 
 def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:

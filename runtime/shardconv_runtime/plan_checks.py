@@ -13,6 +13,7 @@ from .errors import PlanError
 from .names import expand_all
 from .plan import (
     Boundary,
+    DrawPlan,
     Edit,
     LogitsInfo,
     ModulePlan,
@@ -180,9 +181,13 @@ def _check_foreign(where: str, entry: ModulePlan) -> None:
 
 
 def _check_training(plan: Plan) -> None:
-    sequence = plan.training.sequence if plan.training is not None else None
+    if plan.training is None:
+        return
+    _check_draws("training.draws", plan.training.draws, plan.mesh)
+    sequence = plan.training.sequence
     if sequence is None:
         return
+    _check_draws("training.sequence.draws", sequence.draws, plan.mesh)
     for index, module in enumerate(sequence.modules):
         _check_module(f"training.sequence.modules[{index}]", module, plan)
     by_name("training.sequence.modules", sequence.modules)
@@ -193,6 +198,17 @@ def _check_training(plan: Plan) -> None:
         if unknown := [name for name in expand_all(entry.names) if name not in known]:
             _fail(f"{where}.names", f"there is no parameter {unknown[0]!r}")
     by_name("training.sequence.gradients", sequence.gradients)
+
+
+def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
+    for index, entry in enumerate(draws):
+        if not entry.names:
+            _fail(f"{where}[{index}].names", "needs the name of a module")
+        _check_axes(f"{where}[{index}].axes", entry.axes, mesh)
+        _check_axes(f"{where}[{index}].afterwards", entry.afterwards or (), mesh)
+        if entry.mixed and entry.axes:
+            _fail(f"{where}[{index}].mixed", "such a module has no axes")
+    by_name(where, draws)
 
 
 def _check_experts(plan: Plan) -> None:
