@@ -120,7 +120,7 @@ def _stages(
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
     tell("solving")
-    folded = fold(tape)
+    folded = fold(tape, first_apart=sequence_parallel)
     if experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)

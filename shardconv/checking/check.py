@@ -23,7 +23,7 @@ from shardconv_runtime.plan import ParameterPlan, Plan, module_plans, parameter_
 from shardconv_runtime.slices import Mesh, axes_of, ranges, size
 from torch import Tensor, nn
 
-from ..proving.exact import Float64
+from ..proving.exact import Float64, WithoutDropout
 from ..proving.simulate import run_ranks
 from ..tracing.fold import prefixes
 from ..tracing.inputs import TraceInputs
@@ -237,9 +237,12 @@ class Simulation:
     ) -> tuple[float, _GradientDifference]:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""
         parts = self.weights.local(comm.rank)
-        got = self._rank(comm, precision, parts, gather_logits=True, gradients=gradients)
+        got = self._rank(comm, precision, parts, gather_logits=True, gradients=False)
         worst = _difference(got.outputs, want.outputs)
-        difference = self._compare_gradients(got.gradients, want.gradients, comm.rank)
+        difference = _GradientDifference(0.0, "")
+        if gradients:
+            trained = self._rank(comm, precision, parts, gather_logits=True, gradients=True)
+            difference = self._compare_gradients(trained.gradients, want.gradients, comm.rank)
         if self.plan.logits is None or "labels" in self.inputs.tensors:
             return worst, difference
         own = self._rank(comm, precision, parts, gather_logits=False, gradients=False)
@@ -399,20 +402,22 @@ def _with_gradients(
 ) -> tuple[_Run, str | None]:
     """What the unsharded model gives, and why without gradients, if it is."""
     try:
-        run = _with_backward(model, inputs, precision)
+        gradients = _with_backward(model, inputs, precision).gradients
     except Exception as error:
         return _Run(outputs), f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
-    if not run.gradients:
+    run = _Run(outputs, gradients)
+    if not gradients:
         return run, "no output of the unsharded model has a gradient"
-    if infinite := [name for name, g in run.gradients.items() if not g.isfinite().all()]:
+    if infinite := [name for name, g in gradients.items() if not g.isfinite().all()]:
         return run, f"the gradient of {infinite[0]} is not finite in the unsharded model"
     return run, None
 
 
 def _with_backward(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> _Run:
-    """Run forward, and backward from a random gradient of every output."""
+    """Run forward in training mode, without dropout, and backward from a random gradient of every output."""
     inputs = inputs.to(precision.dtype)
-    with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]):
+    model.train()
+    with torch.enable_grad(), precision.computing(), WithoutDropout(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         outputs = results(model, model(**inputs.tensors, **inputs.options))
         torch.manual_seed(1)

@@ -70,11 +70,17 @@ class _Segment:
     kind: int = -1
 
 
-def fold(tape: Tape) -> Folded:
-    """Fold every stack of numbered layers whose layers only pass tensors on to the next."""
+def fold(tape: Tape, first_apart: bool = False) -> Folded:
+    """Fold every stack of numbered layers whose layers only pass tensors on to the next.
+
+    Args:
+        tape: of the model.
+        first_apart: the first layer of a stack is of a kind of its own, so that what enters it may be laid
+            out in another way than what enters the others.
+    """
     result = Folded(tape)
     for calls in _stacks(tape):
-        folded = _fold_stack(result.tape, _segments(result.tape, calls))
+        folded = _fold_stack(result.tape, _segments(result.tape, calls), first_apart)
         if folded is not None:
             shorter, ties, instances, weights = folded
             result = Folded(
@@ -215,10 +221,12 @@ class _Signature:
 _Result = tuple[Tape, tuple[tuple[int, int], ...], dict[str, tuple[str, ...]], dict[str, float]]
 
 
-def _fold_stack(tape: Tape, segments: list[_Segment]) -> _Result | None:
+def _fold_stack(tape: Tape, segments: list[_Segment], first_apart: bool) -> _Result | None:
     if any(a.stop != b.start for a, b in itertools.pairwise(segments)):
         return None
     _classify(tape, segments)
+    if first_apart:
+        segments[0].kind = 1 + max(segment.kind for segment in segments)
     if not _only_pass_on(tape, segments):
         return None
     kept = _kept(segments)

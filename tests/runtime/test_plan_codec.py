@@ -227,7 +227,7 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/inputs", ..., "zero_foreign needs a local_rows"),
         ("modules/1/inputs/0", {"slot": "input.0", "op": "zero_foreign"}, "needs a local_rows before it"),
         ("modules/1/outputs/0/op", "local_rows", "local_rows is for an input only"),
-        ("modules/1/outputs/1", ..., r"^modules\[1\]\.reduce_output: there is no all_reduce or reduce_scatter among"),
+        ("modules/1/outputs/1", ..., r"^modules\[1\]\.reduce_output: there is no all_reduce or reduce_sc"),
         ("modules/6/outputs", ..., r"^modules\[6\]\.gather_output: there is no all_gather among"),
         ("modules/1/outputs/1/axes", ..., r"outputs\[1\]\.axes: all_reduce needs it"),
         ("modules/1/outputs/1/axes", [0, 0], "named twice"),
