@@ -7,6 +7,7 @@ code is not the installed one. The source is read, not imported: a mismatch show
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -87,7 +88,10 @@ def _find(name: str) -> ModuleSpec | None:
         spec = _find_in(".".join(components[:depth]), places)
         if spec is None or (spec.submodule_search_locations is None and depth < len(components)):
             return None
-        places = spec.submodule_search_locations
+        found = spec.submodule_search_locations
+        places = (
+            None if found is None else [os.fspath(place) for place in found]
+        )  # finders ignore Path objects
     return spec
 
 

@@ -54,6 +54,16 @@ class ShardedNorm(nn.Module):
                 self.register_parameter(name, _parameter(replaced, name))
         self.train(replaced.training)
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{name} of a norm whose statistic the ranks share was read from outside: some code, which "
+                "was not traced, computes this norm itself (a fused kernel for training without a cache, "
+                "say); call the model with use_cache=True and without activation checkpointing"
+            ) from error
+
     def extra_repr(self) -> str:
         """Kind, global size, eps."""
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"

@@ -17,7 +17,7 @@ CASES = [
     ("gemma2", 2, ""),  # sliding windows, norms behind the blocks
     ("mixtral", 2, ""),
     ("deepseek_v3", 2, ""),  # latent attention: torn gathers, whole low-rank projections
-    ("bamba", 2, ""),  # a parameter that is read outside of its module
+    ("falcon_h1", 2, ""),  # a parameter that is read outside of its module
 ]
 
 
