@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 
 import torch
-from shardconv_runtime.boundary import forward_signature, in_use
+from shardconv_runtime.boundary import forward_signature
 from shardconv_runtime.build import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import (
-    Boundary,
     ModelInfo,
     NormInfo,
     ParameterPlan,
@@ -42,6 +41,7 @@ from .localizing import annotate
 from .localizing.annotate import Solution
 from .localizing.draws import draw_plans
 from .localizing.expert_parallel import ExpertParallel, isolate_experts
+from .localizing.inference import inference_only
 from .localizing.layout import Layouts
 from .localizing.localize import Unlocalizable, localize
 from .localizing.torn import Blocks, require_whole_blocks, split_at_blocks
@@ -162,7 +162,7 @@ def _simulated(
         tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
         return plan
     if outcome.gradients:
-        plan = _without_gradients(plan, outcome.gradients)
+        plan = inference_only(plan, outcome.gradients)
     if plan.tp > 1:
         plan = replace(plan, notes=(*plan.notes, *notes_on_others(plan, model, inputs, bypassed)))
     return plan
@@ -177,21 +177,6 @@ def _with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Pl
     if "decoder_input_ids" in inputs.tensors:
         return None
     return replace(plan, training=replace(plan.training, parallel_loss=True))
-
-
-def _without_gradients(plan: Plan, why: str) -> Plan:
-    """The plan for inference only."""
-    modules = tuple(
-        replace(entry, inputs=_inference_steps(entry.inputs), outputs=_inference_steps(entry.outputs))
-        for entry in plan.modules
-    )
-    parameters = tuple(replace(entry, grad_axes=()) for entry in plan.parameters)
-    notes = (INFERENCE_ONLY + why, *plan.notes)
-    return replace(plan, modules=modules, parameters=parameters, training=None, notes=notes)
-
-
-def _inference_steps(steps: Sequence[Boundary]) -> tuple[Boundary, ...]:
-    return tuple(replace(step, grad_axes=(), local_grad_axes=()) for step in in_use(steps, training=False))
 
 
 def _built(spec: ModelSpec) -> nn.Module:

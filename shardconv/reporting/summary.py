@@ -22,7 +22,7 @@ from shardconv_runtime.plan import (
     module_plans,
 )
 
-COMMUNICATING = ("all_reduce", "all_gather")
+COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter")
 """The boundary steps that move bytes between ranks."""
 
 

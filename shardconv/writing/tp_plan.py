@@ -33,6 +33,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
+from ..localizing.inference import inference_only
 from ..sources import Hub, resolve
 from .tp_styles import IDENTITIES, LEAVE_ALONE, Inexpressible, Part, PlannedModule
 
@@ -113,7 +114,7 @@ class _Translation:
     """One plan and the model that it is for."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
-        self._plan = plan
+        self._plan = plan = inference_only(plan)  # transformers has its own gradients
         self._modules = dict(model.named_modules())
         self._names = {_joined(path, n) for path, m in self._modules.items() for n in m._parameters}
         self._entries = module_plans(plan)
