@@ -30,6 +30,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
         _replicated(plan, summary),
         _collectives(summary.collectives, num_tokens),
         _totals(plan, summary),
+        _training(plan),
         _notes(plan.notes),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
@@ -193,6 +194,23 @@ def _percent(part: int, whole: int) -> str:
     if percent < 100 and f"{percent:.2f}" == "100.00":
         return "more than 99.99%"
     return f"{percent:.2f}%"
+
+
+def _training(plan: Plan) -> Iterator[str]:
+    if plan.tp == 1:
+        return
+    yield "TRAINING"
+    if plan.training is None:
+        yield "  no: this plan is for inference only"
+        return
+    summed = [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
+    logits = "shards of the logits" if plan.training.parallel_loss else "gathered logits"
+    sequence = "may be split" if plan.training.sequence else "is whole (see --sequence-parallel)"
+    yield f"  loss           from {logits}"
+    yield f"  sequence       {sequence}"
+    yield f"  summed         {'gradients of' if summed else 'no gradient of a replicated parameter'}"
+    for name in summed:
+        yield f"    {name}"
 
 
 def _notes(notes: Sequence[str]) -> Iterator[str]:
