@@ -12,9 +12,9 @@ from textwrap import shorten
 
 import torch
 from shardconv_runtime.boundary import forward_signature
-from shardconv_runtime.build import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
+from shardconv_runtime.forms import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import (
     ModelInfo,

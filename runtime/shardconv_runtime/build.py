@@ -6,8 +6,6 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +15,14 @@ from torch import Tensor, nn
 
 from .boundary import RowIds, Step, attach, attach_output, forward_signature, in_use, step
 from .collectives import Communicator, Slice
+from .edits import apply_edits, raise_flags
 from .errors import PlanError
+from .forms import of_sequence, require_training
 from .gates import Gated, GradientGate, attach_gates
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
-from .names import expand_all
 from .norms import ShardedNorm
 from .plan import (
-    Edit,
     LogitsInfo,
     ModulePlan,
     ParameterPlan,
@@ -35,6 +33,7 @@ from .plan import (
     parameter_plans,
 )
 from .random_draws import attach_draws
+from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, WHY_NO_STATES, refuse
 from .sequence import attach_sequence
 from .slices import size
 
@@ -77,12 +76,12 @@ def parallelize(
     if gather is not None or gather_logits is False:
         modules = _without_logits_gather(modules, plan.logits)
     if gather is None and gather_logits is False:
-        _refuse(model, "labels", _WHY_NO_LABELS)
+        refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
-        _refuse(model, "output_attentions", _WHY_NO_ATTENTIONS)
+        refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
         if sequence_parallel or training:
-            _refuse(model, "output_hidden_states", _WHY_NO_STATES, unless_inference=not sequence_parallel)
-            _refuse(model, "output_router_logits", _WHY_NO_STATES, unless_inference=not sequence_parallel)
+            refuse(model, "output_hidden_states", WHY_NO_STATES, unless_inference=not sequence_parallel)
+            refuse(model, "output_router_logits", WHY_NO_STATES, unless_inference=not sequence_parallel)
     _check_names(model, plan, parameters)
     targets = {fqn: _submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
@@ -122,55 +121,6 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
     return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 
-def require_training(plan: Plan) -> None:
-    """Check that a plan has what a backward pass needs.
-
-    Raises:
-        PlanError: it has not; with the reason, if the plan has one.
-    """
-    if plan.training is None:
-        why = next((note for note in plan.notes if note.startswith(INFERENCE_ONLY)), "")
-        raise PlanError(
-            "the model cannot be trained: its plan was solved for inference only"
-            + (f" ({why.removeprefix(INFERENCE_ONLY)})" if why else "; convert it again, or replan it")
-        )
-
-
-INFERENCE_ONLY = "for inference only: "
-"""How the note begins that says why a plan has no gradients."""
-
-
-def of_sequence(plan: Plan) -> Plan:
-    """The plan with what its sequence-parallel form has in place of the plain one.
-
-    Raises:
-        PlanError: it has none.
-    """
-    sequence = plan.training.sequence if plan.training else None
-    if sequence is None:
-        raise PlanError(
-            "sequence_parallel=True: the plan has no sequence-parallel form; convert with --sequence-parallel"
-        )
-    gradients = {name: each for each in sequence.gradients for name in expand_all(each.names)}
-    parameters = tuple(
-        replace(
-            entry,
-            names=(name,),
-            grad_axes=gradients[name].axes if name in gradients else (),
-            grad_levels=gradients[name].levels if name in gradients else entry.grad_levels,
-        )
-        for name, entry in parameter_plans(plan).items()
-    )
-    assert plan.training is not None
-    training = replace(plan.training, draws=sequence.draws)
-    return replace(plan, modules=sequence.modules, parameters=parameters, training=training)
-
-
-def _refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
-    hook = _Refused(forward_signature(model), argument, why, unless_inference)
-    model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def retie(model: nn.Module, plan: Plan) -> None:
     """Make each alias of a tied parameter the same tensor again."""
     for alias, name in plan.tied:
@@ -203,69 +153,6 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield prefix + name, buffer
-
-
-def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
-    """Set int attributes of a module to their local values.
-
-    A configuration on the way (``config.num_heads``) is copied first, once for this module.
-
-    Raises:
-        PlanError: there is no such int attribute, or its value is not the one that was traced.
-    """
-    copied: set[int] = set()
-    for edit in edits:
-        value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
-        _set_int(module, edit.attribute.split("."), edit, value, copied)
-
-
-def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
-    """Set bool attributes of a module.
-
-    Raises:
-        PlanError: there is no such bool attribute, or it is set already.
-    """
-    for flag in flags:
-        if getattr(module, flag, None) is not False:
-            raise PlanError(f"cannot set {flag}: it is {getattr(module, flag, 'missing')}, and was False")
-        setattr(module, flag, True)
-
-
-def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:
-    """Set the int at ``path`` below ``owner``; return what takes the place of ``owner``."""
-    current = _get(owner, path[0], edit)
-    if len(path) > 1:
-        new = _set_int(_own_copy(current, edit, copied), path[1:], edit, value, copied)
-    elif type(current) is not int:
-        raise PlanError(f"cannot edit {edit.attribute}: it is a {type(current).__name__}, not an int")
-    elif current != edit.value:
-        raise PlanError(f"cannot edit {edit.attribute}: it is {current}, and was {edit.value} when planned")
-    else:
-        new = value
-    if isinstance(owner, (list, tuple)):
-        index = int(path[0])
-        return type(owner)([*owner[:index], new, *owner[index + 1 :]])
-    setattr(owner, path[0], new)
-    return owner
-
-
-def _get(owner: Any, name: str, edit: Edit) -> Any:
-    if isinstance(owner, (list, tuple)):
-        if name.isdigit() and int(name) < len(owner):
-            return owner[int(name)]
-    elif hasattr(owner, name):
-        return getattr(owner, name)
-    raise PlanError(f"cannot edit {edit.attribute}: a {type(owner).__name__} has no {name!r}")
-
-
-def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
-    if isinstance(value, (list, tuple)) or id(value) in copied:
-        return value
-    if isinstance(value, (nn.Module, Tensor)) or not hasattr(value, "__dict__"):
-        raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
-    own = copy.copy(value)
-    copied.add(id(own))
-    return own
 
 
 @dataclass(frozen=True)
@@ -430,43 +317,6 @@ def _without_logits_gather(
     if len(outputs) == len(entry.outputs):
         raise PlanError(f"{logits.module}: the plan gathers no logits at slot {logits.slot!r}")
     return {**modules, logits.module: replace(entry, outputs=outputs, gather_output=False)}
-
-
-class _Refused:
-    """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
-
-    def __init__(self, signature: inspect.Signature, argument: str, why: str, unless_inference: bool) -> None:
-        names = list(signature.parameters)
-        self._argument = argument
-        self._position = names.index(argument) if argument in names else None
-        self._why = why
-        self._unless_inference = unless_inference
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._unless_inference and not torch.is_grad_enabled():
-            return
-        if self._position is not None and self._position < len(args):
-            value = args[self._position]
-        else:
-            value = kwargs.get(self._argument)
-        if value is None:
-            value = getattr(getattr(module, "config", None), self._argument, None)
-        if value is not None and value is not False:
-            raise PlanError(f"{self._argument} was given to a model {self._why}")
-
-
-_WHY_NO_LABELS = (
-    "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
-    "with gather_logits=True"
-)
-_WHY_NO_STATES = (
-    "whose inner activations may be split, or have gradients that are: a loss of them would train the model "
-    "wrongly; use its outputs alone"
-)
-_WHY_NO_ATTENTIONS = (
-    "whose heads are split over ranks: each rank would return the weights of its own; run the unsharded "
-    "model to look at attention weights"
-)
 
 
 def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from . import agreement
-from .build import of_sequence
 from .errors import LaunchError, PlanError
+from .forms import of_sequence
 from .loaded import Loaded, loaded, unwrapped
 from .mesh import TP, Launch, control_group, tp_group
 from .plan import parameter_plans

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import agreement, fingerprint, manifest, weights
 from . import mesh as launching
-from .build import of_sequence, parallelize, require_training
+from .build import parallelize
 from .collectives import AllReduce, Communicator
 from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
+from .forms import of_sequence, require_training
 from .generation import prepare_generation
 from .lazy import build_model, find_class
 from .loaded import Loaded, remember

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardconv_runtime.boundary import in_use
-from shardconv_runtime.build import INFERENCE_ONLY
+from shardconv_runtime.forms import INFERENCE_ONLY
 from shardconv_runtime.plan import Boundary, Plan
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import torch
 from shardconv_runtime.boundary import forward_signature
-from shardconv_runtime.build import apply_edits, owner_of, raise_flags
+from shardconv_runtime.build import owner_of
+from shardconv_runtime.edits import apply_edits, raise_flags
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.plan import Edit
 from torch import Tensor, nn

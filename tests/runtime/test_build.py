@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 from converted import fill, llama_plan, random_llama
-from shardconv_runtime.build import apply_edits, parallelize
+from shardconv_runtime.build import parallelize
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.edits import apply_edits
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardconv_runtime.lazy import build_model
