@@ -79,21 +79,11 @@ def parallelize(
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
         refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
-        if sequence_parallel or training:
-            refuse(model, "output_hidden_states", WHY_NO_STATES, unless_inference=not sequence_parallel)
-            refuse(model, "output_router_logits", WHY_NO_STATES, unless_inference=not sequence_parallel)
+        for argument in ("output_hidden_states", "output_router_logits"):
+            if sequence_parallel or training:
+                refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     _check_names(model, plan, parameters)
-    targets = {fqn: _submodule(model, fqn) for fqn in modules}
-    for fqn, entry in modules.items():
-        with _at(fqn):
-            apply_edits(targets[fqn], entry.edits, comm.rank)
-            raise_flags(targets[fqn], entry.flags)
-    replaced = {}
-    for fqn, entry in modules.items():
-        with _at(fqn):
-            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
-            replaced[id(targets[fqn])] = _convert(target)
-    _swap(model, replaced)
+    _convert_modules(model, plan, modules, parameters, comm, training)
     _shrink(model, parameters, comm, training)
     retie(model, plan)
     if training:
@@ -108,6 +98,28 @@ def parallelize(
     if sequence_parallel:
         attach_sequence(model, plan.tp)
     return model
+
+
+def _convert_modules(
+    model: nn.Module,
+    plan: Plan,
+    modules: dict[str, ModulePlan],
+    parameters: dict[str, ParameterPlan],
+    comm: Communicator,
+    training: bool,
+) -> None:
+    """Edit, replace and wrap the modules that the plan speaks of."""
+    targets = {fqn: _submodule(model, fqn) for fqn in modules}
+    for fqn, entry in modules.items():
+        with _at(fqn):
+            apply_edits(targets[fqn], entry.edits, comm.rank)
+            raise_flags(targets[fqn], entry.flags)
+    replaced = {}
+    for fqn, entry in modules.items():
+        with _at(fqn):
+            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
+            replaced[id(targets[fqn])] = _convert(target)
+    _swap(model, replaced)
 
 
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:

@@ -222,7 +222,7 @@ class Reduce:
         return self.comm.all_reduce(gradient, self._back)
 
 
-class Resharding:
+class Resharding(ABC):
     """A step between a whole dim and its parts.
 
     Args:
@@ -253,11 +253,13 @@ class Resharding:
     def __call__(self, x: Tensor) -> Tensor:
         return apply(x, self._forward, self._backward if self._partial is not None else None)
 
+    @abstractmethod
     def _forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The step itself."""
 
+    @abstractmethod
     def _backward(self, gradient: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Its adjoint."""
 
     def _gather(self, x: Tensor) -> Tensor:
         """Ranks with smaller shares pad theirs, since a collective moves equal pieces; the padding is cut
