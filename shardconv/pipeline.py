@@ -16,6 +16,7 @@ from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.forms import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.lazy import build_model
+from shardconv_runtime.loss import has_parallel_loss
 from shardconv_runtime.plan import (
     ModelInfo,
     NormInfo,
@@ -129,6 +130,8 @@ def _stages(
     problem = _Problem(spec, tp, model, folded, analysis, parallel, blocks, inputs if check else None)
     plan, solution = _solved(problem)
     plan = replace(plan, notes=(*inputs.notes, *plan.notes))
+    if plan.training is not None and _may_split_loss(plan, model, inputs):
+        plan = replace(plan, training=replace(plan.training, parallel_loss=True))
     bypassed = find_bypasses(tape, folded.representatives()) if check else {}
     if check:
         tell("simulating the ranks")
@@ -150,13 +153,13 @@ def _simulated(
     tell: Callable[[str], None],
 ) -> Plan:
     """The plan, proven on numbers; without gradients if these are not those of the unsharded model."""
-    parallel = _with_parallel_loss(plan, model, inputs)
-    if parallel is not None:
+    if plan.training is not None and plan.training.parallel_loss:
         try:
-            outcome = simulate(parallel, model, inputs.with_labels(), bypassed, gradients=True)
-            plan = parallel if outcome is None or outcome.gradients == "" else plan
+            labelled = simulate(plan, model, inputs.with_labels(), bypassed, gradients=True)
+            is_right = labelled is None or not labelled.gradients
         except ShardconvError:
-            pass  # the loss needs whole logits, or the model cannot compute one: the plan is judged without
+            is_right = False  # the loss needs whole logits, or the model cannot compute one
+        plan = replace(plan, training=replace(plan.training, parallel_loss=is_right))
     outcome = simulate(plan, model, inputs, bypassed, gradients=plan.training is not None)
     if outcome is None:
         tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
@@ -168,15 +171,18 @@ def _simulated(
     return plan
 
 
-def _with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan | None:
-    """The plan with a loss from shards of the logits; None where that is out of the question."""
-    tokens = inputs.tensors.get("input_ids")
+def _may_split_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> bool:
+    """Whether the model's loss may be one that shards of the logits suffice for; numbers prove it."""
     takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
-    if plan.training is None or plan.logits is None or plan.tp == 1 or tokens is None or not takes_labels:
-        return None
-    if "decoder_input_ids" in inputs.tensors:
-        return None
-    return replace(plan, training=replace(plan.training, parallel_loss=True))
+    one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors
+    return (
+        plan.training is not None
+        and plan.logits is not None
+        and plan.tp > 1
+        and takes_labels
+        and one_sequence
+        and has_parallel_loss(getattr(model, "loss_type", None))
+    )
 
 
 def _built(spec: ModelSpec) -> nn.Module:

@@ -181,12 +181,22 @@ def parallel_loss(loss_type: str | None, cross_entropy: VocabParallelCrossEntrop
     Returns:
         For ``model.loss_function``; None where the loss is another one, which needs whole logits.
     """
+    make = _maker(loss_type)
+    return make(cross_entropy) if make is not None else None
+
+
+def has_parallel_loss(loss_type: str | None) -> bool:
+    """Whether there is a loss from shards of the logits for this kind of model."""
+    return _maker(loss_type) is not None
+
+
+def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
     from transformers.loss import loss_utils
 
     whole = loss_utils.LOSS_MAPPING.get(loss_type, loss_utils.ForCausalLMLoss)
     if whole is loss_utils.ForCausalLMLoss:
-        return causal_lm_loss(cross_entropy)
-    return masked_lm_loss(cross_entropy) if whole is loss_utils.ForMaskedLMLoss else None
+        return causal_lm_loss
+    return masked_lm_loss if whole is loss_utils.ForMaskedLMLoss else None
 
 
 def causal_lm_loss(cross_entropy: VocabParallelCrossEntropy) -> Loss:

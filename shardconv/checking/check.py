@@ -193,15 +193,22 @@ class Simulation:
         precision, want, problem = self._reference(gradients)
         gradients = gradients and not problem
         try:
-            found = run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want, gradients))
+            worst = max(run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want.outputs)))
         except (PlanError, SourceError):
             raise
         except Exception as error:
             raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-        worst = max(difference for difference, _ in found)
         if gradients:
-            problem = max(each for _, each in found).text(precision.tolerance)
+            problem = self._wrong_gradient(precision, want.gradients)
         return Outcome(worst, precision.tolerance, precision.dtype, problem)
+
+    def _wrong_gradient(self, precision: _Precision, want: Mapping[str, Tensor]) -> str:
+        """What is wrong with the gradients of the ranks, in training mode; empty if nothing is."""
+        try:
+            found = run_ranks(self.plan.mesh, lambda comm: self._gradient_distance(comm, precision, want))
+        except Exception as error:
+            return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
+        return max(found).text(precision.tolerance)
 
     def needed_bytes(self) -> int:
         """Float64 copies of the whole model and of all ranks."""
@@ -232,39 +239,38 @@ class Simulation:
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
 
-    def _distance(
-        self, comm: Communicator, precision: _Precision, want: _Run, gradients: bool
-    ) -> tuple[float, _GradientDifference]:
+    def _distance(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""
         parts = self.weights.local(comm.rank)
-        got = self._rank(comm, precision, parts, gather_logits=True, gradients=False)
-        worst = _difference(got.outputs, want.outputs)
-        difference = _GradientDifference(0.0, "")
-        if gradients:
-            trained = self._rank(comm, precision, parts, gather_logits=True, gradients=True)
-            difference = self._compare_gradients(trained.gradients, want.gradients, comm.rank)
+        whole = self._rank(comm, precision, parts)
+        worst = _difference(_outputs(whole, self.inputs, precision), want)
         if self.plan.logits is None or "labels" in self.inputs.tensors:
-            return worst, difference
-        own = self._rank(comm, precision, parts, gather_logits=False, gradients=False)
-        own_logits = self._with_own_logits(want.outputs, comm.rank)
-        return max(worst, _difference(own.outputs, own_logits)), difference
+            return worst
+        own = self._rank(comm, precision, parts, gather_logits=False)
+        found = _outputs(own, self.inputs, precision)
+        return max(worst, _difference(found, self._with_own_logits(want, comm.rank)))
+
+    def _gradient_distance(
+        self, comm: Communicator, precision: _Precision, want: Mapping[str, Tensor]
+    ) -> _GradientDifference:
+        """How far the gradients of one rank are from ``want``."""
+        model = self._rank(comm, precision, self.weights.local(comm.rank), training=True)
+        found = _with_backward(model, self.inputs, precision).gradients
+        return self._compare_gradients(found, want, comm.rank)
 
     def _rank(
         self,
         comm: Communicator,
         precision: _Precision,
         parts: Mapping[str, Tensor],
-        gather_logits: bool,
-        gradients: bool,
-    ) -> _Run:
-        """What one rank gives."""
+        *,
+        gather_logits: bool = True,
+        training: bool = False,
+    ) -> nn.Module:
+        """The model of one rank."""
         model = copy.deepcopy(self.model).to(precision.dtype)
-        local = parallelize(model, self.plan, comm, gather_logits, training=gradients)
-        bypass(local, self.skipped)
-        fill(local, parts, gradients)
-        if not gradients:
-            return _Run(_outputs(local, self.inputs, precision))
-        return _with_backward(local, self.inputs, precision)
+        local = parallelize(model, self.plan, comm, gather_logits, training=training)
+        return fill(bypass(local, self.skipped), parts, training)
 
     def _compare_gradients(
         self, got: Mapping[str, Tensor], want: Mapping[str, Tensor], rank: int

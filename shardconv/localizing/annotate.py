@@ -324,7 +324,7 @@ def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> None:
     for fqn, found in first.items():
         if found.from_end:
             entry = entries.setdefault(fqn, _Entry())
-            entry.inputs.extend(found.inputs)
+            entry.inputs[:0] = found.inputs  # row ids become local, and weights zero, when they are complete
             entry.outputs.extend(found.outputs)
 
 

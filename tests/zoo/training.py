@@ -118,6 +118,10 @@ class _Trial:
         self.weights = {n: random_weight(t, generator) for n, t in stored.items()}
         single = build_model(model.model_class, copy.deepcopy(model.config), torch.float32)
         self.inputs = make_inputs(single, seed=seed).to(torch.float64)
+        mask = self.inputs.tensors.get("attention_mask")
+        if mask is not None:  # as texts are padded for training: no token has nothing but padding to look at
+            mask.fill_(1)
+            mask[0, -2:] = 0
         if plan.training is not None and plan.training.parallel_loss:
             self.inputs = self.inputs.with_labels()
         whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
