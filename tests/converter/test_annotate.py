@@ -5,6 +5,7 @@ from __future__ import annotations
 import models
 import pytest
 from shardconv_runtime import codec
+from shardconv_runtime.boundary import in_use
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import to_text
 
@@ -37,9 +38,9 @@ def test_a_plan_is_the_same_each_time() -> None:
 
 
 def collectives(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """(slot, op) of every module that moves data."""
+    """(slot, op) of every module that moves data in the forward pass."""
     found = {
-        name: [(b.slot, b.op) for b in (*entry.inputs, *entry.outputs)]
+        name: [(b.slot, b.op) for b in in_use((*entry.inputs, *entry.outputs), training=False)]
         for name, entry in module_plans(plan).items()
     }
     return {name: steps for name, steps in found.items() if steps}
