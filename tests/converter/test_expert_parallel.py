@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardconv.analysing.experts import EXPERTS, find_experts
 from shardconv.analysing.rules import RULES
 from shardconv.localizing.expert_parallel import isolate_experts
+from shardconv.localizing.inference import inference_only
 from shardconv.pipeline import solve_plan
 from shardconv.proving.experts import NotProven, prove_experts
 from shardconv.reporting.report import report
@@ -160,7 +161,8 @@ def test_work_on_other_ranks_tokens_is_left_out_where_the_module_can() -> None:
 
 
 def _experts(plan: Plan) -> list[ModulePlan]:
-    return [m for m in plan.modules if m.category == "experts"]
+    """The modules of experts, with the steps of the forward pass."""
+    return [m for m in inference_only(plan).modules if m.category == "experts"]
 
 
 def test_shared_experts_join_the_reduction() -> None:
