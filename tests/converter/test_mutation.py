@@ -146,7 +146,9 @@ class Solved:
         retrace(plan, self.layouts, self.model, self.inputs)
 
     def _simulate(self, plan: Plan) -> None:
-        assert simulate(plan, self.model, self.inputs, self.bypassed) is not None
+        outcome = simulate(plan, self.model, self.inputs, self.bypassed, gradients=plan.training is not None)
+        assert outcome is not None
+        assert not outcome.gradients  # such a plan is written, but for inference only
 
 
 def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
