@@ -344,7 +344,7 @@ class GradReduce:
         self.axes = comm.real(axes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, _same, self._backward) if self.axes else x
+        return apply(x, unchanged, self._backward) if self.axes else x
 
     def _backward(self, gradient: Tensor) -> Tensor:
         return self.comm.all_reduce(gradient, self.axes)
@@ -358,7 +358,7 @@ class GradDivide:
         self._count = comm.num_ranks(axes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, _same, self._backward)
+        return apply(x, unchanged, self._backward)
 
     def _backward(self, gradient: Tensor) -> Tensor:
         return gradient / self._count
@@ -411,7 +411,8 @@ def refuse_gradient(x: Tensor) -> None:
         )
 
 
-def _same(x: Tensor) -> Tensor:
+def unchanged(x: Tensor) -> Tensor:
+    """The forward of steps that concern the gradient alone."""
     return x
 
 

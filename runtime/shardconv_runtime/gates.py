@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .collectives import Communicator, apply
+from .collectives import Communicator, apply, unchanged
 from .errors import PlanError
 from .layout_hash import holds_values
 from .plan import ParameterPlan
@@ -50,7 +50,7 @@ class GradientGate:
         return not self._sums and not self._is_zero
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        return apply(parameter, _same, self._backward)
+        return apply(parameter, unchanged, self._backward)
 
     def _backward(self, gradient: Tensor) -> Tensor:
         if self._is_zero:
@@ -159,7 +159,3 @@ class _Swap:
                 )
             each.owner._parameters[each.name] = self._parameters[index]
             self._parameters[index] = self._replacements[index] = None
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

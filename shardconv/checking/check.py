@@ -255,7 +255,7 @@ class Simulation:
     ) -> _GradientDifference:
         """How far the gradients of one rank are from ``want``."""
         model = self._rank(comm, precision, self.weights.local(comm.rank), training=True)
-        found = _with_backward(model, self.inputs, precision).gradients
+        found = _gradients(model, self.inputs, precision)
         return self._compare_gradients(found, want, comm.rank)
 
     def _rank(
@@ -408,7 +408,7 @@ def _with_gradients(
 ) -> tuple[_Run, str | None]:
     """What the unsharded model gives, and why without gradients, if it is."""
     try:
-        gradients = _with_backward(model, inputs, precision).gradients
+        gradients = _gradients(model, inputs, precision)
     except Exception as error:
         return _Run(outputs), f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
     run = _Run(outputs, gradients)
@@ -419,7 +419,7 @@ def _with_gradients(
     return run, None
 
 
-def _with_backward(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> _Run:
+def _gradients(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> dict[str, Tensor]:
     """Run forward in training mode, without dropout, and backward from a random gradient of every output."""
     inputs = inputs.to(precision.dtype)
     model.train()
@@ -434,8 +434,7 @@ def _with_backward(model: nn.Module, inputs: TraceInputs, precision: _Precision)
         ]
         if terms:
             torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return _Run([t.detach() for t in outputs], found)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _difference(got: list[Tensor], want: list[Tensor]) -> float:
