@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from .errors import PlanError
 from .everyone import mesh_of
 from .gates import by_axes
-from .held_state import local_window
+from .held_state import local_tensor, local_window
 from .loaded import loaded
 from .plan import ParameterPlan, parameter_plans
 from .slices import Mesh, Range, coordinates
@@ -74,7 +74,7 @@ def clip_grad_norm(
     kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            local = _local(parameter.grad.detach())
+            local = local_tensor(parameter.grad.detach())
             kinds[local.device, local.dtype].append(local)
     for (device, _), locals_ in kinds.items():
         scale = factor.to(device)
@@ -149,7 +149,7 @@ def _shares(model: nn.Module) -> Iterator[_Share]:
         if parameter.grad is not None:
             counts = is_first if isinstance(parameter, DTensor) else first
             cells = owned_cells(entries[name], source.plan.mesh, source.launch.rank, window) if counts else ()
-            yield _Share(_local(parameter.grad.detach()), cells)
+            yield _Share(local_tensor(parameter.grad.detach()), cells)
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +220,3 @@ def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
     if world is not None and math.prod(group.size() for group in found) == world.size():
         return [world]
     return found
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -83,7 +83,7 @@ class HeldState:
             BoxedTensor(
                 tensor_name(entry.name, key),
                 entry.shape,
-                _local(self.optimizer.state[self.parameters[entry.name]][key].detach()),
+                local_tensor(self.optimizer.state[self.parameters[entry.name]][key].detach()),
                 tuple(self._boxes(entry.name, owned=True)),
             )
             for entry in index.parameters
@@ -97,7 +97,7 @@ class HeldState:
             BoxedTensor(
                 tensor_name(entry.name, key),
                 entry.shape,
-                _local(fresh[entry.name][key]),
+                local_tensor(fresh[entry.name][key]),
                 tuple(self._boxes(entry.name, owned=False)),
             )
             for entry in index.parameters
@@ -145,7 +145,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldS
         frozenset(
             name
             for name, tensor in tensors.items()
-            if _local(tensor).numel() and holds_values(entries[name], plan.mesh, every.rank)
+            if local_tensor(tensor).numel() and holds_values(entries[name], plan.mesh, every.rank)
         ),
         entries,
         plan.mesh,
@@ -232,7 +232,7 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
             raise PlanError(
                 f"{name} is a DTensor placed as {placement}; only Shard and Replicate can be stored"
             )
-    local = tuple(_local(parameter).shape)
+    local = tuple(local_tensor(parameter).shape)
     if local != tuple(stop - start for start, stop in spans):
         raise PlanError(f"{name} is a DTensor whose local shape is {local}, which is no even chunk of it")
     return tuple(spans), first
@@ -257,7 +257,11 @@ def _parameter_state(
     tensors, scalars = {}, {}
     for key, thing in state.items():
         value = None if isinstance(thing, str) else to_value(thing)
-        if isinstance(thing, Tensor) and thing.dim() and _local(thing).shape == _local(parameter).shape:
+        if (
+            isinstance(thing, Tensor)
+            and thing.dim()
+            and local_tensor(thing).shape == local_tensor(parameter).shape
+        ):
             tensors[key] = str(thing.dtype).removeprefix("torch.")
         elif value is not None:
             scalars[key] = value
@@ -270,5 +274,6 @@ def _parameter_state(
     return ParameterState(name, global_shape(entry), tensors, scalars)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which may be a DTensor over data-parallel processes."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
