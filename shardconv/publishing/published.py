@@ -1,0 +1,18 @@
+"""A converted directory that lies in a repository of the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardconv_runtime.manifest import Manifest
+from shardconv_runtime.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One of the converted directories of a repository."""
+
+    path: str
+    """Where it is in the repository, as ``tp-8``."""
+    manifest: Manifest
+    plan: Plan
