@@ -45,7 +45,7 @@ marks = [("import", time.perf_counter())]
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from shardconv.pipeline import solve_plan
-from shardconv.sources import resolve
+from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime import codec
 tell = lambda name: marks.append((name, time.perf_counter()))
 tell("resolving")

@@ -208,8 +208,9 @@ def rank(section: Section) -> None:
 
 def _lonely(section: Section, shape: Shape, tp: int) -> Any:
     """Rank 0 of a model that was never written, with random weights."""
+    from shardconv_runtime.sources.resolve import resolve
+
     from shardconv.pipeline import solve_plan
-    from shardconv.sources import resolve
 
     directory = section.scratch / "config"
     directory.mkdir(exist_ok=True)

@@ -27,9 +27,10 @@ from .reporting.progress import Progress, Silent
 from .writing.output import Output, owners_of
 
 if TYPE_CHECKING:
-    from .sources import ModelSpec
-    from .sources.quantised import Scaled
-    from .tensors.lazy import LazyTensor
+    from shardconv_runtime.sources.quantised import Scaled
+    from shardconv_runtime.sources.spec import ModelSpec
+    from shardconv_runtime.tensors.lazy import LazyTensor
+
     from .writing.writer import Origin
 
 
@@ -99,9 +100,12 @@ def convert(
     limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
 
+    from shardconv_runtime.sources.locate import Hub
+    from shardconv_runtime.sources.resolve import resolve
+    from shardconv_runtime.sources.scaled import blocks_in, flatten
+    from shardconv_runtime.sources.weights import select
+
     from .pipeline import solve_plan
-    from .sources import Hub, resolve, select
-    from .writing.scaled import blocks_in, flatten
     from .writing.writer import write
 
     progress.stage(f"reading {os.fspath(model)}")
@@ -134,7 +138,8 @@ def convert(
 
 def _read(spec: ModelSpec, progress: Progress) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a checkpoint, and where they come from."""
-    from .sources import lazy_weights
+    from shardconv_runtime.sources.weights import lazy_weights
+
     from .writing.writer import origin_of
 
     origin = origin_of(spec)
@@ -146,8 +151,9 @@ def _initialised(
     spec: ModelSpec, seed: int, progress: Progress
 ) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a new model, and where they come from."""
-    from .sources import initial_weights
-    from .sources.initialised import drawn_dtype, has_weights, initialised_source
+    from shardconv.initialising.initialised import initial_weights
+
+    from .initialising.initialised import drawn_dtype, has_weights, initialised_source
     from .writing.writer import origin_of
 
     if has_weights(spec):
@@ -198,8 +204,10 @@ def plan(
     require_tp(tp)
     require_experts(experts)
 
+    from shardconv_runtime.sources.locate import Hub
+    from shardconv_runtime.sources.resolve import resolve
+
     from .pipeline import solve_plan
-    from .sources import Hub, resolve
 
     hub = Hub(revision, cache_dir, local_files_only, token)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)

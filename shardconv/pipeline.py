@@ -16,7 +16,6 @@ from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.forms import INFERENCE_ONLY, of_sequence
 from shardconv_runtime.lazy import build_model
-from shardconv_runtime.loss import has_parallel_loss
 from shardconv_runtime.plan import (
     ModelInfo,
     NormInfo,
@@ -28,6 +27,8 @@ from shardconv_runtime.plan import (
     parameter_plans,
 )
 from shardconv_runtime.slices import local_size
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.training.loss import has_parallel_loss
 from torch import nn
 
 from .analysing.analyse import analyse
@@ -50,7 +51,6 @@ from .proving.norms import fit_norm
 from .solving.gradients import solve_gradients
 from .solving.sequence import solve_sequence
 from .solving.solve import Assignment, solve
-from .sources import ModelSpec
 from .tracing.fold import Folded, fold
 from .tracing.inputs import TraceInputs, trace_inputs
 from .tracing.tape import Tape, draws, starred

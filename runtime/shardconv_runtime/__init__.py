@@ -23,12 +23,12 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .agreement import from_rank_0
-    from .checkpointing import checkpoint_activations
-    from .clipping import clip_grad_norm, grad_norm
-    from .fsdp import data_parallel
     from .loading import load
-    from .optimizer_state import load_optimizer, save_optimizer
-    from .saving import save
+    from .saving.optimizer_state import load_optimizer, save_optimizer
+    from .saving.save import save
+    from .training.checkpointing import checkpoint_activations
+    from .training.clipping import clip_grad_norm, grad_norm
+    from .training.fsdp import data_parallel
 
 __all__ = [
     "CheckpointError",
@@ -51,15 +51,15 @@ __all__ = [
 
 
 _MODULES = {
-    "checkpoint_activations": "checkpointing",
-    "clip_grad_norm": "clipping",
-    "data_parallel": "fsdp",
+    "checkpoint_activations": "training.checkpointing",
+    "clip_grad_norm": "training.clipping",
+    "data_parallel": "training.fsdp",
     "from_rank_0": "agreement",
-    "grad_norm": "clipping",
+    "grad_norm": "training.clipping",
     "load": "loading",
-    "load_optimizer": "optimizer_state",
-    "save": "saving",
-    "save_optimizer": "optimizer_state",
+    "load_optimizer": "saving.optimizer_state",
+    "save": "saving.save",
+    "save_optimizer": "saving.optimizer_state",
 }
 """Where each function is that needs torch."""
 

@@ -18,9 +18,7 @@ from .collectives import Communicator, Slice
 from .edits import apply_edits, raise_flags
 from .errors import PlanError
 from .forms import of_sequence, require_training
-from .gates import Gated, GradientGate, attach_gates
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .norms import ShardedNorm
 from .plan import (
     LogitsInfo,
@@ -32,10 +30,12 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
-from .random_draws import attach_draws
 from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, WHY_NO_STATES, refuse
-from .sequence import attach_sequence
 from .slices import size
+from .training.gates import Gated, GradientGate, attach_gates
+from .training.loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
+from .training.random_draws import attach_draws
+from .training.sequence import attach_sequence
 
 
 def parallelize(

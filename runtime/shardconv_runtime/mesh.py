@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import AllReduce, Communicator, ProcessCommunicator
 from .errors import LaunchError
-from .gates import sums
 from .plan import Boundary, ModulePlan, Plan
 from .slices import Mesh, axes_of, group_of
+from .training.gates import sums
 
 JOIN_TIMEOUT_S = 300
 """How long a rank waits for the others where a group of them is made."""

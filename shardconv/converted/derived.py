@@ -6,18 +6,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime import manifest, small_files
+from shardconv_runtime import manifest
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
 from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry
+from shardconv_runtime.saving import small_files
+from shardconv_runtime.tensors.lazy import LazyTensor
 
-from ..tensors.lazy import LazyTensor
 from ..writing.job import PARTIAL, known_files
 from ..writing.output import Output
 from . import shards
 from .shards import Converted
 
 if TYPE_CHECKING:
-    from ..sources import ModelSpec
+    from shardconv_runtime.sources.spec import ModelSpec
 
 
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -69,7 +70,7 @@ def spec_of(found: Converted) -> ModelSpec:
     Raises:
         ShardconvError: it cannot be built here, or is of another class than was planned.
     """
-    from ..sources import resolve
+    from shardconv_runtime.sources.resolve import resolve
 
     model = found.plan.model
     spec = resolve(

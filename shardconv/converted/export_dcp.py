@@ -28,14 +28,14 @@ from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan
-from shardconv_runtime.shard_files import split
+from shardconv_runtime.saving.shard_files import split
 from shardconv_runtime.slices import Leaf, ranges
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.gathered import gathered, is_interleaved
+from shardconv_runtime.tensors.lazy import LazyTensor, Shape
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
-from ..tensors import lazy
-from ..tensors.gathered import gathered, is_interleaved
-from ..tensors.lazy import LazyTensor, Shape
 from ..writing.durable import fsync
 from ..writing.job import PARTIAL, read_state
 from ..writing.output import Output

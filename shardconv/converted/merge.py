@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardconv_runtime.tensors.lazy import LazyTensor
+
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
-from ..tensors.lazy import LazyTensor
 from ..writing.output import Output
 from ..writing.target import LEAST_ALIGNMENT, TargetFile, target_file
 from ..writing.workspace import Workspace, opened, write_durably

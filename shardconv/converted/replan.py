@@ -51,9 +51,10 @@ def replan(
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
+    from shardconv_runtime.sources.resolve import resolve
+    from shardconv_runtime.sources.scaled import block_sizes, blocks_of, with_blocks
+
     from ..pipeline import solve_plan
-    from ..sources import resolve
-    from ..writing.scaled import block_sizes, blocks_of, with_blocks
     from ..writing.writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import Plan
+from shardconv_runtime.tensors.gathered import gathered, is_interleaved
+from shardconv_runtime.tensors.lazy import LazyTensor
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
-from ..tensors.gathered import gathered, is_interleaved
-from ..tensors.lazy import LazyTensor
 from ..writing.output import Output, owners_of
 from . import derived
 from .shards import Converted
@@ -71,8 +71,9 @@ def reshard(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
+    from shardconv_runtime.sources.scaled import block_sizes, blocks_of, with_blocks
+
     from ..pipeline import solve_plan
-    from ..writing.scaled import block_sizes, blocks_of, with_blocks
     from ..writing.writer import write
 
     spec = derived.spec_of(found)

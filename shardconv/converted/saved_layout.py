@@ -8,14 +8,14 @@ from typing import Any
 
 from shardconv_runtime.blocks import SUFFIX
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.sources.scaled import block_sizes
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.tensors.gathered import gathered, is_interleaved
+from shardconv_runtime.tensors.lazy import LazyTensor
 
-from ..sources import ModelSpec
-from ..sources.saved import model_of, require_loadable, saved_tensors
-from ..sources.saved_blocks import Factors, saved_factors
-from ..tensors.gathered import gathered, is_interleaved
-from ..tensors.lazy import LazyTensor
-from ..writing.scaled import block_sizes
 from . import derived
+from .saved import model_of, require_loadable, saved_tensors
+from .saved_blocks import Factors, saved_factors
 from .shards import Converted
 
 

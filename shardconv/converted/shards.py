@@ -17,9 +17,8 @@ from shardconv_runtime.layout_hash import is_common, layout_sha256
 from shardconv_runtime.manifest import FileEntry, Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.slices import Dim, Mesh, Range, axes_of, gather_index, group_of
-
-from ..tensors import lazy
-from ..tensors.lazy import LazyTensor
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.lazy import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,15 +23,18 @@ from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.slices import Dim, Mesh, ranges
+from shardconv_runtime.sources.locate import Hub
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.sources.scaled import flatten
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.sources.weights import lazy_weights
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
+from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor, Shape, item_bytes
 
 from ..arguments import MEMORY
 from ..converted.shards import Converted
 from ..reporting.progress import Progress
-from ..sources import Hub, ModelSpec, lazy_weights, resolve
-from ..tensors import lazy
-from ..tensors.copying import Placed, Unit, plan_units, run
-from ..tensors.lazy import FileLeaf, LazyTensor, Shape, item_bytes
-from ..writing.scaled import flatten
 from ..writing.writer import copy_small_files, shard
 
 

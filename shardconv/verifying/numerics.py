@@ -19,6 +19,9 @@ from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import compress, natural_key
 from shardconv_runtime.plan import Plan, global_shape, local_shape, parameter_plans
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import LazyTensor
 from torch import Tensor
 
 from ..analysing.rules import RULES
@@ -28,9 +31,6 @@ from ..checking.shallow import Bypass, find_bypasses, planned_alike
 from ..converted.shards import Converted
 from ..reporting.progress import Progress
 from ..reporting.report import human_bytes
-from ..sources import ModelSpec
-from ..tensors.copying import read_tensor
-from ..tensors.lazy import LazyTensor
 from ..tracing.fold import fold, prefixes
 from ..tracing.inputs import trace_inputs
 from ..tracing.tape import Tape

@@ -147,7 +147,7 @@ def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_co
 
 
 def _require_source(directory: Path, contents: Contents) -> None:
-    from ..sources.initialised import is_initialised
+    from ..initialising.initialised import is_initialised
 
     if is_initialised(contents.manifest.source):
         raise SourceError(
@@ -166,7 +166,8 @@ def _reference(
     """The model to compare with; None where the plan does not say how."""
     if contents.plan is None:
         return None
-    from ..sources import Hub
+    from shardconv_runtime.sources.locate import Hub
+
     from .against import read_reference
 
     progress.stage(f"reading {os.fspath(model)}")
@@ -199,8 +200,9 @@ def _compare(
 def _run(
     directory: Path, reference: Reference | None, trust_remote_code: bool, progress: Progress
 ) -> Numerics:
+    from shardconv_runtime.sources.resolve import resolve
+
     from ..converted import shards
-    from ..sources import resolve
     from .numerics import run_numerics
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, need_weights=False)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
+from shardconv_runtime.tensors.lazy import LazyTensor, Leaf
 
 from ..reporting.progress import Progress
-from ..tensors.copying import Placed, Unit, plan_units, run
-from ..tensors.lazy import LazyTensor, Leaf
 from .crc32 import Extent
 from .workspace import Workspace
 from .write_log import HEADER, Key, Written

@@ -28,13 +28,14 @@ from shardconv_runtime.plan import (
     parameter_plans,
 )
 from shardconv_runtime.slices import Dim, Range, axes_of, ranges, size, to_text
+from shardconv_runtime.sources.locate import Hub
+from shardconv_runtime.sources.resolve import resolve
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from ..localizing.inference import inference_only
-from ..sources import Hub, resolve
 from .tp_styles import IDENTITIES, LEAVE_ALONE, Inexpressible, Part, PlannedModule
 
 SHOWN_PROBLEMS = 4

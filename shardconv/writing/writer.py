@@ -25,14 +25,14 @@ from shardconv_runtime.manifest import (
     sha256_checksum,
 )
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.shard_files import PlannedShard, shard_files
+from shardconv_runtime.saving.shard_files import PlannedShard, shard_files
+from shardconv_runtime.saving.small_files import plain_config
 from shardconv_runtime.slices import Mesh, ranges
-from shardconv_runtime.small_files import plain_config
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.lazy import LazyTensor
 
 from ..reporting.progress import Progress
-from ..sources import ModelSpec
-from ..tensors import lazy
-from ..tensors.lazy import LazyTensor
 from .fill import fill
 from .job import difference
 from .output import Output

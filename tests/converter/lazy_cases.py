@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 from shardconv_runtime.slices import Range
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor
 from torch import Tensor
-
-from shardconv.tensors import lazy
-from shardconv.tensors.lazy import FileLeaf, LazyTensor
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64")
 

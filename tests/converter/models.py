@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from shardconv_runtime.plan import Plan
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 
 
 class OddConfig(PreTrainedConfig):

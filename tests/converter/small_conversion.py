@@ -15,10 +15,10 @@ from typing import Any
 import transformers
 from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry, Source, rank_directory, sha256_checksum
 from shardconv_runtime.plan import Plan
+from shardconv_runtime.sources.leaves import lazy_tensors
 from small_models import hand_plan, save_random, small_config
 
 from shardconv.reporting.progress import Silent
-from shardconv.sources.leaves import lazy_tensors
 from shardconv.writing.output import Output
 from shardconv.writing.writer import Origin, write
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from lazy_cases import Files, random_tensor, same
+from shardconv_runtime.sources.recorded import RecordedTensor, lazy_of
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf
 from torch import Tensor, nn
 from transformers import core_model_loading as ops
-
-from shardconv.sources.recorded import RecordedTensor, lazy_of
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import ComputedLeaf
 
 CONFIG = types.SimpleNamespace(num_attention_heads=4, num_experts=3)
 CONFIG.get_text_config = lambda: CONFIG

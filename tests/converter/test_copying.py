@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, Pair, bits, name_of, pairs, random_tensor, same, spans, take_torch
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.tensors import copying, lazy
+from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, read_tensor, run
+from shardconv_runtime.tensors.lazy import ComputedLeaf, FileLeaf, Leaf, Piece
 
-from shardconv.tensors import copying, lazy
-from shardconv.tensors.copying import Placed, Unit, plan_units, read_tensor, run
-from shardconv.tensors.lazy import ComputedLeaf, FileLeaf, Leaf, Piece
 from shardconv.writing.crc32 import Extent, join
 
 slow_to_draw = settings(

@@ -8,9 +8,9 @@ import pytest
 import transformers
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import DrawPlan, Plan
+from shardconv_runtime.sources.spec import ModelSpec
 
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 
 
 def gpt2(**changes: Any) -> ModelSpec:

@@ -20,6 +20,7 @@ from shardconv_runtime import codec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.plan import ModulePlan, Plan, global_shape, module_plans, parameter_plans
 from shardconv_runtime.slices import axes_of
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
 from shardconv.analysing.experts import EXPERTS, find_experts
@@ -29,7 +30,6 @@ from shardconv.localizing.inference import inference_only
 from shardconv.pipeline import solve_plan
 from shardconv.proving.experts import NotProven, prove_experts
 from shardconv.reporting.report import report
-from shardconv.sources import ModelSpec
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace

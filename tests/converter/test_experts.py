@@ -12,11 +12,11 @@ from made_inputs import make_inputs
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
 from shardconv.checking.check import simulate
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 SIZES = {

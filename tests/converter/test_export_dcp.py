@@ -28,6 +28,7 @@ from shardconv_runtime.blocks import SUFFIX
 from shardconv_runtime.errors import CheckpointError, ShardconvError
 from shardconv_runtime.manifest import Source
 from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.sources.leaves import lazy_tensors
 from small_conversion import Model, Stages, contents, crashes, placed
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -37,7 +38,6 @@ from shardconv import cli
 from shardconv.converted import export_dcp
 from shardconv.converted.export_dcp import export
 from shardconv.reporting.progress import Silent
-from shardconv.sources.leaves import lazy_tensors
 from shardconv.writing import fill, job, writer
 from shardconv.writing.output import Output
 

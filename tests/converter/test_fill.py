@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from shardconv_runtime.errors import ShardconvError, SourceError
+from shardconv_runtime.tensors import copying
 from small_conversion import Model, contents, placed
 
-from shardconv.tensors import copying
 from shardconv.writing import fill
 from shardconv.writing.job import PARTIAL
 

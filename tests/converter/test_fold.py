@@ -9,10 +9,10 @@ import torch
 import transformers
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
+from shardconv_runtime.sources.spec import ModelSpec
 
 from shardconv.analysing.rules import RULES
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 from shardconv.tracing.fold import fold
 from shardconv.tracing.inputs import trace_inputs
 

@@ -10,12 +10,12 @@ import torch
 from shardconv_runtime.manifest import Source
 from shardconv_runtime.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
 from shardconv_runtime.slices import Dim, Leaf
+from shardconv_runtime.tensors import gathered, lazy
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor
 
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
-from shardconv.tensors import gathered, lazy
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import FileLeaf, LazyTensor
 from shardconv.writing import fill
 from shardconv.writing.output import Output
 from shardconv.writing.target import target_file

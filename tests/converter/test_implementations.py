@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from shardconv_runtime.plan import Plan
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 
 WIDTHS = {
     "vocab_size": 131,

@@ -12,10 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, bits, factorise, pairs, random_tensor, same, shapes, spans, take_torch
-
-from shardconv.tensors import lazy
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import ComputedLeaf, LazyTensor
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor
 
 slow_to_draw = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -23,7 +23,7 @@ from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
 
 import shardconv
-from shardconv.sources import saved
+from shardconv.converted import saved
 from shardconv.writing import fill, job
 
 

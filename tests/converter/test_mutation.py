@@ -29,6 +29,7 @@ from shardconv_runtime.errors import PlanError
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import LogitsInfo, Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import Leaf, Sum, ranges
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -39,7 +40,6 @@ from shardconv.checking.shallow import Bypass
 from shardconv.localizing.layout import Layouts
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks
-from shardconv.sources import ModelSpec
 from shardconv.tracing.inputs import TraceInputs
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))

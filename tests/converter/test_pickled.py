@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, random_tensor, same, shapes
 from safetensors.torch import load_file
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.sources import pickled
+from shardconv_runtime.sources.checkpoint import stored_dtype
+from shardconv_runtime.sources.leaves import lazy_tensors
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf, FileLeaf
 from small_models import save_random, small_config
 from torch import Tensor
 
 import shardconv
-from shardconv.sources import pickled, resolve
-from shardconv.sources.checkpoint import stored_dtype
-from shardconv.sources.leaves import lazy_tensors
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import ComputedLeaf, FileLeaf
 
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 

@@ -17,13 +17,13 @@ from shardconv_runtime.errors import PlanError, SourceError
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan, parameter_plans
 from shardconv_runtime.slices import Dim, Leaf, Product, Sum, ranges, size
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.sources.scaled import with_blocks
+from shardconv_runtime.tensors.copying import read_tensor
 from small_models import hand_plan, small_config
 
 import shardconv
 from shardconv.converted.shards import read
-from shardconv.sources import resolve
-from shardconv.tensors.copying import read_tensor
-from shardconv.writing.scaled import with_blocks
 from shardconv.writing.writer import shard
 
 

@@ -19,6 +19,8 @@ from quantised_checkpoints import dense_config, save_quantised
 from safetensors.torch import load_file
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import ShardconvError, SourceError
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.tensors.copying import read_tensor
 from small_conversion import Stages, contents
 from small_models import save_random, small_config
 from torch import Tensor, nn
@@ -27,8 +29,8 @@ from zoo.models import FAMILIES, build, types
 
 import shardconv
 from shardconv import cli
-from shardconv.sources import ModelSpec, initial_weights, initialised
-from shardconv.tensors.copying import read_tensor
+from shardconv.initialising import initialised
+from shardconv.initialising.initialised import initial_weights
 
 KINDS = [
     ("causal", "llama"),  # norms

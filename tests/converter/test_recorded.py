@@ -12,12 +12,11 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, Files, factorise, name_of, random_tensor, same, shapes
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.sources.recorded import LARGE, RecordedTensor, lazy_of, recording
+from shardconv_runtime.tensors import lazy
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor
 from torch import Tensor
-
-from shardconv.sources.recorded import LARGE, RecordedTensor, lazy_of, recording
-from shardconv.tensors import lazy
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import ComputedLeaf, LazyTensor
 
 FLOAT8 = tuple(getattr(torch, name) for name in DTYPES if name.startswith("float8"))
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")

@@ -16,16 +16,16 @@ from random_plans import Declared, declared, plans, random_bytes
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.manifest import Source
 from shardconv_runtime.plan import Plan
+from shardconv_runtime.sources.leaves import lazy_tensors
+from shardconv_runtime.tensors import gathered
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import LazyTensor
 from torch import Tensor
 from zoo.models import build
 
 import shardconv
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
-from shardconv.sources.leaves import lazy_tensors
-from shardconv.tensors import gathered
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import LazyTensor
 from shardconv.writing.output import Output
 from shardconv.writing.writer import Origin, write
 

@@ -11,10 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.sources import locate
+from shardconv_runtime.sources.locate import Hub
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.sources.weights import lazy_weights, select
+from shardconv_runtime.tensors.copying import read_tensor
 from small_models import make_custom, save_random, small_config
-
-from shardconv.sources import Hub, ModelSpec, lazy_weights, locate, resolve, select
-from shardconv.tensors.copying import read_tensor
 
 Change = Callable[[Path], object]
 

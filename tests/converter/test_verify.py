@@ -20,6 +20,7 @@ import transformers
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.manifest import FileEntry
+from shardconv_runtime.tensors import copying
 from small_models import hand_plan, make_custom, save_random, small_config
 from torch import Tensor
 from verify_cases import change_plan, change_tensors, describe_again, flip, set_element, shard
@@ -27,7 +28,6 @@ from verify_cases import change_plan, change_tensors, describe_again, flip, set_
 import shardconv
 from shardconv import cli
 from shardconv.reporting.progress import Advance, Silent
-from shardconv.tensors import copying
 from shardconv.verifying import checksums, intact
 from shardconv.verifying.verify import DamagedError, Verified
 

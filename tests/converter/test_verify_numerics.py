@@ -14,6 +14,8 @@ from shardconv_runtime import codec
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
 from shardconv_runtime.plan import ModulePlan, Plan, parameter_plans
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.tensors import lazy
 from small_models import save_random, small_config
 from verify_cases import change_plan, change_tensors, set_element, shard
 
@@ -21,8 +23,6 @@ import shardconv
 from shardconv import cli
 from shardconv.converted.shards import read
 from shardconv.reporting.progress import Silent
-from shardconv.sources import resolve
-from shardconv.tensors import lazy
 from shardconv.verifying import numerics
 from shardconv.verifying.verify import DamagedError
 

@@ -19,10 +19,10 @@ import pytest
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.manifest import COMMON_DIRECTORY, rank_directory
+from shardconv_runtime.tensors import copying, lazy
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv
-from shardconv.tensors import copying, lazy
 from shardconv.writing import workspace, writer
 from shardconv.writing.fill import fill
 from shardconv.writing.job import JOB_NAME, Moves, State, difference, read_state, write_state
@@ -427,7 +427,7 @@ class TestAtOnce:
         def stop(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shardconv.sources.resolve", stop)
+        monkeypatch.setattr("shardconv_runtime.sources.resolve", stop)
         with self.open(directory, files, "b"):
             with pytest.raises(ShardconvError, match="is being written by another process"):
                 shardconv.convert(model.path, directory / "out", 2)

@@ -9,9 +9,9 @@ import torch
 from shardconv_runtime.boundary import step
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.gates import Gated, GradientGate, attach_gates, sums
 from shardconv_runtime.plan import Boundary, ParameterPlan
 from shardconv_runtime.slices import Leaf, Mesh, local_segments, parse, size
+from shardconv_runtime.training.gates import Gated, GradientGate, attach_gates, sums
 from torch import Tensor, nn
 
 from shardconv.proving.simulate import run_ranks

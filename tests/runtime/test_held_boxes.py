@@ -11,9 +11,9 @@ import torch
 from converted import local_part
 from hypothesis import given
 from hypothesis import strategies as st
-from shardconv_runtime.held_boxes import Box, Window, held_boxes, owned_boxes, whole_window
 from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.plan import ParameterPlan, global_shape
+from shardconv_runtime.saving.held_boxes import Box, Window, held_boxes, owned_boxes, whole_window
 from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, parse
 from torch import Tensor
 

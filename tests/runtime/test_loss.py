@@ -17,14 +17,14 @@ import transformers
 from distributed import comm_counts, run_processes
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.loss import (
+from shardconv_runtime.slices import Dim, Leaf, Mesh, group_of, parse, ranges, size
+from shardconv_runtime.training.loss import (
     LossInputError,
     VocabParallelCrossEntropy,
     causal_lm_loss,
     masked_lm_loss,
     parallel_loss,
 )
-from shardconv_runtime.slices import Dim, Leaf, Mesh, group_of, parse, ranges, size
 from small_models import small_config
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode

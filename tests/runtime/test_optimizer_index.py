@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.optimizer_index import (
+from shardconv_runtime.saving.optimizer_index import (
     Group,
     OptimizerIndex,
     ParameterState,

@@ -16,7 +16,7 @@ from distributed import run_processes
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import DrawPlan
-from shardconv_runtime.random_draws import attach_draws, resumable
+from shardconv_runtime.training.random_draws import attach_draws, resumable
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

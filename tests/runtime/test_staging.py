@@ -10,7 +10,7 @@ import torch
 from shardconv_runtime.errors import CheckpointError, ShardconvError
 from shardconv_runtime.everyone import Everyone
 from shardconv_runtime.mesh import Launch
-from shardconv_runtime.staging import Staging, begin
+from shardconv_runtime.saving.staging import Staging, begin
 
 ALONE = Everyone(Launch(0, 1, torch.device("cpu")), 0, True)
 

@@ -22,13 +22,13 @@ from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.slices import axes_of, size
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
 from shardconv.checking.check import fill, local_weights
 from shardconv.pipeline import solve_plan
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks
-from shardconv.sources import ModelSpec
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results

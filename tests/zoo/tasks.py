@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardconv_runtime.sources.spec import ModelSpec
+
 from shardconv.pipeline import solve_plan
-from shardconv.sources import ModelSpec
 
 from .generation import CACHES, generates
 from .measure import Result, measure

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from shardconv.sources import lazy_weights, resolve
-from shardconv.tensors.copying import read_tensor
-from shardconv.tensors.lazy import ComputedLeaf, LazyTensor
+from shardconv_runtime.sources.resolve import resolve
+from shardconv_runtime.sources.weights import lazy_weights
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor
 
 from . import models
 

@@ -20,13 +20,13 @@ from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
 from shardconv.checking.check import fill, local_weights
 from shardconv.pipeline import solve_plan
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks
-from shardconv.sources import ModelSpec
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import results
 

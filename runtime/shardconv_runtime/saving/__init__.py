@@ -1,0 +1,1 @@
+"""Writing what training made: converted directories, and optimizer states through torch's checkpoints."""

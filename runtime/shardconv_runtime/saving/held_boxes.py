@@ -1,0 +1,127 @@
+"""What a process holds of a whole tensor, as boxes of it.
+
+A rank's positions of a dim are ranges, so that a local tensor is a grid of boxes. A data-parallel process may
+hold a **window** of its rank's tensor alone. Where several ranks hold the same positions, the lowest of them
+**owns** them: owned boxes of all ranks tile the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from ..layout_hash import holds_values
+from ..plan import ParameterPlan
+from ..slices import Dim, Mesh, Range, local_size, ranges
+
+Window = Sequence[Range]
+"""Half-open local positions, one range for each dim."""
+
+
+class Box(NamedTuple):
+    """A box of a whole tensor, and where it is in a local one."""
+
+    offsets: tuple[int, ...]
+    """Global."""
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    """In the window."""
+
+
+def whole_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
+    """All of a rank's tensor."""
+    return tuple((0, local_size(dim, mesh, rank)) for dim in entry.dims)
+
+
+def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: Window) -> list[Box]:
+    """The boxes that fill a window of a rank's tensor; none of a Partial where it is zero."""
+    if not holds_values(entry, mesh, rank):
+        return []
+    pieces = [_pieces(ranges(dim, mesh, rank), *part) for dim, part in zip(entry.dims, window, strict=True)]
+    return [_box(chosen) for chosen in product(*pieces)]
+
+
+def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: Window) -> list[Box]:
+    """Those parts of ``held_boxes`` that no lower rank holds.
+
+    Ranks' boxes may overlap without being the same (segments of a dim that are split over other axes), so
+    they are cut wherever some rank's begin or end.
+    """
+    if not holds_values(entry, mesh, rank):
+        return []
+    values = _mask(r for r in range(math.prod(mesh)) if holds_values(entry, mesh, r))
+    pieces = []
+    for dim, part in zip(entry.dims, window, strict=True):
+        cuts, holders = _cells(dim, mesh)
+        pieces.append(
+            [
+                (piece, holders[bisect_left(cuts, piece.start + 1) - 1])
+                for whole in _pieces(ranges(dim, mesh, rank), *part)
+                for piece in _cut(whole, cuts)
+            ]
+        )
+    found = []
+    for chosen in product(*pieces):
+        holding = values
+        for _, mask in chosen:
+            holding &= mask
+        if holding & -holding == 1 << rank:
+            found.append(_box([piece for piece, _ in chosen]))
+    return found
+
+
+class _Piece(NamedTuple):
+    start: int
+    """Global."""
+    size: int
+    local_start: int
+    """In the window."""
+
+
+def _pieces(held: Iterable[Range], first: int, last: int) -> list[_Piece]:
+    """The ranges of local positions from ``first`` up to ``last``."""
+    pieces, local = [], 0
+    for start, stop in held:
+        begin, end = max(local, first), min(local + stop - start, last)
+        if begin < end:
+            pieces.append(_Piece(start + begin - local, end - begin, begin - first))
+        local += stop - start
+    return pieces
+
+
+def _cut(piece: _Piece, cuts: Sequence[int]) -> list[_Piece]:
+    """A piece in parts that have no cut inside."""
+    inside = cuts[bisect_left(cuts, piece.start + 1) : bisect_left(cuts, piece.start + piece.size)]
+    ends = [piece.start, *inside, piece.start + piece.size]
+    return [
+        _Piece(start, stop - start, piece.local_start + start - piece.start) for start, stop in pairwise(ends)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
+    """Where some rank's range of a dim begins or ends, and which ranks hold what follows, as bits."""
+    held = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
+    cuts = sorted({end for spans in held for span in spans for end in span})
+    holders = [0] * len(cuts)
+    for rank, spans in enumerate(held):
+        for start, stop in spans:
+            for cell in range(bisect_left(cuts, start), bisect_left(cuts, stop)):
+                holders[cell] |= 1 << rank
+    return cuts, holders
+
+
+def _mask(ranks: Iterable[int]) -> int:
+    return sum(1 << rank for rank in ranks)
+
+
+def _box(pieces: Sequence[_Piece]) -> Box:
+    return Box(
+        tuple(piece.start for piece in pieces),
+        tuple(piece.size for piece in pieces),
+        tuple(piece.local_start for piece in pieces),
+    )

@@ -1,0 +1,271 @@
+"""What one process holds of an optimizer's state, and of which part of each whole parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, PlanError
+from ..everyone import Everyone
+from ..layout_hash import holds_values
+from ..loaded import loaded
+from ..plan import ParameterPlan, global_shape, parameter_plans
+from ..slices import Mesh, Range
+from .dcp_boxes import BoxedTensor
+from .held_boxes import Box, held_boxes, owned_boxes
+from .optimizer_index import Group, OptimizerIndex, ParameterState, Value, from_value, tensor_name, to_value
+from .stored_model import stored_model
+
+State = dict[str, dict[str, Any]]
+"""What an optimizer keeps, by the parameter's FQN and its own keys."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a process tells the others."""
+
+    optimizer: str
+    groups: tuple[Group, ...]
+    states: dict[str, ParameterState]
+    holding: frozenset[str]
+    """Names of all tensors of the model of which it holds values, whether the optimizer has them or not."""
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """An optimizer's parameters on this process."""
+
+    optimizer: Optimizer
+    parameters: dict[str, Tensor]
+    """By FQN: of all groups, in their order."""
+    windows: dict[str, tuple[Range, ...]]
+    """Local positions that this process holds of its rank's part, one range for each dim."""
+    is_first: dict[str, bool]
+    """Whether it is the first of the data-parallel processes that hold the same."""
+    holding: frozenset[str]
+    """See ``Summary``."""
+    entries: Mapping[str, ParameterPlan]
+    """Of the whole model."""
+    mesh: Mesh
+    rank: int
+
+    def summary(self) -> Summary:
+        """See the class.
+
+        Raises:
+            PlanError: there is state of a kind that cannot be stored.
+        """
+        groups = tuple(_group(self, group) for group in self.optimizer.param_groups)
+        states = {
+            name: _parameter_state(name, parameter, self.optimizer.state[parameter], self.entries[name])
+            for name, parameter in self.parameters.items()
+            if self.optimizer.state.get(parameter)
+        }
+        return Summary(type(self.optimizer).__qualname__, groups, states, self.holding)
+
+    def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
+        """What this process writes."""
+        return [
+            BoxedTensor(
+                tensor_name(entry.name, key),
+                entry.shape,
+                local_tensor(self.optimizer.state[self.parameters[entry.name]][key].detach()),
+                tuple(self._boxes(entry.name, owned=True)),
+            )
+            for entry in index.parameters
+            if entry.name in self.parameters and self.is_first[entry.name] and entry.name in self.holding
+            for key in entry.tensors
+        ]
+
+    def wanted(self, fresh: State, index: OptimizerIndex) -> list[BoxedTensor]:
+        """What this process reads into the tensors of ``fresh``."""
+        return [
+            BoxedTensor(
+                tensor_name(entry.name, key),
+                entry.shape,
+                local_tensor(fresh[entry.name][key]),
+                tuple(self._boxes(entry.name, owned=False)),
+            )
+            for entry in index.parameters
+            if entry.name in fresh
+            for key in entry.tensors
+        ]
+
+    def _boxes(self, name: str, *, owned: bool) -> list[Box]:
+        find = owned_boxes if owned else held_boxes
+        return find(self.entries[name], self.mesh, self.rank, self.windows[name])
+
+
+def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldState:
+    """Find what this process holds. No collective runs.
+
+    Raises:
+        PlanError: the model is not the one that was loaded, or the optimizer's parameters are not its.
+    """
+    plan = loaded(model).plan
+    tensors = stored_model(model).tensors
+    entries = parameter_plans(plan)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    parameters: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter))
+            if name is None:
+                raise PlanError(
+                    f"parameter {position} of group {number} of the optimizer is none of the model's; make "
+                    "the optimizer from the model as it is now (after fully_shard, say)"
+                )
+            parameters[name] = parameter
+    known = {id(parameter) for parameter in parameters.values()}
+    if any(id(key) not in known for key in optimizer.state):
+        raise PlanError("the optimizer has state that belongs to none of its parameters; it cannot be stored")
+    places = {name: local_window(name, parameter) for name, parameter in parameters.items()}
+    return HeldState(
+        optimizer,
+        parameters,
+        {name: window for name, (window, _) in places.items()},
+        {
+            name: first and (every.is_first or isinstance(parameters[name], DTensor))
+            for name, (_, first) in places.items()
+        },
+        frozenset(
+            name
+            for name, tensor in tensors.items()
+            if local_tensor(tensor).numel() and holds_values(entries[name], plan.mesh, every.rank)
+        ),
+        entries,
+        plan.mesh,
+        every.rank,
+    )
+
+
+def fresh_state(held: HeldState, index: OptimizerIndex) -> State:
+    """State of this process's parameters, its tensors zero until they are read.
+
+    Raises:
+        CheckpointError: the index says what cannot be.
+    """
+    fresh: State = {}
+    for entry in index.parameters:
+        parameter = held.parameters.get(entry.name)
+        if parameter is not None:
+            tensors = dict(_zeros(parameter, entry))
+            fresh[entry.name] = {key: from_value(v) for key, v in entry.scalars.items()} | tensors
+    return fresh
+
+
+def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]:
+    """The optimizer's groups with the hyperparameters that were saved, as in its ``state_dict``.
+
+    Raises:
+        CheckpointError: the index says what cannot be.
+    """
+    numbers = iter(range(len(held.parameters)))
+    return [
+        {
+            **group,
+            **{key: from_value(value) for key, value in stored.hyperparameters.items()},
+            "params": [next(numbers) for _ in group["params"]],
+        }
+        for group, stored in zip(held.optimizer.param_groups, index.groups, strict=True)
+    ]
+
+
+def install(held: HeldState, fresh: State, groups: list[dict[str, Any]]) -> None:
+    """Hand the optimizer its state, as what its own ``state_dict`` would be."""
+    numbers = {name: number for number, name in enumerate(held.parameters)}
+    states = {numbers[name]: dict(state) for name, state in fresh.items()}
+    held.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    for name, state in fresh.items():  # which casts to the parameter's dtype what was of another
+        kept = held.optimizer.state[held.parameters[name]]
+        for key, thing in state.items():
+            if key != "step" and isinstance(thing, Tensor) and kept[key].dtype != thing.dtype:
+                kept[key] = thing.to(kept[key].device)
+
+
+def _zeros(parameter: Tensor, entry: ParameterState) -> Iterator[tuple[str, Tensor]]:
+    for key, name in entry.tensors.items():
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(
+                f"{entry.name}: {key} has the dtype {name[:80]!r}, which torch does not know"
+            )
+        yield key, torch.zeros_like(parameter.detach(), dtype=dtype)
+
+
+def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
+    """What a process holds of its rank's tensor, and whether it is the first that does.
+
+    ``Shard`` splits as ``torch.chunk`` does.
+    """
+    spans = [(0, size) for size in parameter.shape]
+    if not isinstance(parameter, DTensor):
+        return tuple(spans), True
+    coordinates = parameter.device_mesh.get_coordinate()
+    assert coordinates is not None, "this process holds a part of it"
+    first = True
+    for placement, parts, part in zip(
+        parameter.placements, parameter.device_mesh.shape, coordinates, strict=True
+    ):
+        if type(placement) is Shard:
+            start, stop = spans[placement.dim]
+            length = -(-(stop - start) // parts)
+            begin_at = min(start + part * length, stop)
+            spans[placement.dim] = (begin_at, min(begin_at + length, stop))
+        elif isinstance(placement, Replicate):
+            first = first and part == 0
+        else:
+            raise PlanError(
+                f"{name} is a DTensor placed as {placement}; only Shard and Replicate can be stored"
+            )
+    local = tuple(local_tensor(parameter).shape)
+    if local != tuple(stop - start for start, stop in spans):
+        raise PlanError(f"{name} is a DTensor whose local shape is {local}, which is no even chunk of it")
+    return tuple(spans), first
+
+
+def _group(held: HeldState, group: dict[str, Any]) -> Group:
+    names = {id(parameter): name for name, parameter in held.parameters.items()}
+    values: dict[str, Value] = {}
+    for key, thing in group.items():
+        if key in ("params", "param_names"):
+            continue
+        value = to_value(thing)
+        if value is None:
+            raise PlanError(f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored")
+        values[key] = value
+    return Group(tuple(names[id(parameter)] for parameter in group["params"]), values)
+
+
+def _parameter_state(
+    name: str, parameter: Tensor, state: dict[str, Any], entry: ParameterPlan
+) -> ParameterState:
+    tensors, scalars = {}, {}
+    for key, thing in state.items():
+        value = None if isinstance(thing, str) else to_value(thing)
+        if (
+            isinstance(thing, Tensor)
+            and thing.dim()
+            and local_tensor(thing).shape == local_tensor(parameter).shape
+        ):
+            tensors[key] = str(thing.dtype).removeprefix("torch.")
+        elif value is not None:
+            scalars[key] = value
+        else:
+            shape = f" of shape {tuple(thing.shape)}" if isinstance(thing, Tensor) else ""
+            raise PlanError(
+                f"{name}: the optimizer keeps {key}, a {type(thing).__name__}{shape}; only tensors of the "
+                f"parameter's shape {tuple(parameter.shape)} and numbers can be stored for other ranks"
+            )
+    return ParameterState(name, global_shape(entry), tensors, scalars)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, which may be a DTensor over data-parallel processes."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,165 @@
+"""``optimizer.json``: what an optimizer's checkpoint holds beside its tensors, and of which parameters.
+
+Parameters go by FQN and have their global shape, so that the file says the same whatever the ranks were.
+It is written last: a directory that has one is complete.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..typed_json import MalformedError, dump_document, load_document, read_text, write_text
+
+VERSION = 1
+FORMAT = "shardconv.optimizer"
+INDEX_NAME = "optimizer.json"
+
+_TENSOR = "tensor:"
+"""What the kind of a number begins with that is a tensor without dims."""
+
+_REMEDY = "copy the directory again, or resume from another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A hyperparameter, or a number of a parameter's state, as text that gives it back exactly."""
+
+    kind: str
+    """``none``, ``bool``, ``int``, ``float``, ``str``, ``tuple``, ``list``, or ``tensor:`` and a dtype."""
+    text: str = ""
+    items: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """The state of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global."""
+    tensors: Mapping[str, str]
+    """Dtype of each tensor of this shape, by its key in the optimizer's state; its name in the checkpoint is
+    ``tensor_name``."""
+    scalars: Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group."""
+
+    names: tuple[str, ...]
+    hyperparameters: Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """A file of the checkpoint."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerIndex:
+    """All of it."""
+
+    optimizer: str
+    """Name of its class."""
+    groups: tuple[Group, ...]
+    parameters: tuple[ParameterState, ...]
+    """Those that have state, in the order of the plan."""
+    files: tuple[StateFile, ...] = ()
+    """All but this one."""
+    version: int = VERSION
+
+
+def tensor_name(parameter: str, key: str) -> str:
+    """The name of a state's tensor in the checkpoint."""
+    return f"state.{parameter}.{key}"
+
+
+def write_index(index: OptimizerIndex, directory: Path) -> None:
+    """Write the index of a directory, whole or not at all."""
+    write_text(directory / INDEX_NAME, dump_document(index, FORMAT))
+
+
+def read_index(directory: Path) -> OptimizerIndex:
+    """Read the index of a directory and check that all files are there.
+
+    Raises:
+        CheckpointError: it is none, is malformed, or a file is missing or of another size.
+    """
+    path = directory / INDEX_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {INDEX_NAME}: it is not what shardconv_runtime.save_optimizer wrote; "
+            "name the directory that was given there"
+        )
+    try:
+        index = load_document(OptimizerIndex, read_text(path), FORMAT, VERSION)
+    except MalformedError as error:
+        raise CheckpointError(f"{path}: {error}; {_REMEDY}") from error
+    for entry in index.files:
+        file = directory / entry.path
+        num_bytes = file.stat().st_size if file.is_file() else None
+        if num_bytes != entry.num_bytes:
+            what = "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {entry.num_bytes}"
+            raise CheckpointError(f"{directory}: {entry.path} {what}; {_REMEDY}")
+    return index
+
+
+def to_value(thing: Any) -> Value | None:
+    """A value as text; None if it is of a kind that cannot be written."""
+    if thing is None:
+        return Value("none")
+    if isinstance(thing, Tensor):
+        is_number = thing.dim() == 0 and not thing.is_complex()
+        return Value(_TENSOR + _name(thing.dtype), repr(thing.item())) if is_number else None
+    if type(thing) in (bool, int, float, str):
+        return Value(type(thing).__name__, repr(thing))
+    if type(thing) in (tuple, list):
+        items = [to_value(item) for item in thing]
+        known = tuple(item for item in items if item is not None)
+        return Value(type(thing).__name__, items=known) if len(known) == len(items) else None
+    return None
+
+
+def from_value(value: Value) -> Any:
+    """What ``to_value`` was given; tensors are on the CPU.
+
+    Raises:
+        CheckpointError: the text is not one of that kind.
+    """
+    try:
+        return _from_value(value)
+    except (ValueError, SyntaxError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{value.text[:80]!r} is no {value.kind[:80]}; {_REMEDY}") from error
+
+
+def _from_value(value: Value) -> Any:
+    if value.kind == "none":
+        return None
+    if value.kind in ("tuple", "list"):
+        items = [_from_value(item) for item in value.items]
+        return tuple(items) if value.kind == "tuple" else items
+    if value.kind == "float":
+        return float(value.text)
+    if value.kind in ("bool", "int", "str"):
+        return ast.literal_eval(value.text)
+    if not value.kind.startswith(_TENSOR):
+        raise ValueError
+    dtype: torch.dtype = getattr(torch, value.kind.removeprefix(_TENSOR))
+    number = float(value.text) if dtype.is_floating_point else ast.literal_eval(value.text)
+    return torch.tensor(number, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,51 @@
+"""What of a converted directory is not weights: the config, the tokenizer, the model's own code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..manifest import MANIFEST_NAME, FileEntry, Manifest, resolve, sha256_checksum
+
+
+def small_files(manifest: Manifest) -> list[FileEntry]:
+    """What is not weights."""
+    return [entry for entry in manifest.files if not entry.path.endswith(".safetensors")]
+
+
+def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
+    """Copy what is not weights.
+
+    Args:
+        directory: a converted directory.
+        manifest: of it.
+        target: directory to copy to.
+
+    Returns:
+        The entries of the copies, for a manifest.
+
+    Raises:
+        CheckpointError: a file is not the one that was written.
+        OSError: it cannot be read or written.
+    """
+    entries = small_files(manifest)
+    for entry in entries:
+        copy = target / entry.path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(resolve(directory, entry.path), copy)
+        if sha256_checksum(copy) != entry.checksum:
+            raise CheckpointError(
+                f"{directory}: {entry.path} was changed since it was written (its sha256 is not that "
+                f"in {MANIFEST_NAME}); restore it, or convert the model again"
+            )
+    return entries
+
+
+def plain_config(text: str) -> str:
+    """The ``config.json`` of weights that are not quantised any more: without what says that they are."""
+    config = json.loads(text)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+    return json.dumps(config, indent=2) + "\n"

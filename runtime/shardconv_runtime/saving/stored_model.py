@@ -1,0 +1,128 @@
+"""What of a loaded model is stored: its tensors by FQN as they are now, and the plan that says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..build import stored_tensors
+from ..dtypes import STORED_NAME
+from ..errors import PlanError
+from ..loaded import loaded, unwrapped
+from ..names import compress, expand_all
+from ..plan import ParameterPlan, Plan, local_shape, parameter_plans
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What ``torch.compile`` and activation checkpointing put into the names of parameters."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """One rank's tensors, and how they are laid out."""
+
+    plan: Plan
+    """With the dtypes that the tensors have now, and no blocks."""
+    tensors: dict[str, Tensor]
+    """Local, by FQN, each parameter and persistent buffer once. A DTensor's shape is local too: what it is
+    split over are data-parallel processes."""
+
+
+def stored_model(model: nn.Module) -> StoredModel:
+    """Find what is stored of a model. No collective runs.
+
+    Args:
+        model: of ``load``, or a wrapper of it.
+
+    Raises:
+        PlanError: it is not the model that was loaded any more: tensors are missing, added, of other shapes,
+            of a dtype that no file can hold, or not tied any more.
+    """
+    source = loaded(model)
+    tensors = named_tensors(model)
+    _check_tied(source.plan, tensors)
+    aliases = dict(source.plan.tied)
+    entries = parameter_plans(source.plan)
+    found = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    for what, names in (
+        ("lacks", entries.keys() - found.keys()),
+        ("has also", found.keys() - entries.keys()),
+    ):
+        if names:
+            raise PlanError(
+                f"the model {what} {min(names)} ({len(names)} such), so it is not the one that was loaded; "
+                "undo what adds or removes parameters (merge adapters, say)"
+            )
+    for name, entry in entries.items():
+        _check(name, found[name], entry, source.plan, source.launch.rank)
+    return StoredModel(_as_they_are(source.plan, found), {name: found[name] for name in entries})
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the FQNs of the plan, tied ones under each of their names."""
+    return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the FQNs of the plan, shared ones under each of their names."""
+    return {_fqn(name): module for name, module in unwrapped(model).named_modules(remove_duplicate=False)}
+
+
+def _fqn(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _check_tied(plan: Plan, tensors: dict[str, Tensor]) -> None:
+    for alias, name in plan.tied:
+        if alias in tensors and tensors[alias] is not tensors.get(name):
+            raise PlanError(
+                f"{alias} and {name} were one tensor when the model was loaded, and are two now; "
+                "tie them again, or convert a model where they are not tied"
+            )
+
+
+def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: int) -> None:
+    shape = local_shape(entry, plan.mesh, rank)
+    if tuple(tensor.shape) != shape:
+        raise PlanError(f"{name} has shape {tuple(tensor.shape)}, and by the plan rank {rank} holds {shape}")
+    if tensor.is_meta:
+        raise PlanError(f"{name} is on the meta device, so it has no values to save")
+    if _name(tensor.dtype) not in STORED_NAME:
+        raise PlanError(f"{name} is {_name(tensor.dtype)}, which no safetensors file can hold; cast it first")
+
+
+def _as_they_are(plan: Plan, tensors: dict[str, Tensor]) -> Plan:
+    """The plan with the dtypes of these tensors."""
+    parameters = [part for entry in plan.parameters for part in _parts(entry, tensors)]
+    dtype = _model_dtype(plan, tensors)
+    return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
+
+
+def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPlan]:
+    """An entry as one for each dtype among its names."""
+    kinds: dict[str, list[str]] = {}
+    for name in expand_all(entry.names):
+        kinds.setdefault(_name(tensors[name].dtype), []).append(name)
+    if kinds.keys() == {entry.dtype} and not entry.block:
+        return [entry]
+    return [
+        replace(entry, names=compress(names), dtype=dtype, block=(), block_dtype="")
+        for dtype, names in kinds.items()
+    ]
+
+
+def _model_dtype(plan: Plan, tensors: dict[str, Tensor]) -> str:
+    """The dtype that most of those elements have which had the model's own."""
+    counts: Counter[str] = Counter()
+    for name, entry in parameter_plans(plan).items():
+        if (entry.dtype == plan.model.dtype or entry.block) and tensors[name].is_floating_point():
+            counts[_name(tensors[name].dtype)] += 1 + tensors[name].numel()
+    return counts.most_common(1)[0][0] if counts else plan.model.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

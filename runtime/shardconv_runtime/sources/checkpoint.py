@@ -1,0 +1,89 @@
+"""The weight files of a model directory: which ones they are, and that each is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardconv_runtime.dtypes import TORCH_NAME
+from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.header import read_header
+
+from .pickled import load_pickled
+
+LAYOUTS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""(single file, index of several files), the preferred format first, as transformers looks for them."""
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that hold the weights.
+
+    Raises:
+        SourceError: there are none, or an index names one that is missing.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return (directory / single,)
+        if (directory / index).is_file():
+            return tuple(_indexed(directory / index))
+    names = " or ".join(single for single, _ in LAYOUTS)
+    raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
+
+
+def wanted_weights(directory: Path) -> tuple[str, ...]:
+    """What to download for a repository whose indices (but no weights) are in ``directory``."""
+    for single, index in LAYOUTS:
+        if (directory / index).is_file():
+            return (single, *_read_index(directory / index))
+    return tuple(single for single, _ in LAYOUTS)
+
+
+def validate(files: Iterable[Path]) -> None:
+    """Check that each safetensors file is whole, by its header and its size.
+
+    Raises:
+        SourceError: one is truncated or corrupt.
+    """
+    for file in files:
+        if file.suffix == ".safetensors":
+            try:
+                read_header(file)
+            except CheckpointError as error:
+                reason = str(error).removesuffix("; copy or convert it again")
+                raise SourceError(f"{reason}; download or copy it again") from error
+
+
+def stored_dtype(file: Path) -> str | None:
+    """dtype of the first floating-point tensor of a weight file, as ``"bfloat16"``."""
+    if file.suffix == ".safetensors":
+        _, tensors = read_header(file)
+        found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
+    else:
+        found = (str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values())
+    return next((name for name in found if name.startswith(("float", "bfloat"))), None)
+
+
+def _indexed(index: Path) -> list[Path]:
+    files = [index.parent / name for name in _read_index(index)]
+    for file in files:
+        if not file.is_file():
+            raise SourceError(f"{file} is missing, which {index.name} names; download it")
+    return files
+
+
+def _read_index(index: Path) -> list[str]:
+    """The file names in an index, sorted; none may lead out of the directory."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
+    for name in names:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
+    if not names:
+        raise SourceError(f"{index} names no files; download or copy it again")
+    return names

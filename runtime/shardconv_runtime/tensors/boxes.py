@@ -1,0 +1,161 @@
+"""Boxes on the way from a leaf to a file: where their elements are, and where they go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .lazy import LazyTensor, Piece, contiguous_strides, item_bytes
+
+
+class Dim(NamedTuple):
+    """One dim of a box."""
+
+    size: int
+    source: int
+    """Stride in elements of the leaf."""
+    target: int
+    """Stride in elements of the written tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A box: where its elements are in a leaf, and where they go in a file."""
+
+    file: int
+    """Index of the target file."""
+    offset: int
+    """Byte in that file of the first element."""
+    source: int
+    """Element of the leaf that is the first."""
+    dims: tuple[Dim, ...]
+    """By descending source stride; those that are contiguous on both sides are one."""
+    dtype: str
+    """Of the written elements."""
+
+    @property
+    def end(self) -> int:
+        """Past the last element of the leaf."""
+        return self.source + extent(self.dims)
+
+    @property
+    def num_elements(self) -> int:
+        """That are moved."""
+        return math.prod(dim.size for dim in self.dims)
+
+
+def move_of(tensor: LazyTensor, piece: Piece, file: int, offset: int) -> Move:
+    """The box of a tensor that begins at byte ``offset`` of a file."""
+    strides = contiguous_strides(tensor.shape)
+    first = sum(a * b for a, b in zip(piece.start, strides, strict=True)) * item_bytes(tensor.dtype)
+    dims = [Dim(*dim) for dim in zip(piece.shape, piece.strides, strides, strict=True) if dim[0] > 1]
+    ordered = coalesce(sorted(dims, key=lambda dim: -dim.source))
+    return Move(file, offset + first, piece.offset, ordered, tensor.dtype)
+
+
+def coalesce(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The dims, those made one that are contiguous on both sides."""
+    merged: list[Dim] = []
+    for dim in dims:
+        if merged:
+            outer = merged[-1]
+            if outer.source == dim.size * dim.source and outer.target == dim.size * dim.target:
+                merged[-1] = Dim(outer.size * dim.size, dim.source, dim.target)
+                continue
+        merged.append(dim)
+    return tuple(merged)
+
+
+def extent(dims: Sequence[Dim]) -> int:
+    """From the first element to past the last, in the leaf."""
+    return 1 + sum((dim.size - 1) * dim.source for dim in dims)
+
+
+def is_run(dims: Sequence[Dim]) -> bool:
+    """Contiguous on both sides."""
+    return not dims or (len(dims) == 1 and dims[0].source == 1 and dims[0].target == 1)
+
+
+def target_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
+    """Elements of each contiguous stretch of the target, and where they begin, relative to the first.
+
+    Args:
+        dims: by descending target stride.
+    """
+    return _runs([(dim.size, dim.target) for dim in dims])
+
+
+def source_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
+    """Elements of each contiguous stretch of the leaf, and where they begin, relative to the first.
+
+    Args:
+        dims: by descending source stride.
+    """
+    return _runs([(dim.size, dim.source) for dim in dims])
+
+
+def gathered(move: Move) -> Move:
+    """The box in a buffer that holds its elements only, in the order of the leaf."""
+    dims, below = [], 1
+    for dim in reversed(move.dims):
+        dims.append(dim._replace(source=below))
+        below *= dim.size
+    return replace(move, source=0, dims=coalesce(dims[::-1]))
+
+
+def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+    run, inner = 1, len(dims)
+    while inner and dims[inner - 1][1] == run:
+        inner -= 1
+        run *= dims[inner][0]
+    starts = [0]
+    for size, stride in dims[:inner]:
+        starts = [start + index * stride for start in starts for index in range(size)]
+    return run, starts
+
+
+def within(move: Move, low: int, high: int) -> Iterator[Move]:
+    """The boxes of a move whose elements lie in ``[low, high)`` of the leaf."""
+    if move.source >= high or move.end <= low:
+        return
+    if low <= move.source and move.end <= high:
+        yield move
+        return
+    outer, inner = move.dims[0], move.dims[1:]
+    length = extent(inner)
+    first = max(0, -((move.source - low) // outer.source))
+    last = min(outer.size - 1, (high - length - move.source) // outer.source)
+    if first <= last:
+        yield _part(move, first, (outer._replace(size=last - first + 1), *inner))
+    if length == 1:
+        return
+    straddling = {first - 1, last + 1} if first <= last else set(_touching(move, low, high, length))
+    for index in sorted(straddling):
+        if 0 <= index < outer.size:
+            yield from within(_part(move, index, inner), low, high)
+
+
+def _touching(move: Move, low: int, high: int, length: int) -> range:
+    """Indices of the outer dim with elements in ``[low, high)``, none of which lies in it as a whole."""
+    stride = move.dims[0].source
+    first = -((length - 1 + move.source - low) // stride)
+    return range(max(0, first), min(move.dims[0].size, (high - 1 - move.source) // stride + 1))
+
+
+def _part(move: Move, index: int, dims: tuple[Dim, ...]) -> Move:
+    """From ``index`` of the outer dim on."""
+    outer = move.dims[0]
+    return Move(
+        move.file,
+        move.offset + index * outer.target * item_bytes(move.dtype),
+        move.source + index * outer.source,
+        coalesce([dim for dim in dims if dim.size > 1]),
+        move.dtype,
+    )
+
+
+def scatters(move: Move) -> bool:
+    """Whether elements that are neighbours in the leaf are not in the target (a transpose)."""
+    return bool(move.dims) and move.dims[-1].target != 1

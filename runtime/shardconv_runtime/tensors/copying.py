@@ -1,0 +1,379 @@
+"""Carries out lazy tensors: reads each source byte once, in parallel, through fixed buffers.
+
+The boxes of all tensors to write are grouped by the leaf that they read, and a leaf is cut into **units**,
+stretches of its elements. A worker takes a unit, reads it band by band, and for each box that reaches into
+the band puts the elements where they belong: a contiguous stretch as it is, a strided one through a second
+buffer. A column slice for eight ranks therefore costs one pass over the source, not eight. Units are
+independent and may run in any order; what they put is handed to a **sink** (write, compare).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from shardconv_runtime.dtypes import STORED_NAME
+from shardconv_runtime.errors import SourceError
+
+from .boxes import Dim, Move, extent, gathered, is_run, move_of, scatters, source_runs, target_runs, within
+from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
+
+UNIT_BYTES = 1 << 25
+"""Bytes of a leaf that one worker takes at a time; what is redone after a crash is a few of these."""
+
+BAND_BYTES = 1 << 20
+"""Bytes that are read at once: few enough to stay in a core's cache until they are written."""
+
+MAX_WORKERS = 16
+
+SPARSE = 4
+"""How many times less there must be to read for boxes to be read run by run."""
+
+PAGE_BYTES = 4096
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A stretch of a leaf, and the boxes that reach into it."""
+
+    key: tuple[int, int]
+    """(number of the leaf, first element): it stands for the same elements whichever files are written, on
+    whatever machine and with whatever memory, since a journal names units by it."""
+    leaf: Leaf
+    start: int
+    stop: int
+    moves: tuple[Move, ...]
+    band: int
+    """Elements to read at once."""
+
+
+class Placed(NamedTuple):
+    """A tensor that goes to a file."""
+
+    tensor: LazyTensor
+    file: int
+    offset: int
+    """In bytes."""
+
+
+class Sink(Protocol):
+    """Takes what one unit puts; a unit has a sink of its own."""
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Bytes of a file from ``offset`` on; ``data`` is used again after the call."""
+
+
+S = TypeVar("S", bound=Sink)
+
+
+def plan_units(placed: Iterable[Placed], leaves: dict[Leaf, int], memory: int) -> list[Unit]:
+    """Cut the work into units, in the order of the source files.
+
+    Args:
+        placed: what to write where.
+        leaves: numbers of the leaves; new ones are added.
+        memory: budget in bytes for the buffers of all workers.
+    """
+    by_leaf: dict[Leaf, list[Move]] = {}
+    for tensor, file, offset in placed:
+        for piece in tensor.pieces:
+            by_leaf.setdefault(piece.leaf, []).append(move_of(tensor, piece, file, offset))
+    units: list[Unit] = []
+    for leaf in sorted(by_leaf, key=_source_order):
+        number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
+        units += _cut_leaf(leaf, number, by_leaf[leaf], memory)
+    return units
+
+
+def num_workers() -> int:
+    """How many units run at once."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+
+
+def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit, S], object]) -> None:
+    """Carry out all units.
+
+    Args:
+        units: from ``plan_units``.
+        make_sink: gives the sink of a unit.
+        done: called in this thread with each unit that is finished and its sink.
+
+    Raises:
+        SourceError: a source file cannot be read, or is shorter than it was.
+        Exception: what a sink raised. Other workers have stopped by then.
+    """
+    stop = threading.Event()
+    todo: Iterator[Unit] = iter(units)
+    running: dict[Future[S], Unit] = {}
+    with _Sources() as sources, ThreadPoolExecutor(num_workers(), "copy") as pool:
+        workers = _Workers(sources, stop)
+        try:
+            while True:
+                for unit in todo:
+                    running[pool.submit(workers.carry_out, unit, make_sink)] = unit
+                    if len(running) >= 2 * num_workers():
+                        break
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    done(running.pop(future), future.result())
+        except BaseException:
+            stop.set()
+            raise
+
+
+class _Stopped(Exception):
+    """Another worker failed."""
+
+
+class _Sources:
+    """The open source files."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _Sources:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
+        """Elements of a leaf from ``start`` on, as many as there is room for."""
+        offset = leaf.offset + start * item_bytes(leaf.dtype)
+        while len(into):
+            try:
+                count = os.preadv(self._handle(leaf.path), [into], offset)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise SourceError(f"{leaf.path} cannot be read at byte {offset}: {reason}") from error
+            if count == 0:
+                raise SourceError(
+                    f"{leaf.path} ends before byte {offset + 1}: it was cut off since its header was read; "
+                    "download or copy it again"
+                )
+            into, offset = into[count:], offset + count
+
+    def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
+        """``run`` elements from each of ``starts`` on, one after another: there may be many, and short."""
+        size = item_bytes(leaf.dtype)
+        handle, length, end = self._handle(leaf.path), run * size, 0
+        for start in starts:
+            part = into[end : end + length]
+            try:
+                count = os.preadv(handle, (part,), leaf.offset + start * size)
+            except OSError:
+                count = 0
+            if count != length:
+                self.read(leaf, start, part)  # knows what to say
+            end += length
+
+    def _handle(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._handles:
+                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._handles[path]
+
+
+class _Workers:
+    """What the workers share."""
+
+    def __init__(self, sources: _Sources, stop: threading.Event) -> None:
+        self._sources = sources
+        self._stop = stop
+        self._buffers = threading.local()
+        self._computing = threading.Lock()
+
+    def carry_out(self, unit: Unit, make_sink: Callable[[], S]) -> S:
+        """Do one unit."""
+        sink = make_sink()
+        if isinstance(unit.leaf, ComputedLeaf):
+            with self._computing:  # these hold a tensor in memory: one at a time
+                elements = _elements(_computed(unit.leaf), item_bytes(unit.leaf.dtype))
+                self._bands(unit, sink, lambda start, stop: elements[start:stop])
+        elif isinstance(unit.leaf, FileLeaf) and (stretch := _sparse_stretch(unit)):
+            self._gather(unit, unit.leaf, stretch, sink)
+        else:
+            self._bands(unit, sink, lambda start, stop: self._read(unit.leaf, start, stop))
+        return sink
+
+    def _bands(self, unit: Unit, sink: Sink, read: Callable[[int, int], np.ndarray[Any, Any]]) -> None:
+        for boxes in self._clipped(unit, unit.band):
+            low = min(box.source for box in boxes)
+            band = read(low, max(box.end for box in boxes))
+            for box in boxes:
+                self._put(box, unit.leaf.dtype, band, low, sink)
+
+    def _gather(self, unit: Unit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
+        """Read the elements of each box alone, where most of what lies between is not wanted."""
+        size = item_bytes(leaf.dtype)
+        for boxes in self._clipped(unit, stretch):
+            for box in boxes:
+                buffer = self._buffer("read", box.num_elements * size)
+                run, starts = source_runs(box.dims)
+                self._sources.read_runs(leaf, [box.source + start for start in starts], run, buffer.data)
+                self._put(gathered(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
+
+    def _clipped(self, unit: Unit, stretch: int) -> Iterator[list[Move]]:
+        """The boxes of a unit, so many elements of the leaf at a time."""
+        for low in range(unit.start, unit.stop, stretch):
+            if self._stop.is_set():
+                raise _Stopped
+            high = min(low + stretch, unit.stop)
+            if boxes := [box for move in unit.moves for box in within(move, low, high)]:
+                yield boxes
+
+    def _read(self, leaf: Leaf, start: int, stop: int) -> np.ndarray[Any, Any]:
+        size = item_bytes(leaf.dtype)
+        buffer = self._buffer("read", (stop - start) * size)
+        if isinstance(leaf, FileLeaf):
+            self._sources.read(leaf, start, buffer.data)
+        else:
+            buffer[:] = 0
+        return buffer.view(_UNSIGNED[size])
+
+    def _buffer(self, name: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        held: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, name, None)
+        if held is None or len(held) < num_bytes:
+            held = np.empty(num_bytes, np.uint8)
+            setattr(self._buffers, name, held)
+        return held[:num_bytes]
+
+    def _put(self, box: Move, dtype: str, band: np.ndarray[Any, Any], low: int, sink: Sink) -> None:
+        """Put the elements of a box, of which all are in ``band``, whose first element is ``low``."""
+        first = box.source - low
+        if dtype == box.dtype and is_run(box.dims):
+            whole = band[first : first + extent(box.dims)]
+            sink.put(box.file, box.offset, whole.data.cast("B"))
+            return
+        dims = sorted(box.dims, key=lambda dim: -dim.target)
+        packed = self._pack(dims, band[first:], dtype, box.dtype)
+        run, starts = target_runs(dims)
+        size = item_bytes(box.dtype)
+        for index, start in enumerate(starts):
+            part = packed[index * run * size : (index + 1) * run * size]
+            sink.put(box.file, box.offset + start * size, part)
+
+    def _pack(self, dims: Sequence[Dim], band: np.ndarray[Any, Any], dtype: str, wanted: str) -> memoryview:
+        """The elements in the order of the target, cast."""
+        shape = tuple(dim.size for dim in dims)
+        strided = np.ndarray(
+            shape, band.dtype, band, strides=tuple(dim.source * band.itemsize for dim in dims)
+        )
+        if dtype != wanted:
+            values = torch.from_numpy(np.ascontiguousarray(strided)).view(getattr(torch, dtype))
+            cast = values.to(getattr(torch, wanted)).reshape(-1).view(torch.uint8).numpy()
+            return cast.data
+        packed = self._buffer("pack", strided.nbytes)
+        np.copyto(packed.view(band.dtype).reshape(shape), strided)
+        return packed.data
+
+
+def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int) -> Iterator[Unit]:
+    """Stretches at multiples of ``UNIT_BYTES`` from the leaf's start, of leaves of files; others whole."""
+    size = item_bytes(leaf.dtype)
+    share = memory // num_workers() // 4  # one buffer to read, one to pack, and as much again for casts
+    band = max(1, min(BAND_BYTES, share) // size)
+    if not isinstance(leaf, FileLeaf):
+        first = leaf.num_elements if isinstance(leaf, ZeroLeaf) else 0
+        yield Unit((number, first), leaf, 0, leaf.num_elements, tuple(moves), band)
+        return
+    step = max(UNIT_BYTES // size, 1)
+    if any(scatters(move) for move in moves):
+        band = max(1, min(step, share // size))  # long bands give long stretches to write
+    else:
+        band = _whole_rows(moves, band)
+    ordered = sorted(moves, key=lambda move: move.source)
+    for start in range(0, leaf.num_elements, step):
+        stop = min(start + step, leaf.num_elements)
+        held = tuple(move for move in ordered if move.source < stop and move.end > start)
+        if held:
+            yield Unit((number, start), leaf, start, stop, held, band)
+
+
+def _zeros_number(leaf: ZeroLeaf) -> int:
+    """Zeros belong to one rank's files: they have no place among the leaves of the global tensors, and are
+    told apart by their dtype and, as the first element of a unit's key, by their number."""
+    return -10 - list(STORED_NAME).index(leaf.dtype)
+
+
+def _sparse_stretch(unit: Unit) -> int:
+    """Elements to go through at once where most of a unit is not wanted; 0 where all is to be read.
+
+    Every run costs a page at least, and a call.
+    """
+    boxes = [box for move in unit.moves for box in within(move, unit.start, unit.stop)]
+    if not boxes:
+        return 0
+    size = item_bytes(unit.leaf.dtype)
+    span = max(box.end for box in boxes) - min(box.source for box in boxes)
+    wanted = sum(box.num_elements for box in boxes)
+    cost = sum(_gather_bytes(box, size) for box in boxes)
+    return unit.band * (span // wanted) if SPARSE * cost < span * size else 0
+
+
+def _gather_bytes(box: Move, size: int) -> int:
+    run, starts = source_runs(box.dims)
+    return len(starts) * max(run * size, PAGE_BYTES)
+
+
+def _whole_rows(moves: list[Move], band: int) -> int:
+    """A band of at most ``band`` elements (or of one row) that cuts no row of strided boxes in two."""
+    rows = [dim.source for move in moves for dim in move.dims if dim.source <= band]
+    row = max(rows, default=1)
+    return max(band // row, 1) * row
+
+
+def _source_order(leaf: Leaf) -> tuple[int, str, int]:
+    if isinstance(leaf, FileLeaf):
+        return 0, str(leaf.path), leaf.offset
+    return (1, leaf.name, 0) if isinstance(leaf, ComputedLeaf) else (2, "", 0)
+
+
+def _computed(leaf: ComputedLeaf) -> torch.Tensor:
+    tensor = leaf.compute()
+    found = (str(tensor.dtype).removeprefix("torch."), tensor.numel())
+    assert found == (leaf.dtype, leaf.num_elements), f"{leaf.name} was computed as {found}"
+    return tensor
+
+
+def _elements(tensor: torch.Tensor, size: int) -> np.ndarray[Any, Any]:
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    data: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    return data.view(_UNSIGNED[size])
+
+
+def read_tensor(tensor: LazyTensor) -> torch.Tensor:
+    """Read a tensor into memory.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    memory = values.reshape(-1).view(torch.uint8).numpy()
+    units = plan_units([Placed(tensor, 0, 0)], {}, BAND_BYTES * num_workers() * 4)
+    run(units, lambda: _Memory(memory), lambda unit, sink: None)
+    return values
+
+
+class _Memory:
+    """A sink that keeps everything."""
+
+    def __init__(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._memory = memory
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Copy."""
+        self._memory[offset : offset + len(data)] = data

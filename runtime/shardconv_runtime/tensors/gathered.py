@@ -1,0 +1,94 @@
+"""Tensors that interleave stretches of many files, put together in memory band by band.
+
+Where ranks hold columns of a matrix, its rows are short stretches of all their files in turn. Copied one by
+one these would be as many small writes, and as many lines of the journal. A band of whole rows is read from
+each file in one go, and written in one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+from shardconv_runtime.slices import Range
+
+from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, assemble, item_bytes, take, whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BAND_BYTES = 1 << 22
+"""Of a band; the same in every run, since journals count bands."""
+
+SHORT_BYTES = 1 << 16
+"""A stretch of so many bytes is worth a write of its own."""
+
+FEW = 64
+"""So many stretches are worth a write each, however short."""
+
+
+def is_interleaved(tensor: LazyTensor) -> bool:
+    """Whether the tensor consists of many short stretches."""
+    item = item_bytes(tensor.dtype)
+    num_runs = sum(math.prod(piece.shape) // _run(piece, tensor) for piece in tensor.pieces)
+    return num_runs > FEW and math.prod(tensor.shape) * item < num_runs * SHORT_BYTES
+
+
+def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
+    """The tensor as bands that are put together when they are needed.
+
+    Args:
+        name: of the tensor, for messages.
+        tensor: returned as it is where its elements are not in files in their order: each band of a
+            transposed matrix would read all of it.
+    """
+    if not tensor.shape or tensor.is_cast or not all(map(_is_in_order, tensor.pieces)):
+        return tensor
+    bands = ((_band(name, tensor, box), [(span,) for span in box]) for box in _boxes(tensor))
+    return assemble(tensor.dtype, tensor.shape, bands)
+
+
+def _run(piece: Piece, tensor: LazyTensor) -> int:
+    """Elements of a piece that are one after another in the tensor."""
+    run = 1
+    for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
+        run *= held
+        if held != extent:
+            break
+    return run
+
+
+def _is_in_order(piece: Piece) -> bool:
+    strides = [stride for stride, held in zip(piece.strides, piece.shape, strict=True) if held > 1]
+    return isinstance(piece.leaf, FileLeaf) and strides == sorted(strides, reverse=True)
+
+
+def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
+    """Boxes of at most ``BAND_BYTES`` (or of one element) that are contiguous in the tensor, in order."""
+    shape, inner = tensor.shape, item_bytes(tensor.dtype)
+    dim = len(shape) - 1
+    while dim > 0 and inner * shape[dim] <= BAND_BYTES:
+        inner *= shape[dim]
+        dim -= 1
+    step = max(1, BAND_BYTES // inner)
+    below = [(0, extent) for extent in shape[dim + 1 :]]
+    for outer in product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            stop = min(start + step, shape[dim])
+            yield [*((index, index + 1) for index in outer), (start, stop), *below]
+
+
+def _band(name: str, tensor: LazyTensor, box: list[Range]) -> LazyTensor:
+    for dim, span in enumerate(box):
+        tensor = take(tensor, dim, (span,))
+    leaf = ComputedLeaf(name, partial(_read, tensor), tensor.dtype, math.prod(tensor.shape))
+    return whole(leaf, tensor.shape)
+
+
+def _read(tensor: LazyTensor) -> Tensor:
+    from .copying import read_tensor
+
+    return read_tensor(tensor)

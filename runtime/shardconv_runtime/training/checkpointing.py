@@ -1,0 +1,150 @@
+"""Layers whose activations are computed again in the backward pass, so that they need not be kept.
+
+    checkpoint_activations(model)                  # nothing is kept but the inputs of layers
+    checkpoint_activations(model, save="matmul")   # nor are products of matrices computed again
+
+A layer's ``forward`` is replaced on its instance, so that no name in the model changes and what surrounds it
+(hooks of ``fully_shard``, collectives at its boundary) is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..boundary import forward_signature
+from ..errors import PlanError
+from ..loaded import loaded, unwrapped
+from ..repeated import repeated_layers
+from .random_draws import resumable
+
+_ATEN = torch.ops.aten
+
+MATRIX_PRODUCTS = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.baddbmm.default,
+        _ATEN.linear.default,
+        _ATEN._scaled_mm.default,
+        _ATEN._grouped_mm.default,
+    }
+)
+"""What ``save="matmul"`` keeps."""
+
+_MARK = "_shardconv_checkpointed"
+
+
+def checkpoint_activations(
+    model: nn.Module, *, save: str | Collection[torch._ops.OpOverload] | None = None
+) -> nn.Module:
+    """Recompute each layer's activations in the backward pass; gradients stay the same bits.
+
+    It acts in training mode. Caches of keys and values are not used then: recomputing would fill them twice.
+    Random numbers (dropout) are drawn again as they were.
+
+    Args:
+        model: of ``load(..., training=True)``, before or after ``data_parallel``.
+        save: operators (``torch.ops.aten.mm.default``) whose results are kept instead; "matmul" for products
+            of matrices; by default none.
+
+    Returns:
+        ``model``. The names of its parameters are as before.
+
+    Raises:
+        PlanError: ``load`` did not make it, it recomputes activations already, it has no list of layers, or
+            ``save`` is none of the above.
+
+    Example:
+        >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
+        >>> shardconv_runtime.checkpoint_activations(model, save="matmul")
+    """
+    loaded(model)
+    inner: Any = unwrapped(model)
+    if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
+        raise PlanError("the model recomputes its activations already; choose one way, once")
+    run = _checkpoint(_operators(save))
+    layers = repeated_layers(inner)
+    if replaced := [layer for layer in layers if "forward" in vars(layer)]:
+        raise PlanError(
+            f"the forward method of a {type(replaced[0]).__name__} was replaced on the instance, and would "
+            "be lost; call checkpoint_activations first"
+        )
+    if not layers:
+        raise PlanError(
+            f"a {type(inner).__name__} has no list of layers to recompute one by one; use "
+            "torch.utils.checkpoint on the modules that you choose"
+        )
+    for layer in layers:
+        _wrap(layer, run)
+    inner.register_forward_pre_hook(_WithoutCache(inner), with_kwargs=True)
+    setattr(inner, _MARK, True)
+    return model
+
+
+def _operators(save: str | Collection[Any] | None) -> frozenset[Any]:
+    if save is None:
+        return frozenset()
+    if save == "matmul":
+        return MATRIX_PRODUCTS
+    if isinstance(save, str) or not all(isinstance(op, torch._ops.OpOverload) for op in save):
+        raise PlanError(
+            f'save={save!r} should be "matmul" or operators like torch.ops.aten.mm.default (with overload)'
+        )
+    return frozenset(save)
+
+
+def _checkpoint(kept: frozenset[Any]) -> Callable[..., Any]:
+    if not kept:
+        return partial(checkpoint, use_reentrant=False)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _wrap(layer: nn.Module, run: Callable[..., Any]) -> None:
+    """A method of the instance, so that a deep copy of the layer runs its own."""
+    forward: Callable[..., Any] = type(layer).forward
+
+    @wraps(forward)
+    def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        return run(resumable(forward), self, *args, **kwargs)
+
+    layer.__dict__["forward"] = MethodType(recomputed, layer)
+
+
+class _WithoutCache:
+    """Forward pre-hook of the model: no cache where layers are computed twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = list(forward_signature(model).parameters)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not (module.training and torch.is_grad_enabled()):
+            return None
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise PlanError(
+                "past_key_values was given to a model that recomputes its activations: the cache would be "
+                "filled twice; give whole sequences"
+            )
+        if "use_cache" not in self._names:
+            return None
+        position = self._names.index("use_cache")
+        if position < len(args):
+            return (*args[:position], False, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}

@@ -1,0 +1,222 @@
+"""The norm of the gradients of a whole model, of which this process holds a part.
+
+Every element counts once. Positions that several ranks hold alike count on the one with coordinate 0 on the
+axes that do not split them, segment by segment; what data-parallel processes hold alike, on the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import PlanError
+from ..everyone import mesh_of
+from ..loaded import loaded
+from ..plan import ParameterPlan, parameter_plans
+from ..saving.held_state import local_tensor, local_window
+from ..saving.stored_model import named_tensors
+from ..slices import Mesh, Range, coordinates
+from .gates import by_axes
+
+Cell = tuple[tuple[Range, ...], ...]
+"""Positions of a local tensor: ranges in each dim."""
+
+
+def clip_grad_norm(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm, that of the whole model, is at most ``max_norm``.
+
+    Every process of the model calls it, after the last backward pass of a step. As
+    ``torch.nn.utils.clip_grad_norm_`` does on the unsharded model: gradients are multiplied with
+    ``min(1, max_norm / (norm + 1e-6))``, also where that is not a number.
+
+    Args:
+        model: see ``grad_norm``.
+        max_norm: of the gradients afterwards.
+        norm_type: see ``grad_norm``.
+        error_if_nonfinite: raise, on all processes, where the norm is not finite. Waits for the device.
+        foreach: scale many gradients in one operation; by default, and if True.
+
+    Returns:
+        The norm before, see ``grad_norm``.
+
+    Raises:
+        PlanError: see ``grad_norm``.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+
+    Example:
+        >>> loss.backward()
+        >>> norm = shardconv_runtime.clip_grad_norm(model, 1.0)
+        >>> optimizer.step()
+    """
+    norm = grad_norm(model, norm_type=norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
+            "clipped; leave the step out, or pass error_if_nonfinite=False"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = local_tensor(parameter.grad.detach())
+            kinds[local.device, local.dtype].append(local)
+    for (device, _), locals_ in kinds.items():
+        scale = factor.to(device)
+        if foreach is False:
+            for local in locals_:
+                local.mul_(scale)
+        else:
+            torch._foreach_mul_(locals_, scale)
+    return norm
+
+
+def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of the whole model; every process of the model calls it.
+
+    Args:
+        model: of ``load(..., training=True)``, also after ``data_parallel`` or ``fully_shard``, or in
+            ``DistributedDataParallel``. Parameters without gradients count as zero.
+        norm_type: order of the norm, above 0; ``inf`` for the largest absolute value.
+
+    Returns:
+        A scalar, the same on all processes: float64 if a gradient is, else float32. NaN if some element
+        of some process is.
+
+    Raises:
+        PlanError: ``load`` did not make the model, it has parameters that the plan does not know, or the norm
+            has no such order.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise PlanError(f"norm_type={norm_type}: the order of a norm is above 0, or inf")
+    source = loaded(model)
+    shares = list(_shares(model))
+    norms = [norm for share in shares for norm in share.norms(order)]
+    local = torch.stack([norm.double() for norm in norms]) if norms else None
+    total = torch.zeros(2, dtype=torch.float64, device=source.launch.device)
+    if local is not None:
+        total[0] = torch.linalg.vector_norm(local.to(total.device), order)
+    is_wide = any(share.gradient.dtype == torch.float64 for share in shares)
+    return _combined(total, order, _groups(model)).to(torch.float64 if is_wide else torch.float32)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A gradient on this process, and the cells of it that count here."""
+
+    gradient: Tensor
+    cells: tuple[Cell, ...]
+
+    def norms(self, order: float) -> Iterator[Tensor]:
+        """Of each cell; low precision is summed in float32."""
+        dtype = torch.float64 if self.gradient.dtype == torch.float64 else torch.float32
+        for cell in self.cells:
+            taken = _take(self.gradient, cell)
+            if taken.numel():
+                yield torch.linalg.vector_norm(taken, order, dtype=dtype)
+
+
+def _shares(model: nn.Module) -> Iterator[_Share]:
+    source = loaded(model)
+    entries, aliases = parameter_plans(source.plan), dict(source.plan.tied)
+    mesh = mesh_of(model)
+    first = mesh is None or not any(mesh.get_coordinate() or ())
+    for name, parameter in named_tensors(model).items():
+        if not isinstance(parameter, nn.Parameter) or name in aliases:
+            continue
+        if name not in entries:
+            raise PlanError(
+                f"{name} is a parameter that the plan does not know, so that the norm of the gradients of "
+                "all ranks is not defined; use the model as it was loaded"
+            )
+        window, is_first = local_window(name, parameter)
+        if parameter.grad is not None:
+            counts = is_first if isinstance(parameter, DTensor) else first
+            cells = owned_cells(entries[name], source.plan.mesh, source.launch.rank, window) if counts else ()
+            yield _Share(local_tensor(parameter.grad.detach()), cells)
+
+
+@lru_cache(maxsize=4096)
+def owned_cells(entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]) -> tuple[Cell, ...]:
+    """The positions of a window of a rank's tensor that no other rank counts, in disjoint cells.
+
+    Args:
+        entry: the parameter's plan.
+        mesh: of the plan.
+        rank: whose tensor it is.
+        window: local positions that this process holds, one range for each dim.
+    """
+    away = {axis for axis, coordinate in enumerate(coordinates(mesh, rank)) if coordinate}
+    dims = [
+        [(split, _clipped(spans, *part)) for split, spans in by_axes(dim, mesh, rank).items()]
+        for dim, part in zip(entry.dims, window, strict=True)
+    ]
+    return tuple(
+        tuple(spans for _, spans in cell)
+        for cell in product(*dims)
+        if away.issubset(axis for split, _ in cell for axis in split)
+    )
+
+
+def _clipped(spans: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
+    """The part of ranges that is in ``[first, last)``, counted from there."""
+    cut = ((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
+    return tuple((start, stop) for start, stop in cut if start < stop)
+
+
+def _take(x: Tensor, cell: Cell) -> Tensor:
+    """The elements of a cell, without a copy where each dim has one range."""
+    for dim, spans in enumerate(cell):
+        parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
+        if len(parts) == 1:
+            x = parts[0]
+        else:
+            x = torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+    return x
+
+
+def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> Tensor:
+    """The norm of all processes.
+
+    Args:
+        total: this process's norm, and 0.
+    """
+    if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend
+        is_nan = total[0].isnan()
+        total = torch.stack((total[0].nan_to_num(0.0, posinf=math.inf), is_nan.double()))
+        for group in groups:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group)
+        return torch.where(total[1] > 0, math.nan, total[0])
+    powers = total[:1].pow(order)
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    return powers[0].pow(1 / order)
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Groups over which sums follow one another to be those of all processes: one, where these are all that
+    were started."""
+    tp, mesh = loaded(model).launch.group, mesh_of(model)
+    found = [] if tp is None else [tp]
+    if mesh is not None:
+        found += [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    world = dist.group.WORLD if found else None
+    if world is not None and math.prod(group.size() for group in found) == world.size():
+        return [world]
+    return found

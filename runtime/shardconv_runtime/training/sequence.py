@@ -1,0 +1,111 @@
+"""Sequence parallelism around a model's forward: lengths that the ranks do not divide are padded and cut.
+
+Between the parallel blocks each rank has an equal part of the sequence. What the model is given is padded at
+its end, what it returns is cut; labels are padded with the index that losses ignore, and a mask says which
+tokens are none. So every token has the result that it has without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..boundary import forward_signature, replace_at
+from ..errors import PlanError
+
+IGNORED = -100
+"""What the losses of transformers ignore."""
+
+_PADDING: Mapping[str, int] = {
+    "input_ids": 0,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "labels": IGNORED,
+    "shift_labels": IGNORED,
+}
+"""Arguments ``[B, S]``, and what is put at their ends."""
+
+
+def attach_sequence(model: nn.Module, num_ranks: int) -> None:
+    """Pad the inputs and cut the outputs of a model whose activations are split over the sequence.
+
+    Args:
+        model: takes ``input_ids`` or ``inputs_embeds``.
+        num_ranks: divides the length that the model sees.
+    """
+    hooks = _Padding(model, num_ranks)
+    model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+    model.register_forward_hook(hooks.after)
+
+
+class _Padding:
+    """Forward hooks of the model."""
+
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self._names = list(forward_signature(model).parameters)
+        self._num_ranks = num_ranks
+        self._length: int | None = None
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pad; all arguments by name from here on."""
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given.get("inputs_embeds")
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+            raise PlanError(
+                "a sequence-parallel model is called with input_ids or inputs_embeds, [B, S, ...]"
+            )
+        if given.get("past_key_values") is not None:
+            raise PlanError("a sequence-parallel model takes whole sequences: past_key_values was given")
+        if "use_cache" in self._names:
+            given["use_cache"] = False
+        length = tokens.shape[1]
+        missing = -length % self._num_ranks
+        self._length = length if missing else None
+        if missing:
+            self._pad(given, tokens, length, missing)
+        return (), given
+
+    def _pad(self, given: dict[str, Any], tokens: Tensor, length: int, missing: int) -> None:
+        if given.get("logits_to_keep"):
+            raise PlanError(
+                f"logits_to_keep counts from the end of the sequence, which is padded from {length} to "
+                f"{length + missing} tokens; give a length that {self._num_ranks} ranks divide"
+            )
+        places = given.get("position_ids")
+        if given.get("attention_mask") is None and places is None and "attention_mask" in self._names:
+            given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                continue
+            if name == "inputs_embeds":
+                given[name] = F.pad(value, (0, 0, 0, missing))
+            elif name == "position_ids":
+                more = torch.arange(missing, device=value.device).expand(*value.shape[:-1], missing)
+                given[name] = torch.cat((value, more.to(value.dtype)), -1)
+            elif name in _PADDING and value.dim() == 2 and value.shape[1] == length:
+                given[name] = F.pad(value, (0, missing), value=_PADDING[name])
+            elif length in value.shape[1:]:
+                raise PlanError(
+                    f"{name} {tuple(value.shape)} cannot be padded from {length} to {length + missing} "
+                    f"tokens; give a length that {self._num_ranks} ranks divide"
+                )
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Cut."""
+        length = self._length
+        if length is None:
+            return output
+        padded = length + -length % self._num_ranks
+        items = output.items() if isinstance(output, Mapping) else enumerate(output)
+        for key, value in list(items):
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == padded:
+                output = replace_at(output, (str(key),), lambda x: x[:, :length], f"output.{key}")
+        return output

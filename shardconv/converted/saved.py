@@ -1,0 +1,201 @@
+"""The layout in which transformers saves a model: its parameters as the tensors of an ordinary checkpoint.
+
+On the way to a model, transformers renames, stacks and splits what a checkpoint holds; ``save_pretrained``
+takes that back. What it does between the state dict and the files is done here, by the same functions of
+transformers, on tensors that only record it. These functions are not documented; they are what
+``save_pretrained`` has called, in this order, from 5.17 on, and nothing that is documented gives the
+layout without writing the model. They are used in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.lazy import build_model
+from shardconv_runtime.sources.messages import brief
+from shardconv_runtime.sources.recorded import RecordedTensor, recording
+from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from ..reporting.chatter import quiet_libraries
+
+Weights = Mapping[str, LazyTensor]
+"""Global parameters and persistent buffers by FQN; a tied one is the same object under each of its names."""
+
+
+def model_of(spec: ModelSpec) -> Any:
+    """The model without numbers, as ``saved_tensors`` needs it."""
+    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+
+
+def saved_tensors(model: Any, weights: Weights) -> dict[str, LazyTensor]:
+    """The tensors that ``model.save_pretrained`` would write, by name, in its order.
+
+    Args:
+        model: from ``model_of``.
+        weights: of the model.
+
+    Raises:
+        SourceError: ``weights`` lack a parameter of the model, or transformers cannot save it.
+    """
+    try:
+        names = _names_to_save(model)
+    except Exception as error:  # it raises RuntimeError where it finds ties that the class does not declare
+        raise _cannot_save(model, error) from error
+    absent = [name for name in names if name not in weights]
+    if absent:
+        raise SourceError(
+            f"the plan does not name {absent[0]}, which {type(model).__name__} of transformers "
+            f"{transformers.__version__} has; use the version that it was planned for"
+        )
+    with recording({name: weights[name] for name in names}) as recorded:
+        try:
+            saved = revert_weight_conversion(model, recorded)
+        except Exception as error:  # converters may raise anything
+            raise _cannot_save(model, error) from error
+    return {name: _lazy(name, tensor) for name, tensor in saved.items()}
+
+
+def require_loadable(spec: ModelSpec, model: Any, weights: Weights) -> None:
+    """Check that transformers loads what it saves of the model, to the same parameters byte for byte.
+
+    Both ways are gone with tensors that only record it. Where elements are only moved, that says where
+    each one came from. What is computed is computed, from random bytes: once for all layers alike.
+
+    Args:
+        spec: of the model.
+        model: from ``model_of``.
+        weights: of the model; only their dtypes and shapes count.
+
+    Raises:
+        SourceError: a parameter would become another one, or a name would be missing or unexpected.
+    """
+    made: dict[int, LazyTensor] = {}
+    probes = {name: made.setdefault(id(lazy), _probe(name, lazy)) for name, lazy in weights.items()}
+    found, info = _load(spec, saved_tensors(model, probes))
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        _require_none(spec, info[kind], kind.replace("_", " "))
+    ignored = set(model._keys_to_ignore_on_save or ())
+    same = _Comparison()
+    changed = [
+        name for name in probes if name not in ignored and not same(name, probes[name], found.get(name))
+    ]
+    _require_none(spec, changed, "parameters that differ")
+
+
+def _names_to_save(model: Any) -> list[str]:
+    """The names in the state dict that are saved: of tied ones, one."""
+    state = dict(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return list(remove_tied_weights_from_state_dict(state, model))
+
+
+def _cannot_save(model: Any, error: Exception) -> SourceError:
+    version = transformers.__version__
+    return SourceError(
+        f"transformers {version} cannot save a {type(model).__name__}: {brief(error)}; try another version"
+    )
+
+
+def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
+    assert isinstance(tensor, RecordedTensor), f"{name} is made of no parameter"
+    assert not tensor.absent
+    return tensor.lazy
+
+
+def _load(spec: ModelSpec, saved: Weights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+    """The state dict that transformers makes of a checkpoint, and what it reports of it."""
+    with quiet_libraries(), recording(dict(saved)) as checkpoint:
+        try:
+            model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
+                None,
+                config=spec.config,
+                state_dict=checkpoint,
+                dtype=getattr(torch, spec.dtype),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # converters and custom code may raise anything
+            raise SourceError(f"{_not_loaded(spec)}: {brief(error)}; {_REMEDY}") from error
+    return model.state_dict(), info
+
+
+_REMEDY = "try another version of transformers"
+
+
+def _not_loaded(spec: ModelSpec) -> str:
+    name, version = spec.model_class.__name__, transformers.__version__
+    return f"transformers {version} would not load the {name} that it saves"
+
+
+def _require_none(spec: ModelSpec, names: Iterable[Any], what: str) -> None:
+    found = sorted(map(str, names))
+    if found:
+        raise SourceError(f"{_not_loaded(spec)}: {len(found)} {what}, as {found[0]}; {_REMEDY}")
+
+
+def _probe(name: str, lazy: LazyTensor) -> LazyTensor:
+    """A tensor that says where its elements come from, and has random bytes if it must have some."""
+    count = torch.Size(lazy.shape).numel()
+    return whole(ComputedLeaf(name, _random(name, lazy.dtype, lazy.shape), lazy.dtype, count), lazy.shape)
+
+
+def _random(name: str, dtype: str, shape: Shape) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        wanted = getattr(torch, dtype)
+        count = torch.Size(shape).numel() * wanted.itemsize
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if wanted == torch.bool:
+            return torch.randint(2, shape, dtype=wanted, generator=generator)
+        data = torch.randint(256, (count,), dtype=torch.uint8, generator=generator)
+        return data.view(wanted).reshape(shape)
+
+    return make
+
+
+class _Comparison:
+    """Compares loaded tensors with their probes."""
+
+    def __init__(self) -> None:
+        self._computed: dict[tuple[object, ...], bool] = {}
+
+    def __call__(self, name: str, probe: LazyTensor, loaded: torch.Tensor | None) -> bool:
+        """Whether ``loaded`` is the parameter that ``probe`` stands for, byte for byte."""
+        if not isinstance(loaded, RecordedTensor) or loaded.absent:
+            return False
+        found = loaded.lazy
+        if (found.dtype, found.shape) != (probe.dtype, probe.shape):
+            return False
+        if _is_unmoved(probe, found):
+            return True
+        kind = (re.sub(r"\d+", "#", name), found.dtype, found.shape)
+        if kind not in self._computed:
+            self._computed[kind] = _are_equal(probe, found)
+        return self._computed[kind]
+
+
+def _is_unmoved(probe: LazyTensor, found: LazyTensor) -> bool:
+    """Whether each element is where it was."""
+    strides = contiguous_strides(found.shape)
+    leaves = {piece.leaf for piece in probe.pieces}
+    return all(
+        piece.leaf in leaves
+        and piece.offset == sum(a * b for a, b in zip(piece.start, strides, strict=True))
+        and all(n == 1 or a == b for a, b, n in zip(piece.strides, strides, piece.shape, strict=True))
+        for piece in found.pieces
+    )
+
+
+def _are_equal(probe: LazyTensor, found: LazyTensor) -> bool:
+    a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, found))
+    return torch.equal(a, b)
