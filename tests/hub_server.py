@@ -83,7 +83,7 @@ class Request:
     status: int
     """0: there was no answer."""
     sent_bytes: int
-    """Of the body of the answer, as far as it was sent."""
+    """Of the body of the answer, as far as it was handed to the connection."""
     received_bytes: int
     """Of the body of the request."""
     file: str
@@ -93,7 +93,7 @@ class Request:
     client: tuple[str, int]
     """Address and port of the connection."""
     seconds: float
-    """From when it was read to when it was answered."""
+    """From when its head was read to the end of its answer."""
 
 
 class HubServer:
@@ -336,35 +336,41 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: there are records."""
 
     def _handle(self) -> None:
-        hub, begin = self.server.hub, time.monotonic()
-        body, self._received, self._sent, status, file = hub.store.blobs.scratch(), 0, 0, 0, ""
+        self._begin, self._received, self._sent = time.monotonic(), 0, 0
+        body = self.server.hub.store.blobs.scratch()
         url = urlsplit(self.path)
         headers = {name.lower(): value for name, value in self.headers.items()}
         call = Call(self.command, url.path, dict(parse_qsl(url.query)), headers, body)
+        self._recorded = False
         try:
             self._receive(body)
             answer = self._answer(call)
             if answer is not None:
-                file, status = answer.file, answer.status
-                self._send(answer)
+                self._send(call, answer)
         finally:
             body.unlink(missing_ok=True)
-            hub.record(
-                Request(
-                    self.command,
-                    url.path,
-                    url.query,
-                    headers.get("range"),
-                    status,
-                    self._sent,
-                    self._received,
-                    file if self.command == "GET" else "",
-                    call.bearer,
-                    headers.get("user-agent", ""),
-                    self.client_address,
-                    time.monotonic() - begin,
-                )
-            )
+            self._record(call, None)
+
+    def _record(self, call: Call, answer: Answer | None) -> None:
+        """Remember the request, once: before the end of its answer, since then the client goes on."""
+        if self._recorded:
+            return
+        self._recorded = True
+        record = Request(
+            method=self.command,
+            path=call.path,
+            query=urlsplit(self.path).query,
+            range=call.headers.get("range"),
+            status=answer.status if answer else 0,
+            sent_bytes=self._sent,
+            received_bytes=self._received,
+            file=answer.file if answer and self.command == "GET" else "",
+            token=call.bearer,
+            user_agent=call.headers.get("user-agent", ""),
+            client=self.client_address,
+            seconds=time.monotonic() - self._begin,
+        )
+        self.server.hub.record(record)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _handle
 
@@ -416,33 +422,42 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(faults.delay_s)
         return faults.chunk_bytes
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, call: Call, answer: Answer) -> None:
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(answer.num_bytes))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
         limit = self._limit(answer)
-        for piece in answer.body:
+        total = 0 if self.command == "HEAD" else min(answer.num_bytes, limit)
+        if not total:
+            self._record(call, answer)
+        self.end_headers()
+        for chunk in self._chunks(answer, total):
+            self._sent += len(chunk)
+            if self._sent == total:
+                self._record(call, answer)
+            self.wfile.write(chunk)
+        if limit < answer.num_bytes:
+            self._end_early()
+
+    def _chunks(self, answer: Answer, total: int) -> Iterator[bytes]:
+        """The first ``total`` bytes of a body."""
+        for piece in answer.body if total else ():
             for chunk in [piece] if isinstance(piece, bytes) else self._window(piece):
-                room = len(chunk) if limit is None else limit - self._sent
-                self.wfile.write(chunk[:room])
-                self._sent += len(chunk[:room])
-                if room < len(chunk):
-                    self._end_early()
+                yield chunk[:total]
+                total -= len(chunk[:total])
+                if not total:
                     return
 
-    def _limit(self, answer: Answer) -> int | None:
-        """Where the body of a file ends too early, if it does."""
+    def _limit(self, answer: Answer) -> int:
+        """Where the body ends, which for a file may be too early."""
         faults = self.server.hub.faults
-        if not answer.file or answer.status not in (200, 206):
-            return None
+        if not answer.file or answer.status not in (200, 206) or self.command == "HEAD":
+            return answer.num_bytes
         if faults.hang_after_bytes is not None:
             return faults.hang_after_bytes
         truncated = self.server.hub.fault("truncate", f"GET {urlsplit(self.path).path}")
-        return faults.truncate_after_bytes if truncated else None
+        return faults.truncate_after_bytes if truncated else answer.num_bytes
 
     def _end_early(self) -> None:
         self.close_connection = True
