@@ -35,7 +35,7 @@ from .analysing.analyse import analyse
 from .analysing.analysis import Analysis
 from .analysing.axes import Node, find, leaves
 from .analysing.rules import RULES
-from .checking.check import simulate
+from .checking.check import may_be_padded, simulate
 from .checking.implementations import notes_on_others
 from .checking.retrace import retrace
 from .checking.shallow import Bypass, find_bypasses
@@ -142,7 +142,17 @@ def _stages(
         outcome = simulate(of_sequence(plan), model, inputs, bypassed, gradients=True) if check else None
         if outcome is not None and outcome.gradients:
             raise _no_sequence(problem, outcome.gradients)
+        if check and may_be_padded(plan, model, inputs, bypassed):
+            plan = _padded(plan)
     return plan
+
+
+def _padded(plan: Plan) -> Plan:
+    """The plan, of which the sequence-parallel form may pad."""
+    assert plan.training is not None
+    assert plan.training.sequence is not None
+    sequence = replace(plan.training.sequence, may_pad=True)
+    return replace(plan, training=replace(plan.training, sequence=sequence))
 
 
 def _simulated(

@@ -66,6 +66,7 @@ def parallelize(
     """
     if training:
         require_training(plan)
+    may_pad = sequence_parallel and _may_pad(plan)
     if sequence_parallel:
         plan = of_sequence(plan)
     if comm.mesh != plan.mesh:
@@ -96,8 +97,12 @@ def parallelize(
             attach_output(_submodule(model, plan.logits.module), plan.logits.slot, gather)
         attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
     if sequence_parallel:
-        attach_sequence(model, plan.tp)
+        attach_sequence(model, plan.tp, may_pad)
     return model
+
+
+def _may_pad(plan: Plan) -> bool:
+    return plan.training is not None and plan.training.sequence is not None and plan.training.sequence.may_pad
 
 
 def _convert_modules(

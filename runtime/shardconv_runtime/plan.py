@@ -210,6 +210,8 @@ class SequencePlan:
     """In place of the ``grad_axes`` of the plan's parameters."""
     draws: tuple[DrawPlan, ...] = ()
     """In place of those of the plan."""
+    may_pad: bool = False
+    """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
 
 
 @dataclass(frozen=True, slots=True)

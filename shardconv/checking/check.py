@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 from shardconv_runtime.build import owner_of, parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
-from shardconv_runtime.errors import PlanError, SolveError, SourceError
+from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
 from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.plan import ParameterPlan, Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import Mesh, axes_of, ranges, size
+from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from ..proving.exact import Float64, WithoutDropout
@@ -89,6 +90,29 @@ def simulate(
             "shardconv; please report it."
         )
     return outcome
+
+
+def may_be_padded(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> bool:
+    """Whether padding at the end of sequences, in the way of the runtime, changes no token's results.
+
+    Args:
+        plan: of the model.
+        model: the global model, on meta; it is copied.
+        inputs: what it is called with.
+        bypassed: as for ``simulate``.
+
+    Returns:
+        False also where the model is too large to be run here.
+    """
+    mask = inputs.tensors.get("attention_mask")
+    if mask is not None:  # as texts are padded: a token that may look at nothing has no result to keep
+        mask = torch.ones_like(mask)
+        mask[0, -2:] = 0
+        inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
+    weights = _RandomWeights(plan)
+    simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed), weights)
+    room = min(MAX_SIMULATED_BYTES, available_bytes() // 2)
+    return simulation.needed_bytes() <= room and simulation.agrees_when_padded()
 
 
 class Weights(Protocol):
@@ -202,6 +226,22 @@ class Simulation:
             problem = self._wrong_gradient(precision, want.gradients)
         return Outcome(worst, precision.tolerance, precision.dtype, problem)
 
+    def agrees_when_padded(self) -> bool:
+        """Whether the unsharded model gives each token what it gives it without padding at the end.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+        """
+        precision, want, _ = self._reference(False)
+        padded = self._whole(precision, False)
+        length = self.inputs.tensors["input_ids"].shape[1]
+        attach_sequence(padded, next(n for n in (4, 3, 5, 7, 11) if length % n))
+        try:
+            found = _outputs(padded, self.inputs, precision)
+        except ShardconvError:
+            return False  # an argument that nobody can pad
+        return _difference(found, want.outputs) <= precision.tolerance
+
     def _wrong_gradient(self, precision: _Precision, want: Mapping[str, Tensor]) -> str:
         """What is wrong with the gradients of the ranks, in training mode; empty if nothing is."""
         try:
@@ -224,9 +264,7 @@ class Simulation:
         gradients although they were asked for."""
         problem: Exception | None = None
         for precision in _PRECISIONS:
-            whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
-            values = self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries})
-            fill(whole, values, gradients)
+            whole = self._whole(precision, gradients)
             try:
                 want = _outputs(whole, self.inputs, precision)
                 if not all(t.isfinite().any() for t in want if t.numel()):
@@ -238,6 +276,12 @@ class Simulation:
             except Exception as error:
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
+
+    def _whole(self, precision: _Precision, gradients: bool) -> nn.Module:
+        """The unsharded model with its weights."""
+        whole = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
+        values = self.weights.whole({n: t for n, t in stored_tensors(whole) if n in self.entries})
+        return fill(whole, values, gradients)
 
     def _distance(self, comm: Communicator, precision: _Precision, want: list[Tensor]) -> float:
         """How far one rank is from ``want``, with whole logits and with its own part of them."""

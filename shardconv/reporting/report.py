@@ -205,7 +205,10 @@ def _training(plan: Plan) -> Iterator[str]:
         return
     summed = [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
     logits = "shards of the logits" if plan.training.parallel_loss else "gathered logits"
-    sequence = "may be split" if plan.training.sequence else "is whole (see --sequence-parallel)"
+    sequence = "is whole (see --sequence-parallel)"
+    if plan.training.sequence:
+        padding = "" if plan.training.sequence.may_pad else f", in lengths that {plan.tp} divides"
+        sequence = f"may be split{padding}"
     yield f"  loss           from {logits}"
     yield f"  sequence       {sequence}"
     yield f"  summed         {'gradients of' if summed else 'no gradient of a replicated parameter'}"

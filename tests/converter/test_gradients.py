@@ -81,3 +81,11 @@ def test_inference_leaves_the_steps_of_gradients_out(llama: Plan) -> None:
 def test_a_model_without_a_sequence_form_is_refused() -> None:
     with pytest.raises(SolveError, match="convert without sequence parallelism"):
         solve_plan(specification(build("seq2seq", "t5")), 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("name", "may_pad"), [("llama", True), ("git", False)])
+def test_padding_is_tried(name: str, may_pad: bool) -> None:
+    plan = solve_plan(specification(build("causal", name)), 2, sequence_parallel=True)
+    assert plan.training is not None
+    assert plan.training.sequence is not None
+    assert plan.training.sequence.may_pad is may_pad  # images before the text: what is returned is longer

@@ -95,12 +95,27 @@ def load_sequence(path: Path) -> object:
     return loaded(path, sequence_parallel=True)
 
 
+def odd_length(path: Path) -> object:
+    return loaded(path, sequence_parallel=True)(torch.ones((1, 5), dtype=torch.long))
+
+
 def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
     def without_sequence(plan: Plan) -> Plan:
         assert plan.training is not None
         return replace(plan, training=replace(plan.training, sequence=None))
 
     no_training = with_plan(out, tmp_path / "no-training", lambda plan: replace(plan, training=None))
+
+    def without_padding(plan: Plan) -> Plan:
+        assert plan.training is not None
+        assert plan.training.sequence is not None
+        sequence = replace(plan.training.sequence, may_pad=False)
+        return replace(plan, training=replace(plan.training, sequence=sequence))
+
+    no_padding = with_plan(out, tmp_path / "no-padding", without_padding)
+    require(
+        no_padding, {odd_length: "PlanError: a sequence of 5 tokens cannot be split over 2 ranks, and by its"}
+    )
     no_sequence = with_plan(out, tmp_path / "no-sequence", without_sequence)
     require(
         no_training, {loaded: "PlanError: the model cannot be trained: its plan was solved for inference"}

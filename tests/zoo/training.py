@@ -21,6 +21,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from shardconv.checking.check import fill, local_weights
@@ -64,7 +65,7 @@ class Trained:
     tp: int
     form: str
     status: str
-    """``equal``, ``wrong``, ``refused``, ``no sequence form`` or ``no loss form``."""
+    """``equal``, ``wrong``, ``refused``, ``no sequence form``, ``no loss form`` or ``no checkpointing``."""
     message: str = ""
     error: float = math.nan
     seconds: float = 0.0
@@ -88,7 +89,11 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
         note = next(n for n in plan.notes if n.startswith("for inference only"))
         yield Trained(*about, "", "refused", note)
         return
-    trial = _Trial(plan, model)
+    try:
+        trial = _Trial(plan, model)
+    except Exception as error:
+        yield Trained(*about, "", "wrong", f"the unsharded model: {_line(error)}")
+        return
     for form in forms:
         start = time.perf_counter()
         if form.sequence and no_sequence:
@@ -101,7 +106,9 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
                 status = "equal" if error <= TOLERANCE else "wrong"
                 yield Trained(*about, str(form), status, name, error, time.perf_counter() - start)
             except Exception as problem:
-                yield Trained(*about, str(form), "wrong", _line(problem))
+                refused = form.checkpointing and "does not support activation checkpointing" in str(problem)
+                status = "no checkpointing" if refused else "wrong"
+                yield Trained(*about, str(form), status, "" if refused else _line(problem))
 
 
 class _Trial:
@@ -122,10 +129,24 @@ class _Trial:
         if mask is not None:  # as texts are padded for training: no token has nothing but padding to look at
             mask.fill_(1)
             mask[0, -2:] = 0
+        sequence = plan.training.sequence if plan.training is not None else None
+        if sequence is not None and (not sequence.may_pad or self._changes_when_padded()):
+            self.inputs = _cut(self.inputs, plan.tp)
         if plan.training is not None and plan.training.parallel_loss:
             self.inputs = self.inputs.with_labels()
         whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
         self.want = _gradients(whole, self.inputs)
+
+    def _changes_when_padded(self) -> bool:
+        """Whether the unsharded model does, with these weights: where they tie, it may choose otherwise."""
+        whole = fill(copy.deepcopy(self.whole), self.weights).eval()
+        padded = fill(copy.deepcopy(self.whole), self.weights).eval()
+        attach_sequence(padded, self.plan.tp)
+        with torch.inference_mode(), Float64():
+            want, got = (results(m, m(**self.inputs.tensors, **self.inputs.options)) for m in (whole, padded))
+        return any(
+            not torch.allclose(a, b, 1e-9, 1e-9, equal_nan=True) for a, b in zip(want, got, strict=True)
+        )
 
     def run(self, form: Form) -> tuple[float, str]:
         """The largest difference of a gradient, and the parameter's name."""
@@ -160,6 +181,14 @@ class _Trial:
                 scale = max(float(self.want[name].abs().max()), FLOOR * largest)
                 worst = max(worst, (float(error) / scale, name))
         return worst
+
+
+def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
+    """Inputs of a length that the ranks divide."""
+    length = inputs.tensors["input_ids"].shape[1]
+    end = length - length % tp
+    cut = {n: t[:, :end] if t.dim() > 1 and t.shape[1] == length else t for n, t in inputs.tensors.items()}
+    return replace(inputs, tensors=cut)
 
 
 def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:

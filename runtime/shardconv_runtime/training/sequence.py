@@ -30,14 +30,15 @@ _PADDING: Mapping[str, int] = {
 """Arguments ``[B, S]``, and what is put at their ends."""
 
 
-def attach_sequence(model: nn.Module, num_ranks: int) -> None:
+def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> None:
     """Pad the inputs and cut the outputs of a model whose activations are split over the sequence.
 
     Args:
         model: takes ``input_ids`` or ``inputs_embeds``.
         num_ranks: divides the length that the model sees.
+        may_pad: if not, other lengths are refused.
     """
-    hooks = _Padding(model, num_ranks)
+    hooks = _Padding(model, num_ranks, may_pad)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
 
@@ -45,9 +46,10 @@ def attach_sequence(model: nn.Module, num_ranks: int) -> None:
 class _Padding:
     """Forward hooks of the model."""
 
-    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+    def __init__(self, model: nn.Module, num_ranks: int, may_pad: bool) -> None:
         self._names = list(forward_signature(model).parameters)
         self._num_ranks = num_ranks
+        self._may_pad = may_pad
         self._length: int | None = None
 
     def before(
@@ -69,6 +71,12 @@ class _Padding:
         length = tokens.shape[1]
         missing = -length % self._num_ranks
         self._length = length if missing else None
+        if missing and not self._may_pad:
+            raise PlanError(
+                f"a sequence of {length} tokens cannot be split over {self._num_ranks} ranks, and by its plan "
+                "this model may not be padded (its results would change, or this was not tried); give a "
+                f"length that {self._num_ranks} divides"
+            )
         if missing:
             self._pad(given, tokens, length, missing)
         return (), given
