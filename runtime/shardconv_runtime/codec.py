@@ -15,6 +15,9 @@ from .plan import FORMAT, VERSION, Plan
 from .plan_checks import check_plan
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
+MAX_BYTES = 16 * 2**20
+"""Largest plan or manifest that is read."""
+
 
 def dumps(plan: Plan) -> str:
     """The plan as JSON.
@@ -41,7 +44,7 @@ def loads(text: str) -> Plan:
         PlanError: anything is not as ``docs/plan-format.md`` says; the message names the place.
     """
     try:
-        plan = load_document(Plan, text, FORMAT, VERSION)
+        plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES)
         check_plan(plan)
     except MalformedError as error:
         raise PlanError(str(error)) from error
@@ -55,7 +58,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
         PlanError: see ``loads``; the message begins with the path.
     """
     try:
-        return loads(read_text(Path(path)))
+        return loads(read_text(Path(path), MAX_BYTES))
     except (MalformedError, PlanError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from error
 

@@ -21,6 +21,12 @@ from .typed_json import MalformedError, decode, from_json
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the safetensors library accepts."""
 
+MAX_NAME_LENGTH = 1000
+"""Most characters of a tensor's name."""
+
+MAX_DIMS = 64
+"""Most dims of a tensor, as torch has it."""
+
 _LENGTH_BYTES = 8
 
 
@@ -122,15 +128,19 @@ def _plain_entry(value: Any) -> _Entry | None:
 
 
 def _tensor(name: str, value: Any) -> StoredTensor:
+    if len(name) > MAX_NAME_LENGTH:
+        raise MalformedError("", f"a tensor's name has more than {MAX_NAME_LENGTH} characters")
     entry = _plain_entry(value) or from_json(_Entry, value, name)
     bits = STORED_BITS.get(entry.dtype)
     if bits is None:
         raise MalformedError(f"{name}.dtype", f"unknown dtype {entry.dtype[:40]!r}")
     if any(extent < 0 for extent in entry.shape):
         raise MalformedError(f"{name}.shape", "an extent is negative")
+    if len(entry.shape) > MAX_DIMS:
+        raise MalformedError(f"{name}.shape", f"more than {MAX_DIMS} dims")
     begin, end = entry.data_offsets
     num_bits = math.prod(entry.shape) * bits
     if begin < 0 or (end - begin) * 8 != num_bits:
-        problem = f"{begin} to {end} are not the {num_bits / 8:g} bytes of {entry.dtype} {list(entry.shape)}"
+        problem = f"{begin} to {end} are not the {num_bits // 8} bytes of {entry.dtype} {list(entry.shape)}"
         raise MalformedError(f"{name}.data_offsets", problem)
     return StoredTensor(entry.dtype, entry.shape, (begin, end))

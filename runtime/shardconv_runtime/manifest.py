@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from . import codec
 from .errors import CheckpointError
 from .header import StoredTensor, read_header
 from .plan import Plan
-from .plan_checks import is_sha256
+from .plan_checks import check_tp, is_sha256
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 2
@@ -31,9 +33,15 @@ MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 COMMON_DIRECTORY = "common"
 
+MAX_PATH_LENGTH = 1000
+
+MAX_TEXT_LENGTH = 1000
+"""Most characters of a name or a version."""
+
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
-_DRIVE = re.compile(r"[A-Za-z]:")
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+"""Names that are devices where they are not files."""
 _REMEDY = "copy the directory again, or convert the model again"
 
 
@@ -154,7 +162,7 @@ def loads(text: str) -> Manifest:
         CheckpointError: anything is not as ``docs/plan-format.md`` says; the message names the place.
     """
     try:
-        manifest = load_document(Manifest, text, FORMAT, VERSION)
+        manifest = load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
         _check(manifest)
     except MalformedError as error:
         raise CheckpointError(str(error)) from error
@@ -168,13 +176,13 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
         CheckpointError: there is none, or it is malformed.
     """
     path = resolve(directory, MANIFEST_NAME)
-    if not path.is_file():
+    if not _is_file(path):
         raise CheckpointError(
             f"{os.fspath(directory)} has no {MANIFEST_NAME}: it is not a converted model, "
             "or its conversion did not finish; convert the model again"
         )
     try:
-        return loads(read_text(path))
+        return loads(read_text(path, codec.MAX_BYTES))
     except (MalformedError, CheckpointError) as error:
         raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
 
@@ -188,10 +196,10 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
     """
     where = os.fspath(directory)
     path = resolve(directory, PLAN_NAME)
-    if not path.is_file():
+    if not _is_file(path):
         raise CheckpointError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
     try:
-        text = read_text(path)
+        text = read_text(path, codec.MAX_BYTES)
     except MalformedError as error:
         raise CheckpointError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
     if codec.sha256(text) != manifest.plan_sha256:
@@ -259,14 +267,23 @@ def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int
         raise CheckpointError(f"{where}: converted for {manifest.tp} ranks, there is no rank {rank}")
     read_plan(directory, manifest)
     for entry in manifest.files_of(rank):
-        path = resolve(directory, entry.path)
-        if not path.is_file():
-            raise CheckpointError(f"{where}: {entry.path} is missing (rank {rank} needs it); {_REMEDY}")
-        num_bytes = path.stat().st_size
-        if num_bytes != entry.num_bytes:
-            raise CheckpointError(
-                f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
-            )
+        check_size(directory, entry, f"rank {rank}")
+
+
+def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str) -> None:
+    """Check that a file is there and whole, as far as its size tells.
+
+    Raises:
+        CheckpointError: it is missing, which the ``reader`` needs, or of another size.
+    """
+    where, path = os.fspath(directory), resolve(directory, entry.path)
+    if not _is_file(path):
+        raise CheckpointError(f"{where}: {entry.path} is missing ({reader} needs it); {_REMEDY}")
+    num_bytes = path.stat().st_size
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(
+            f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
+        )
 
 
 def check_shard(
@@ -291,26 +308,52 @@ def _places(root: Path) -> list[Path]:
     """The directories that a file of the directory ``root`` may be in.
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
-    ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``.
+    ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
+    converted directories, one level down.
     """
-    if root.parent.name != "snapshots":
-        return [root]
-    repository = root.parent.parent
-    return [root, repository / "blobs", repository.parent / "blobs"]
+    for commit in (root, root.parent):
+        if commit.parent.name == "snapshots":
+            repository = commit.parent.parent
+            return [root, repository / "blobs", repository.parent / "blobs"]
+    return [root]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+        CheckpointError: that cannot be found out.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _check(manifest: Manifest) -> None:
-    if manifest.tp < 1:
-        raise MalformedError("tp", f"must be 1 or more, got {manifest.tp}")
+    check_tp(manifest.tp)
     for name in ("plan_sha256", "sha256"):
         digest = getattr(manifest, name)
         if not is_sha256(digest) and (name, digest) != ("sha256", ""):
             raise MalformedError(name, "expected 64 hex digits in lower case")
     for index, entry in enumerate(manifest.files):
         _check_entry(f"files[{index}]", entry, manifest.tp)
+    texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
+    if any(len(text) > MAX_TEXT_LENGTH for text in texts):
+        raise MalformedError("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
     paths = [entry.path for entry in manifest.files]
     if paths != sorted(set(paths)):
         raise MalformedError("files", "must be sorted by path, each path once")
+    _check_distinct(paths)
+
+
+def _check_distinct(paths: Iterable[str]) -> None:
+    """On some file systems, names that differ in case only are one file."""
+    known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
+    for path in paths:
+        other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
+        if other != path:
+            raise MalformedError("files", f"{path!r} and {other!r} differ in case only")
 
 
 def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
@@ -336,10 +379,14 @@ def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
 
 def _path_problem(path: str) -> str:
     """Why a path is no safe relative path; empty if it is one."""
-    if not path or "\\" in path or any(ord(c) < 32 for c in path):
-        return "a path needs a name, and has no backslash or control character"
-    if path.startswith("/") or _DRIVE.match(path):
+    if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
+        return 'a path needs a name, and has no control character and none of \\ : * ? " < > |'
+    if path.startswith("/"):
         return "the path must be relative"
+    if len(path) > MAX_PATH_LENGTH or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        return f"the path is longer than {MAX_PATH_LENGTH} characters, or a part of it than 255 bytes"
+    if any(_RESERVED.fullmatch(part) or part.endswith((" ", ".")) for part in path.split("/")):
+        return "a part of the path is the name of a device, or ends with a space or a dot"
     if ".." in path.split("/") or str(PurePosixPath(path)) != path or path == ".":
         return "the path must not have empty, '.' or '..' parts"
     return ""

@@ -14,8 +14,11 @@ from itertools import chain, product
 
 from .errors import PlanError
 
-MAX_NAMES = 5_000_000
+MAX_NAMES = 2**19
 """Most names that the patterns of one plan may stand for; a plan is untrusted input."""
+
+MAX_NAME_LENGTH = 256
+"""Most characters of a name that a pattern stands for."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
@@ -58,12 +61,16 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
     """The names that a pattern stands for, the last number running fastest.
 
     Raises:
-        PlanError: the pattern is malformed, or stands for more than ``limit`` names.
+        PlanError: the pattern is malformed, or stands for more than ``limit`` names or for long ones.
     """
     choices = [_choices(pattern, component) for component in _components(pattern)]
+    if sum(1 + len(str(choice[-1][-1])) for choice in choices) > MAX_NAME_LENGTH + 1:
+        raise PlanError(f"a name of the pattern {_shown(pattern)} has more than {MAX_NAME_LENGTH} characters")
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
-        raise PlanError(f"the name pattern {_shown(pattern)} stands for {count} names, more than {limit}")
+        raise PlanError(
+            f"the name pattern {_shown(pattern)} stands for {_count(count)} names, more than {limit}"
+        )
     return [".".join(name) for name in product(*(list(map(str, chain(*choice))) for choice in choices))]
 
 
@@ -153,6 +160,10 @@ def _choices(pattern: str, component: str) -> Sequence[Sequence[str | int]]:
             raise PlanError(f"the numbers in the name pattern {_shown(pattern)} do not ascend")
         spans.append(range(first, last + 1))
     return spans
+
+
+def _count(count: int) -> str:
+    return str(count) if count < 2**63 else "far too many"
 
 
 def _malformed(pattern: str) -> PlanError:

@@ -10,7 +10,7 @@ from typing import NoReturn
 from .blocks import VALUES_DTYPE, check_blocks
 from .dtypes import STORED_NAME
 from .errors import PlanError
-from .names import expand_all
+from .names import MAX_NAME_LENGTH, expand_all
 from .plan import (
     Boundary,
     DrawPlan,
@@ -24,7 +24,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
-from .slices import Dim, Leaf, Mesh, axes_of, open_parts, to_text, validate_tensor
+from .slices import Dim, Leaf, Mesh, axes_of, num_ranges, open_parts, to_text, validate_tensor
 from .typed_json import MalformedError
 
 BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
@@ -65,6 +65,27 @@ EXPERT_MODES = ("tp", "ep")
 
 MAX_TENSOR_DIMS = 16
 
+MAX_TP = 4096
+"""Most ranks."""
+
+MAX_MESH_AXES = 16
+
+MAX_SOURCES = 4096
+"""Most modules that the fingerprint covers."""
+
+MAX_PATH_STEPS = 16
+"""Most components of a slot, or of the path of an attribute."""
+
+MAX_STEP_LENGTH = 100
+"""Most characters of such a component."""
+
+MAX_TEXT_LENGTH = 10_000
+"""Most characters of a note, a reason, a version."""
+
+MAX_RANGES_IN_ALL = 2**22
+"""Most ranges that the parts of all ranks of all parameter entries may fall into: what it takes to hash a
+layout."""
+
 _IMPORTABLE = re.compile(r"[\w-]+(\.[\w-]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -77,8 +98,10 @@ def check_plan(plan: Plan) -> None:
         PlanError: the name patterns of two entries overlap, or are malformed.
     """
     _check_head(plan)
+    _check_texts(plan)
     for index, parameter in enumerate(plan.parameters):
         _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
+    _check_ranges(plan)
     for index, module in enumerate(plan.modules):
         _check_module(f"modules[{index}]", module, plan)
     _check_experts(plan)
@@ -95,23 +118,55 @@ def is_sha256(text: str) -> bool:
 
 
 def _check_head(plan: Plan) -> None:
-    if plan.tp < 1:
-        _fail("tp", f"must be 1 or more, got {plan.tp}")
+    check_tp(plan.tp)
+    if len(plan.mesh) > MAX_MESH_AXES:
+        _fail("mesh", f"more than {MAX_MESH_AXES} axes")
     if any(extent < 1 for extent in plan.mesh) or math.prod(plan.mesh) != plan.tp:
         _fail("mesh", f"the product of {list(plan.mesh)} must be tp = {plan.tp}")
     module, _, name = plan.model.class_name.partition(":")
-    if not _IMPORTABLE.fullmatch(module) or not name.isidentifier():
+    if not _is_importable(module) or not _is_step(name) or not name.isidentifier():
         _fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
     _check_dtype("model.dtype", plan.model.dtype)
     if plan.model.num_parameters < 0:
         _fail("model.num_parameters", "must not be negative")
+    if len(plan.code.sources) > MAX_SOURCES:
+        _fail("code.sources", f"more than {MAX_SOURCES} modules")
     for index, source in enumerate(plan.code.sources):
-        if not _IMPORTABLE.fullmatch(source):
+        if not _is_importable(source):
             _fail(f"code.sources[{index}]", f"{source!r} is not the name of a module")
     if list(plan.code.sources) != sorted(set(plan.code.sources)):
         _fail("code.sources", "must be sorted, each name once")
     if not is_sha256(plan.code.fingerprint):
         _fail("code.fingerprint", "expected 64 hex digits in lower case")
+
+
+def check_tp(tp: int) -> None:
+    """Check a number of ranks.
+
+    Raises:
+        MalformedError: it is none that a plan or a manifest may have.
+    """
+    if not 1 <= tp <= MAX_TP:
+        _fail("tp", f"must be 1 or more, and at most {MAX_TP}, got {tp}")
+
+
+def _check_texts(plan: Plan) -> None:
+    texts = {"code.torch": plan.code.torch, "code.transformers": plan.code.transformers}
+    texts |= {f"notes[{index}]": note for index, note in enumerate(plan.notes)}
+    texts |= {f"parameters[{index}].reason": entry.reason for index, entry in enumerate(plan.parameters)}
+    for where, text in texts.items():
+        if len(text) > MAX_TEXT_LENGTH:
+            _fail(where, f"more than {MAX_TEXT_LENGTH} characters")
+
+
+def _check_ranges(plan: Plan) -> None:
+    """What is done for each rank's part of each entry is bounded."""
+    count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
+    if count * plan.tp > MAX_RANGES_IN_ALL:
+        _fail(
+            "parameters",
+            f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: split outer dims",
+        )
 
 
 def _check_blocks(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
@@ -248,7 +303,7 @@ def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
 
 def _check_slot(where: str, slot: str, side: str) -> None:
     first, *path = slot.split(".")
-    if first != side or not all(map(_is_step, path)) or (side == "input" and not path):
+    if first != side or not _is_path(path) or (side == "input" and not path):
         example = "input.hidden_states" if side == "input" else "output.0"
         _fail(where, f'not a slot of an {side}: {slot!r}; one reads like "{example}"')
 
@@ -258,7 +313,7 @@ def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
     for index, edit in enumerate(edits):
         place = f"{where}[{index}]"
         first, *path = edit.attribute.split(".")
-        if not (_is_step(first) and first.isidentifier() and all(map(_is_step, path))):
+        if not (first.isidentifier() and _is_public_path([first, *path])):
             _fail(f"{place}.attribute", f"not the path of an attribute: {edit.attribute!r}")
         if edit.attribute in seen:
             _fail(f"{place}.attribute", f"{edit.attribute!r} is edited twice")
@@ -286,7 +341,7 @@ def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
     if norm.gate and (norm.gate_activation not in GATE_ACTIVATIONS or not norm.input):
         _fail(f"{where}.gate", "needs an input and a known gate_activation")
     for field, name in (("weight", norm.weight), ("bias", norm.bias)):
-        if name and not all(map(_is_step, name.split("."))):
+        if name and not _is_step(name):
             _fail(f"{where}.{field}", f"not the name of a parameter: {name!r}")
     if norm.compute_dtype != "input":
         _check_dtype(f"{where}.compute_dtype", norm.compute_dtype)
@@ -299,8 +354,8 @@ def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, Parame
             _fail(f"tied[{index}]", f"there is no parameter {name!r} that {alias!r} could be tied to")
         if alias in parameters or alias in seen:
             _fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
-        if not alias:
-            _fail(f"tied[{index}]", "an alias needs a name")
+        if not 1 <= len(alias) <= MAX_NAME_LENGTH:
+            _fail(f"tied[{index}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
         seen.add(alias)
 
 
@@ -359,7 +414,20 @@ def _has_op(steps: Iterable[Boundary], op: str) -> bool:
 def _is_step(text: str) -> bool:
     """One component of a path to an attribute or a slot: an identifier, no dunder, or an index."""
     is_index = text.isascii() and text.isdigit() and len(text) <= 9
-    return is_index or (text.isidentifier() and not text.startswith("__"))
+    is_name = text.isidentifier() and not text.startswith("__") and len(text) <= MAX_STEP_LENGTH
+    return is_index or is_name
+
+
+def _is_path(steps: Sequence[str]) -> bool:
+    return len(steps) <= MAX_PATH_STEPS and all(map(_is_step, steps))
+
+
+def _is_public_path(steps: Sequence[str]) -> bool:
+    return _is_path(steps) and not any(step.startswith("_") for step in steps)
+
+
+def _is_importable(text: str) -> bool:
+    return len(text) <= MAX_NAME_LENGTH and _IMPORTABLE.fullmatch(text) is not None
 
 
 def _one_of(got: str, known: Iterable[str]) -> str:

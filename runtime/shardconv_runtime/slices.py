@@ -37,7 +37,10 @@ MAX_DEPTH = 32
 MAX_SIZE = 2**48
 """Largest global size of a dim."""
 
-MAX_RANGES = 2**24
+MAX_LEAVES = 4096
+"""Most leaves of a dim."""
+
+MAX_RANGES = 2**20
 """Most ranges that one rank's part of a dim may fall into."""
 
 Mesh = tuple[int, ...]
@@ -216,14 +219,26 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
     return held
 
 
+def num_ranges(dim: Dim) -> int:
+    """How many ranges a rank's part of the dim falls into at most."""
+    if isinstance(dim, Leaf):
+        return 1
+    if isinstance(dim, Sum):
+        return sum(map(num_ranges, dim.segments))
+    count, outer = 1, 1
+    for factor in dim.factors:
+        if axes_of(factor):
+            count = outer * num_ranges(factor)
+        outer *= size(factor)
+    return count
+
+
 def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...]) -> tuple[Range, ...]:
     if inner == ((0, inner_size),):
         return tuple((a * inner_size, b * inner_size) for a, b in outer)
     count = sum(b - a for a, b in outer) * len(inner)
     if count > MAX_RANGES:
-        raise PlanError(
-            f"a dim falls into {count} ranges for one rank, more than {MAX_RANGES}: split an outer factor"
-        )
+        raise PlanError(f"a dim falls into more than {MAX_RANGES} ranges for one rank: split an outer factor")
     return _merge(
         (i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner
     )
@@ -334,7 +349,12 @@ def validate(dim: Dim, mesh: Mesh) -> None:
     """
     _validate_tree(dim, mesh, dim, 0)
     if size(dim) > MAX_SIZE:
-        raise PlanError(f"dim {to_text(dim)}: its size {size(dim)} is above {MAX_SIZE}")
+        raise PlanError(f"dim {_shown(dim)}: its size is above {MAX_SIZE}")
+    if num_ranges(dim) > MAX_RANGES:
+        raise PlanError(
+            f"dim {_shown(dim)}: a rank's part of it may fall into more than {MAX_RANGES} ranges: split an "
+            "outer factor"
+        )
 
 
 def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
@@ -346,7 +366,7 @@ def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
     for dim in dims:
         validate(dim, mesh)
     if twice := _repeated(axes_of(dim) for dim in dims):
-        text = ", ".join(to_text(dim) for dim in dims)
+        text = ", ".join(_shown(dim) for dim in dims)
         raise PlanError(
             f"mesh axis {twice[0]} splits more than one dim of [{text}]; one axis can split one dim"
         )
@@ -364,7 +384,7 @@ def _validate_tree(dim: Dim, mesh: Mesh, root: Dim, depth: int) -> None:
     for child in children:
         _validate_tree(child, mesh, root, depth + 1)
     if isinstance(dim, Product) and (twice := _repeated(axes_of(child) for child in children)):
-        raise PlanError(f"dim {to_text(root)}: mesh axis {twice[0]} splits two factors of one product")
+        raise PlanError(f"dim {_shown(root)}: mesh axis {twice[0]} splits two factors of one product")
 
 
 def _validate_leaf(leaf: Leaf, mesh: Mesh, root: Dim) -> None:
@@ -376,7 +396,7 @@ def _validate_leaf(leaf: Leaf, mesh: Mesh, root: Dim) -> None:
     elif len(set(leaf.axes)) < len(leaf.axes):
         problem = "a mesh axis is named twice"
     if problem:
-        raise PlanError(f"dim {to_text(root)}: leaf {to_text(leaf)}: {problem}")
+        raise PlanError(f"dim {_shown(root)}: leaf {_shown(leaf)}: {problem}")
 
 
 def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:
@@ -411,6 +431,14 @@ def _nested(dim: Dim, kinds: type | UnionType) -> str:
     return f"({to_text(dim)})" if isinstance(_unwrap(dim), kinds) else to_text(dim)
 
 
+def _shown(dim: Dim) -> str:
+    return _cut(to_text(dim))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 _TOKEN = re.compile(
     r" *(?:(?P<leaf>(\?|0|[1-9][0-9]{0,17})(?:@[0-9]{1,4}(?:\.[0-9]{1,4})*)?)|(?P<sign>[()*+])) *"
 )
@@ -429,7 +457,7 @@ def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
     places = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
     known = [factor for factor in factors if factor != Leaf(0)]
     if len(places) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
-        raise PlanError(f"dim {to_text(dim)}: only one factor of a product may be open")
+        raise PlanError(f"dim {_shown(dim)}: only one factor of a product may be open")
     if not places:
         return None
     outer, inner = factors[: places[0]], factors[places[0] + 1 :]
@@ -463,6 +491,8 @@ class _TextReader:
         self.position = 0
         self.tokens: list[str] = []
         self.tokens = [*self._split(text), _END]
+        if len(self.tokens) > 2 * MAX_LEAVES:
+            raise PlanError(f"a dim has more than {MAX_LEAVES} leaves: {_cut(text)}")
 
     def _split(self, text: str) -> Iterator[str]:
         at = 0
@@ -474,8 +504,7 @@ class _TextReader:
             at = match.end()
 
     def error(self) -> PlanError:
-        shown = self.text if len(self.text) <= 200 else self.text[:200] + "..."
-        return PlanError(f'not a dim: {shown!r} (a dim reads like "32@0*128 + 8@0*128")')
+        return PlanError(f'not a dim: {_cut(self.text)!r} (a dim reads like "32@0*128 + 8@0*128")')
 
     def accept(self, token: str) -> bool:
         found = self.tokens[self.position] == token

@@ -23,6 +23,12 @@ from .slices import Dim, Leaf, Product, Sum, parse, to_text
 MAX_BYTES = 256 * 2**20
 """Largest document that is read."""
 
+MAX_CONTAINERS = 4_000_000
+"""Most lists and objects of a document: an empty list takes two bytes in a file, and 64 in memory."""
+
+_SHOWN = 500
+"""Most characters of what an error quotes."""
+
 _T = TypeVar("_T")
 _DIM_KINDS = frozenset(get_args(Dim))
 _KINDS: Mapping[type, str] = {
@@ -39,7 +45,12 @@ class MalformedError(ValueError):
     """A document does not hold what it must, at some place in it."""
 
     def __init__(self, where: str, problem: str) -> None:
+        where, problem = _cut(where), _cut(problem)
         super().__init__(f"{where}: {problem}" if where else problem)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def dump_document(value: Any, format_name: str) -> str:
@@ -49,12 +60,16 @@ def dump_document(value: Any, format_name: str) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def load_document(kind: type[_T], text: str, format_name: str, version: int) -> _T:
-    """Read what ``dump_document`` wrote.
+def load_document(
+    kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES
+) -> _T:
+    """Read what ``dump_document`` wrote, if it has at most so many characters.
 
     Raises:
         MalformedError: with the place and what was expected there.
     """
+    if len(text) > max_bytes:
+        _fail("", f"the document is longer than {max_bytes} characters")
     found = decode(text)
     if not isinstance(found, dict):
         _fail("", f"expected a JSON object, got {_shown(found)}")
@@ -66,15 +81,15 @@ def load_document(kind: type[_T], text: str, format_name: str, version: int) -> 
     return value
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """A whole UTF-8 file of bounded size.
 
     Raises:
         MalformedError: it cannot be read, is too large or is not UTF-8.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            _fail("", f"the file is larger than {MAX_BYTES} bytes")
+        if path.stat().st_size > max_bytes:
+            _fail("", f"the file is larger than {max_bytes} bytes")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise MalformedError("", f"cannot be read ({error.strerror})") from error
@@ -128,13 +143,15 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
 
 
 def decode(text: str) -> Any:
-    """Parse JSON of bounded length and depth, with finite numbers and unique keys.
+    """Parse JSON of bounded length, depth and number of parts, with finite numbers and unique keys.
 
     Raises:
         MalformedError: it is not that.
     """
     if len(text) > MAX_BYTES:
         _fail("", f"the document is longer than {MAX_BYTES} characters")
+    if text.count("[") + text.count("{") > MAX_CONTAINERS:
+        _fail("", f"the document has more than {MAX_CONTAINERS} lists and objects")
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except MalformedError:
@@ -256,7 +273,7 @@ def _shown(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
-    text = json.dumps(value)
+    text = json.dumps(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:60] + "..."
 
 
