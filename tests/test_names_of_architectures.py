@@ -49,6 +49,7 @@ READ = {
     ("shardconv/sources/config.py", "model_type"): "config.json says there of what type it is",
     ("shardconv/sources/config.py", "architectures"): "config.json names the model's class there",
     ("shardconv/sources/weights.py", "architectures"): "its error message speaks of config.json",
+    ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",
 }
@@ -153,8 +154,7 @@ def sources() -> list[Path]:
 def test_no_architecture_is_named(path: Path) -> None:
     text, name = path.read_text(), str(path.relative_to(ROOT))
     assert not list(types_in(text))
-    assert not list(layers_in(text, LAYERS))
-    found = [(line, n) for line, n in layers_in(text, ATTRIBUTES) if (name, n) not in READ]
+    found = [(line, n) for line, n in layers_in(text, [*LAYERS, *ATTRIBUTES]) if (name, n) not in READ]
     assert not found
 
 

@@ -181,13 +181,13 @@ def _collectives(plan: Plan) -> tuple[Collective, ...]:
     found: list[Collective] = []
     for module in plan.modules:
         names = counts.get(id(module), [])
-        for op, slot, elements, dtype in _steps(module, plan.model.dtype):
+        for op, slot, elements, dtype in collective_steps(module, plan.model.dtype):
             token_bytes = len(names) * elements * item_bytes(dtype)
             found.append(Collective(op, module.names, slot, len(names), token_bytes))
     return tuple(found)
 
 
-def _steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
+def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
     """(op, slot, elements per token, dtype) of each collective of one call of the module."""
     for step in (*module.inputs, *module.outputs):
         if step.op in COMMUNICATING:

@@ -1,0 +1,122 @@
+"""The few shapes of an SVG that pictures are made of, their colours, and text that fits its place."""
+
+from __future__ import annotations
+
+from html import escape
+
+RANK_COLOURS = ("#5b8ff9", "#61d9a5", "#f6bd16", "#f0785a", "#6fcbe8", "#a284d8", "#ff9f4a", "#f194bd")
+"""Distinct side by side, and light enough for dark text on them, on light and on dark ground."""
+
+COLLECTIVE_COLOURS = {"all_reduce": "#c2255c", "all_gather": "#0b7285", "reduce_scatter": "#5f3dc4"}
+"""Dark enough for white text."""
+
+CSS = """
+.sc { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+.sc text { fill: #1b2430; }
+.sc .page { fill: #ffffff; stroke: #d5dde7; }
+.sc .card { fill: #f5f7fa; stroke: #d5dde7; }
+.sc .lane { fill: #ffffff; stroke: #e3e9f0; }
+.sc .muted { fill: #56657a; }
+.sc .line { stroke: #9aa8b9; fill: none; }
+.sc .tip { fill: #9aa8b9; }
+.sc .whole { fill: #c6ced8; }
+.sc .gap { fill: #e6ebf1; }
+.sc .edge { stroke: #1b2430; stroke-opacity: .55; fill: none; }
+.sc .cut { stroke: #ffffff; stroke-width: 1; }
+.sc .pill { fill: #dfe6ef; }
+.sc .on { fill: #10151f; }
+.sc .bar { fill: #ffffff; }
+.sc .hatch { stroke: #10151f; stroke-opacity: .55; stroke-width: 1.6; }
+@media screen and (prefers-color-scheme: dark) {
+.sc text { fill: #e8edf4; }
+.sc .page { fill: #10151c; stroke: #2d3745; }
+.sc .card { fill: #19212b; stroke: #2d3745; }
+.sc .lane { fill: #10161e; stroke: #2a3340; }
+.sc .muted { fill: #9dabbd; }
+.sc .line { stroke: #66758a; }
+.sc .tip { fill: #66758a; }
+.sc .whole { fill: #556172; }
+.sc .gap { fill: #2a3440; }
+.sc .edge { stroke: #e8edf4; stroke-opacity: .45; }
+.sc .cut { stroke: #10161e; }
+.sc .pill { fill: #2d3847; }
+.sc .on { fill: #10151f; }
+.sc .bar { fill: #ffffff; }
+}
+"""
+"""Of every picture; the classes apply inside of ``.sc`` only, so that a page may hold one."""
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+_NARROW, _WIDE = frozenset("iljtfr.,:;'|![](){}/ -"), frozenset("mwMW@%")
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """About how wide text is in a system font, rather too wide."""
+    size = 1.1 * size if bold else size
+    units = sum(0.38 if c in _NARROW else 0.95 if c in _WIDE or ord(c) > 0x2E80 else 0.63 for c in text)
+    return units * size
+
+
+def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
+    """Text with its middle left out, if it is wider than ``width``."""
+    if text_width(text, size, bold=bold) <= width:
+        return text
+    kept = len(text)
+    while kept > 2 and text_width(_shortened(text, kept), size, bold=bold) > width:
+        kept -= 1 if kept < 64 else kept // 8
+    return _shortened(text, kept)
+
+
+def _shortened(text: str, kept: int) -> str:
+    head = kept // 2
+    return text[:head] + "…" + text[len(text) - (kept - head) :]
+
+
+def number(value: float) -> str:
+    """A coordinate with at most two digits behind the point."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def element(name: str, content: str = "", /, **attributes: float | str) -> str:
+    """An element; ``_`` in names of attributes stands for ``-``, and a trailing one is dropped.
+
+    Args:
+        name: of the element.
+        content: markup, escaped by whoever made it.
+        **attributes: numbers, or text that is escaped here.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else number(value)}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
+
+
+def rect(x: float, y: float, width: float, height: float, **attributes: float | str) -> str:
+    """A rectangle."""
+    return element("rect", x=x, y=y, width=max(width, 0), height=max(height, 0), **attributes)
+
+
+def text(x: float, y: float, content: str, size: float, **attributes: float | str) -> str:
+    """A line of text, which is escaped here."""
+    return element("text", escape(printable(content)), **{"x": x, "y": y, "font_size": size, **attributes})
+
+
+def title(content: str) -> str:
+    """What is shown beside the pointer, and read to those who do not see."""
+    return element("title", escape(printable(content)))
+
+
+def printable(text: str) -> str:
+    """Text without the characters that XML cannot hold."""
+    return "".join(c if _in_xml(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _in_xml(code: int) -> bool:
+    return code in (9, 10, 13) or 0x20 <= code <= 0xD7FF or 0xE000 <= code <= 0xFFFD or code >= 0x10000
+
+
+def marked(*parts: str) -> str:
+    """Parts one after another, each on a line of its own."""
+    return "\n".join(part for part in parts if part)
