@@ -100,7 +100,7 @@ def convert(
     limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
 
-    from shardconv_runtime.sources.locate import Hub
+    from shardconv_runtime.hub.access import Hub
     from shardconv_runtime.sources.resolve import resolve
     from shardconv_runtime.sources.scaled import blocks_in, flatten
     from shardconv_runtime.sources.weights import select
@@ -204,7 +204,7 @@ def plan(
     require_tp(tp)
     require_experts(experts)
 
-    from shardconv_runtime.sources.locate import Hub
+    from shardconv_runtime.hub.access import Hub
     from shardconv_runtime.sources.resolve import resolve
 
     from .pipeline import solve_plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,16 +73,33 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
     try:
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            length = _read_length(file.read(_LENGTH_BYTES), num_bytes)
-            text = file.read(length).decode("utf-8")
-        return _parse(text, num_bytes - _LENGTH_BYTES - length)
+            return parse_header(lambda offset, count: file.read(count), num_bytes, os.fspath(path))
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read ({error.strerror})") from error
+
+
+def parse_header(
+    read: Callable[[int, int], bytes], num_bytes: int, name: str
+) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
+
+    Args:
+        read: gives bytes of the file, from an offset on, at most so many; called in the order of the bytes.
+        num_bytes: of the file.
+        name: for messages.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    try:
+        length = _read_length(read(0, _LENGTH_BYTES), num_bytes)
+        text = read(_LENGTH_BYTES, length).decode("utf-8")
+        return _parse(text, num_bytes - _LENGTH_BYTES - length)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{os.fspath(path)}: the safetensors header is not UTF-8") from error
+        raise CheckpointError(f"{name}: the safetensors header is not UTF-8") from error
     except MalformedError as error:
         raise CheckpointError(
-            f"{os.fspath(path)}: not a whole safetensors file: {error}; copy or convert it again"
+            f"{name}: not a whole safetensors file: {error}; copy or convert it again"
         ) from error
 
 

@@ -134,7 +134,7 @@ def plan_command(
 def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":
-        from shardconv_runtime.sources.locate import Hub
+        from shardconv_runtime.hub.access import Hub
 
         from ..writing.tp_plan import skeleton, to_json, tp_plan
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.lazy import build_model
-from shardconv_runtime.sources.messages import brief
+from shardconv_runtime.messages import brief
 from shardconv_runtime.sources.recorded import RecordedTensor, recording
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.tensors.copying import read_tensor

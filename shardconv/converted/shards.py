@@ -112,7 +112,7 @@ def _read_file(path: Path, entry: FileEntry, tp: int, layout: str) -> Iterator[t
             raise CheckpointError(
                 f"{path}: {entry.path}: {name} has a dtype that torch has not: {tensor.dtype}"
             )
-        yield name, lazy.stored(shard, name)
+        yield name, lazy.stored(shard.path, shard.start, shard.tensors[name])
 
 
 def _require_all(path: Path, plan: Plan, tensors: Mapping[int | None, Mapping[str, LazyTensor]]) -> None:

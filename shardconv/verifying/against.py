@@ -20,10 +20,10 @@ import numpy as np
 from shardconv_runtime import manifest
 from shardconv_runtime.blocks import SUFFIX, stored_plans
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.slices import Dim, Mesh, ranges
-from shardconv_runtime.sources.locate import Hub
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.scaled import flatten
 from shardconv_runtime.sources.spec import ModelSpec
@@ -161,6 +161,7 @@ def _places(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator
             if name in weights and tensor.pieces:
                 leaf = tensor.pieces[0].leaf
                 assert isinstance(leaf, FileLeaf), "a converted directory is read from files"
+                assert isinstance(leaf.path, Path), "on this machine"
                 end = leaf.offset + tensor.num_bytes
                 file = files[leaf.path]
                 yield _Place(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)

@@ -166,7 +166,7 @@ def _reference(
     """The model to compare with; None where the plan does not say how."""
     if contents.plan is None:
         return None
-    from shardconv_runtime.sources.locate import Hub
+    from shardconv_runtime.hub.access import Hub
 
     from .against import read_reference
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from shardconv_runtime.boundary import forward_signature
 from shardconv_runtime.errors import PlanError
+from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import (
     Boundary,
@@ -28,7 +29,6 @@ from shardconv_runtime.plan import (
     parameter_plans,
 )
 from shardconv_runtime.slices import Dim, Range, axes_of, ranges, size, to_text
-from shardconv_runtime.sources.locate import Hub
 from shardconv_runtime.sources.resolve import resolve
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping

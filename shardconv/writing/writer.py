@@ -12,6 +12,7 @@ from pathlib import Path
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.hub.remote import RemoteFile
 from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.manifest import (
     COMMON_DIRECTORY,
@@ -28,6 +29,7 @@ from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shap
 from shardconv_runtime.saving.shard_files import PlannedShard, shard_files
 from shardconv_runtime.saving.small_files import plain_config
 from shardconv_runtime.slices import Mesh, ranges
+from shardconv_runtime.sources.checkpoint import WeightFile
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.tensors import lazy
 from shardconv_runtime.tensors.lazy import LazyTensor
@@ -157,7 +159,7 @@ def tool_versions() -> dict[str, str]:
 def source_of(spec: ModelSpec) -> Source:
     """What a manifest says of the model that was converted."""
     name = spec.name if spec.revision else _directory(spec).resolve().name
-    files = tuple(SourceFile(path.name, path.stat().st_size, _sha256(path)) for path in spec.weight_files)
+    files = tuple(SourceFile(f.name, _num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
 
 
@@ -210,15 +212,23 @@ def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
     }
 
 
-def _identity(path: Path) -> str:
-    """What changes when a file does: its hash where the hub cache knows it, else size and time."""
-    stats = path.stat()
-    return _sha256(path) or f"{stats.st_size} bytes of {stats.st_mtime_ns}"
+def _identity(file: WeightFile) -> str:
+    """What changes when a file does: its hash where the Hub or its cache knows it, else size and time."""
+    if isinstance(file, RemoteFile):
+        return file.sha256 or file.commit
+    stats = file.stat()
+    return _sha256(file) or f"{stats.st_size} bytes of {stats.st_mtime_ns}"
 
 
-def _sha256(path: Path) -> str:
-    """sha256 of a file in the hub cache, which names large ones by it; else empty."""
-    blob = path.resolve()
+def _num_bytes(file: WeightFile) -> int:
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def _sha256(file: WeightFile) -> str:
+    """sha256 of a file on the Hub, or in its cache, which names large ones by it; else empty."""
+    if isinstance(file, RemoteFile):
+        return file.sha256
+    blob = file.resolve()
     return blob.name if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name) else ""
 
 

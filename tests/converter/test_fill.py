@@ -110,7 +110,7 @@ def test_what_was_done_before_a_failure_is_kept(
 ) -> None:
     """The journal names it, although no second had passed."""
     out = tmp_path / "out"
-    monkeypatch.setattr(copying, "num_workers", lambda: 1)
+    monkeypatch.setattr(copying, "num_workers", lambda remote=False: 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", failing("pwrite", OSError(errno.ENOSPC, "No space left on device"), 12))
         with pytest.raises(ShardconvError, match="No space left"):

@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import SourceError
+from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.sources import locate
-from shardconv_runtime.sources.locate import Hub
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.sources.weights import lazy_weights, select

@@ -203,10 +203,10 @@ class TestContinued:
         self, model: Model, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = directory / "out"
-        monkeypatch.setattr(copying, "num_workers", lambda: 1)
+        monkeypatch.setattr(copying, "num_workers", lambda remote=False: 1)
         monkeypatch.setattr(copying, "UNIT_BYTES", 64)
         self.left(model, out, memory=1 << 10)
-        monkeypatch.setattr(copying, "num_workers", lambda: 3)
+        monkeypatch.setattr(copying, "num_workers", lambda remote=False: 3)
         assert self.again(model, out, memory=1 << 25) == 0
 
     @pytest.mark.parametrize("damage", ["removed", "shorter", "empty", "directory removed"])

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardconv_runtime.dtypes import TORCH_NAME
-from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.header import read_header
-
+from ..dtypes import TORCH_NAME
+from ..errors import CheckpointError, SourceError
+from ..header import ShardFile, StoredTensor, read_header
+from ..hub.remote import RemoteFile, remote_header
 from .pickled import load_pickled
+
+WeightFile = Path | RemoteFile
 
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -42,7 +44,7 @@ def wanted_weights(directory: Path) -> tuple[str, ...]:
     return tuple(single for single, _ in LAYOUTS)
 
 
-def validate(files: Iterable[Path]) -> None:
+def validate(files: Iterable[WeightFile]) -> None:
     """Check that each safetensors file is whole, by its header and its size.
 
     Raises:
@@ -50,17 +52,29 @@ def validate(files: Iterable[Path]) -> None:
     """
     for file in files:
         if file.suffix == ".safetensors":
-            try:
-                read_header(file)
-            except CheckpointError as error:
-                reason = str(error).removesuffix("; copy or convert it again")
-                raise SourceError(f"{reason}; download or copy it again") from error
+            header_of(file)
 
 
-def stored_dtype(file: Path) -> str | None:
+def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
+    """Where the bytes of a safetensors file's tensors begin, and the tensors in the order of their bytes.
+
+    Raises:
+        SourceError: it is not a whole safetensors file, or cannot be read.
+    """
+    try:
+        if isinstance(file, RemoteFile):
+            return remote_header(file)
+        tensors = read_header(file)[1]
+    except CheckpointError as error:
+        reason = str(error).removesuffix("; copy or convert it again")
+        raise SourceError(f"{reason}; download or copy it again") from error
+    return ShardFile(file, file.stat().st_size, tensors).start, tensors
+
+
+def stored_dtype(file: WeightFile) -> str | None:
     """dtype of the first floating-point tensor of a weight file, as ``"bfloat16"``."""
-    if file.suffix == ".safetensors":
-        _, tensors = read_header(file)
+    if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+        _, tensors = header_of(file)
         found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
     else:
         found = (str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values())

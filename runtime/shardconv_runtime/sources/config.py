@@ -14,9 +14,8 @@ from typing import Any
 import transformers
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from shardconv_runtime.errors import SourceError
-
-from .messages import brief
+from ..errors import SourceError
+from ..messages import brief
 
 FALLBACKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",

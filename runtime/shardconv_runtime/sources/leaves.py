@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from shardconv_runtime.dtypes import TORCH_NAME
-from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.header import ShardFile, read_header
-
+from ..dtypes import TORCH_NAME
+from ..errors import SourceError
+from ..hub.remote import RemoteFile
 from ..tensors.lazy import LazyTensor, stored
+from .checkpoint import WeightFile, header_of
 from .pickled import pickled_tensors
 
 
-def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
+def lazy_tensors(files: Iterable[WeightFile]) -> dict[str, LazyTensor]:
     """The tensors of safetensors or PyTorch files by their names.
 
     Of a PyTorch file of the zip format only the pickle is read. One of the older format, which has no
@@ -24,22 +23,20 @@ def lazy_tensors(files: Iterable[Path]) -> dict[str, LazyTensor]:
     """
     found: dict[str, LazyTensor] = {}
     for file in files:
-        read = _safetensors if file.suffix == ".safetensors" else pickled_tensors
-        for name, tensor in read(file):
+        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+            tensors = _safetensors(file)
+        else:
+            tensors = iter(pickled_tensors(file))
+        for name, tensor in tensors:
             if name in found:
                 raise SourceError(f"{file} holds {name}, and so does another file; remove one of them")
             found[name] = tensor
     return found
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
-    try:
-        _, tensors = read_header(file)
-    except CheckpointError as error:
-        reason = str(error).removesuffix("; copy or convert it again")
-        raise SourceError(f"{reason}; download or copy it again") from error
-    shard = ShardFile(file, file.stat().st_size, tensors)
+def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
+    start, tensors = header_of(file)
     for name, tensor in tensors.items():
         if tensor.dtype not in TORCH_NAME:
             raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch has not")
-        yield name, stored(shard, name)
+        yield name, stored(file, start, tensor)

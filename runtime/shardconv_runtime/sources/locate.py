@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from shardconv_runtime.errors import SourceError
-
-from .checkpoint import wanted_weights
-from .messages import brief
+from ..errors import SourceError
+from ..hub.access import Hub, explain
+from ..hub.remote import RemoteFile, remote_files
+from .checkpoint import LAYOUTS, wanted_weights
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")
 """Everything but weights and code that a model repository may need at run time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
-    """How to reach the Hub; the fields are those of ``huggingface_hub``."""
+class Located:
+    """Where a model is."""
 
-    revision: str | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    local_files_only: bool = False
-    token: str | bool | None = None
+    directory: Path
+    """On this machine, with the config at least."""
+    commit: str | None = None
+    """Of a Hub repository."""
+    remote: tuple[RemoteFile, ...] = ()
+    """The weight files, where these were left on the Hub."""
 
 
 def locate(
-    model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool
-) -> tuple[Path, str | None]:
+    model: str | os.PathLike[str], hub: Hub, *, code: bool, need_weights: bool, stream: bool = False
+) -> Located:
     """The directory of the model and, for a Hub repository, its commit.
 
     Args:
@@ -46,6 +41,7 @@ def locate(
         hub: how to download.
         code: download Python files too.
         need_weights: download the weights too.
+        stream: do not, if they are safetensors files and not in the cache: they will be read from the Hub.
 
     Raises:
         SourceError: neither a directory nor a repository that can be had.
@@ -53,14 +49,33 @@ def locate(
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_dir():
-        return path, None
+        return Located(path)
     if path.exists():
         raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
     _require_repo_id(text)
     directory = _download(text, hub, SMALL_FILES + (("*.py",) if code else ()))
-    if need_weights:
-        _download(text, hub, wanted_weights(directory))
-    return directory, directory.name
+    commit = directory.name
+    if not need_weights:
+        return Located(directory, commit)
+    names = wanted_weights(directory)
+    if stream and not hub.local_files_only and (remote := _remote(text, commit, directory, names, hub)):
+        return Located(directory, commit, remote)
+    _download(text, replace(hub, revision=commit), names)
+    return Located(directory, commit)
+
+
+def _remote(
+    repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
+) -> tuple[RemoteFile, ...]:
+    """The weight files, left where they are; none if they are in the cache already, or of another format."""
+    chosen = [name for name in names if name.endswith(".safetensors")]
+    index = [name for single, name in LAYOUTS if (directory / name).is_file()]
+    if index and len(chosen) > 1:
+        chosen.remove(LAYOUTS[0][0])  # the single file, beside those of an index
+    if not chosen or all((directory / name).is_file() for name in chosen):
+        return ()
+    found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
+    return found if len(found) == len(chosen) else ()
 
 
 def _require_repo_id(text: str) -> None:
@@ -87,20 +102,4 @@ def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
             )
         )
     except Exception as error:  # the HTTP library's own errors come through too
-        raise SourceError(_explain(repo_id, hub, error)) from error
-
-
-def _explain(repo_id: str, hub: Hub, error: Exception) -> str:
-    at = f" at revision {hub.revision}" if hub.revision else ""
-    start = f"no such directory: {repo_id}, and as a Hub id"
-    if isinstance(error, GatedRepoError):
-        return f"{repo_id} is gated on the Hub; accept its terms there, then pass --token or log in"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repo_id} has no revision {hub.revision} on the Hub; check --revision"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"{start} it does not exist or is private; check the spelling, or pass --token"
-    if isinstance(error, LocalEntryNotFoundError) and hub.local_files_only:
-        return f"{start} it is not in the local cache{at}; leave out --local-files-only to download it"
-    if isinstance(error, HfHubHTTPError):
-        return f"{start} it cannot be read{at}: {brief(error)}; check --token and try again"
-    return f"{start} it cannot be reached{at} ({type(error).__name__}); check the path or the network"
+        raise SourceError(explain(repo_id, hub, error)) from error

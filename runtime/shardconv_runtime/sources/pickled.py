@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from shardconv_runtime.dtypes import STORED_NAME
-from shardconv_runtime.errors import SourceError
-
+from ..dtypes import STORED_NAME
+from ..errors import SourceError
+from ..messages import brief
 from ..tensors.lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, whole
-from .messages import brief
 
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
 """What the unpickler names of an object that it does not make."""

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from shardconv_runtime.blocks import SUFFIX, VALUES_DTYPE, dequantised
-from shardconv_runtime.errors import SourceError
-
+from ..blocks import SUFFIX, VALUES_DTYPE, dequantised
+from ..errors import SourceError
 from ..tensors.copying import read_tensor
 from ..tensors.lazy import ComputedLeaf, LazyTensor, Leaf, Piece, whole
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import transformers
 
-from shardconv_runtime.errors import SourceError
-
-from .checkpoint import stored_dtype, validate, weight_files
+from ..errors import SourceError
+from ..hub.access import Hub
+from .checkpoint import WeightFile, stored_dtype, validate, weight_files
 from .config import model_class_of, read_config
-from .locate import Hub, locate
+from .locate import locate
 from .quantised import blocks_of, without_quantisation
 from .spec import ModelSpec, is_custom
 
@@ -26,6 +25,7 @@ def resolve(
     trust_remote_code: bool = False,
     dtype: str | None = None,
     need_weights: bool = True,
+    stream: bool = False,
 ) -> ModelSpec:
     """Find the model, its class, its dtype and, if they are needed, its weight files.
 
@@ -35,6 +35,7 @@ def resolve(
         trust_remote_code: import the repository's own Python code.
         dtype: of the parameters; by default what the config says, else what the checkpoint holds.
         need_weights: find (and download) the weight files and validate them.
+        stream: leave weight files on the Hub, where they can be read range by range, unless they are cached.
 
     Raises:
         SourceError: with what is wrong, where, and the remedy.
@@ -43,12 +44,14 @@ def resolve(
         raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if isinstance(model, transformers.PreTrainedConfig):
         return _from_config(model, dtype, trust_remote_code=trust_remote_code, need_weights=need_weights)
-    directory, commit = locate(model, hub or Hub(), code=trust_remote_code, need_weights=need_weights)
+    hub = hub or Hub()
+    located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
+    directory = located.directory
     config = read_config(directory, trust_remote_code=trust_remote_code)
     blocks = blocks_of(config, str(directory))
     if blocks is not None:
         config = without_quantisation(config)
-    files = weight_files(directory) if need_weights else ()
+    files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
     validate(files)
     model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
     return ModelSpec(
@@ -58,7 +61,7 @@ def resolve(
         dtype=_dtype(dtype, config, files),
         trust_remote_code=is_custom(model_class),
         directory=directory,
-        revision=commit,
+        revision=located.commit,
         weight_files=files,
         blocks=blocks,
         dequantise=blocks is not None and dtype is not None,
@@ -83,7 +86,7 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
     )
 
 
-def _dtype(asked: str | None, config: Any, files: tuple[Path, ...]) -> str:
+def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...]) -> str:
     if asked is not None:
         return asked.removeprefix("torch.")
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

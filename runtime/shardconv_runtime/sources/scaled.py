@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.blocks import SUFFIX, VALUES_DTYPE, check_blocks
-from shardconv_runtime.errors import PlanError
-from shardconv_runtime.names import compress, expand_all
-from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
-
+from ..blocks import SUFFIX, VALUES_DTYPE, check_blocks
+from ..errors import PlanError
+from ..names import compress, expand_all
+from ..plan import ParameterPlan, Plan, parameter_plans
 from ..tensors.lazy import LazyTensor
 
 if TYPE_CHECKING:

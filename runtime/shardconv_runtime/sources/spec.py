@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import WeightFile
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -25,7 +27,7 @@ class ModelSpec:
     """Local directory with ``config.json``; None where the model was given as a config object."""
     revision: str | None = None
     """Commit of a Hub repository; None for local directories."""
-    weight_files: tuple[Path, ...] = ()
+    weight_files: tuple[WeightFile, ...] = ()
     """Checkpoint files, validated; empty where no weights were asked for."""
     blocks: tuple[int, int] | None = None
     """Of a block-scaled float8 checkpoint: rows and columns of a block. ``config`` is the plain model's."""

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardconv_runtime.blocks import SUFFIX
-from shardconv_runtime.errors import SourceError
-from shardconv_runtime.names import natural_key
-
+from ..blocks import SUFFIX
+from ..errors import SourceError
+from ..messages import brief
+from ..names import natural_key
 from ..tensors.lazy import LazyTensor
 from .leaves import lazy_tensors
-from .messages import brief
 from .quantised import Scaled, Scales, dequantised_tensors, factors_in
 from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
 from .spec import ModelSpec

@@ -96,6 +96,37 @@ def source_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
     return _runs([(dim.size, dim.source) for dim in dims])
 
 
+def source_stretches(dims: Sequence[Dim]) -> tuple[int, int, int]:
+    """Elements of each contiguous stretch of the leaf, how many there are, and from one to the next.
+
+    Args:
+        dims: by descending source stride.
+    """
+    run, inner = _inner([(dim.size, dim.source) for dim in dims])
+    return run, math.prod(dim.size for dim in dims[:inner]), dims[inner - 1].source if inner else run
+
+
+def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
+    """The stretches of a leaf that hold all elements of the boxes, ascending, ``(start, stop)``.
+
+    Args:
+        boxes: of one leaf.
+        gap: elements between two stretches, at most, for which they are one.
+    """
+    found: list[tuple[int, int]] = []
+    for box in boxes:
+        run, starts = source_runs(box.dims)
+        found += ((box.source + start, box.source + start + run) for start in starts)
+    found.sort()
+    start, stop = found[0]
+    for low, high in found[1:]:
+        if low - stop > gap:
+            yield start, stop
+            start = low
+        stop = max(stop, high)
+    yield start, stop
+
+
 def gathered(move: Move) -> Move:
     """The box in a buffer that holds its elements only, in the order of the leaf."""
     dims, below = [], 1
@@ -106,14 +137,20 @@ def gathered(move: Move) -> Move:
 
 
 def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-    run, inner = 1, len(dims)
-    while inner and dims[inner - 1][1] == run:
-        inner -= 1
-        run *= dims[inner][0]
+    run, inner = _inner(dims)
     starts = [0]
     for size, stride in dims[:inner]:
         starts = [start + index * stride for start in starts for index in range(size)]
     return run, starts
+
+
+def _inner(dims: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Elements of the contiguous stretch of the inner dims, and how many dims are outside of it."""
+    run, inner = 1, len(dims)
+    while inner and dims[inner - 1][1] == run:
+        inner -= 1
+        run *= dims[inner][0]
+    return run, inner
 
 
 def within(move: Move, low: int, high: int) -> Iterator[Move]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,23 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from shardconv_runtime.dtypes import STORED_NAME
-from shardconv_runtime.errors import SourceError
-
-from .boxes import Dim, Move, extent, gathered, is_run, move_of, scatters, source_runs, target_runs, within
+from ..dtypes import STORED_NAME
+from ..errors import SourceError
+from ..hub.remote import RemoteFile, RemoteReader
+from .boxes import (
+    Dim,
+    Move,
+    extent,
+    gathered,
+    is_run,
+    move_of,
+    scatters,
+    source_runs,
+    source_stretches,
+    target_runs,
+    wanted,
+    within,
+)
 from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
 
 UNIT_BYTES = 1 << 25
@@ -38,6 +51,10 @@ SPARSE = 4
 """How many times less there must be to read for boxes to be read run by run."""
 
 PAGE_BYTES = 4096
+
+MAX_REQUESTS = 100_000
+"""Over a network, as long as there are no more stretches than this, nothing but what is wanted is asked for.
+Some milliseconds each, with so many workers: with more, the short gaps between stretches are read along."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -55,6 +72,8 @@ class Unit:
     moves: tuple[Move, ...]
     band: int
     """Elements to read at once."""
+    gap: int = 0
+    """Of a remote leaf: elements between two that are wanted which are read along."""
 
 
 class Placed(NamedTuple):
@@ -89,15 +108,21 @@ def plan_units(placed: Iterable[Placed], leaves: dict[Leaf, int], memory: int) -
         for piece in tensor.pieces:
             by_leaf.setdefault(piece.leaf, []).append(move_of(tensor, piece, file, offset))
     units: list[Unit] = []
+    gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
         number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
-        units += _cut_leaf(leaf, number, by_leaf[leaf], memory)
+        units += _cut_leaf(leaf, number, by_leaf[leaf], memory, gap_bytes)
     return units
 
 
-def num_workers() -> int:
-    """How many units run at once."""
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+def is_remote(leaf: Leaf) -> bool:
+    """Whether its elements come over a network."""
+    return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
+
+
+def num_workers(remote: bool = False) -> int:
+    """How many units run at once; more than there are cores where they wait for a network."""
+    return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
 def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit, S], object]) -> None:
@@ -115,13 +140,14 @@ def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit,
     stop = threading.Event()
     todo: Iterator[Unit] = iter(units)
     running: dict[Future[S], Unit] = {}
-    with _Sources() as sources, ThreadPoolExecutor(num_workers(), "copy") as pool:
+    threads = num_workers(any(is_remote(unit.leaf) for unit in units))
+    with _Sources() as sources, ThreadPoolExecutor(threads, "copy") as pool:
         workers = _Workers(sources, stop)
         try:
             while True:
                 for unit in todo:
                     running[pool.submit(workers.carry_out, unit, make_sink)] = unit
-                    if len(running) >= 2 * num_workers():
+                    if len(running) >= 2 * threads:
                         break
                 if not running:
                     return
@@ -141,6 +167,7 @@ class _Sources:
 
     def __init__(self) -> None:
         self._handles: dict[Path, int] = {}
+        self._readers: dict[RemoteFile, RemoteReader] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> _Sources:
@@ -153,6 +180,9 @@ class _Sources:
     def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
         """Elements of a leaf from ``start`` on, as many as there is room for."""
         offset = leaf.offset + start * item_bytes(leaf.dtype)
+        if isinstance(leaf.path, RemoteFile):
+            self._reader(leaf.path).read_into(offset, into)
+            return
         while len(into):
             try:
                 count = os.preadv(self._handle(leaf.path), [into], offset)
@@ -168,6 +198,7 @@ class _Sources:
 
     def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
         """``run`` elements from each of ``starts`` on, one after another: there may be many, and short."""
+        assert isinstance(leaf.path, Path), "what is remote is not read run by run"
         size = item_bytes(leaf.dtype)
         handle, length, end = self._handle(leaf.path), run * size, 0
         for start in starts:
@@ -179,6 +210,10 @@ class _Sources:
             if count != length:
                 self.read(leaf, start, part)  # knows what to say
             end += length
+
+    def _reader(self, file: RemoteFile) -> RemoteReader:
+        with self._lock:
+            return self._readers.setdefault(file, RemoteReader(file))
 
     def _handle(self, path: Path) -> int:
         with self._lock:
@@ -203,6 +238,8 @@ class _Workers:
             with self._computing:  # these hold a tensor in memory: one at a time
                 elements = _elements(_computed(unit.leaf), item_bytes(unit.leaf.dtype))
                 self._bands(unit, sink, lambda start, stop: elements[start:stop])
+        elif is_remote(unit.leaf):
+            self._fetch(unit, sink)
         elif isinstance(unit.leaf, FileLeaf) and (stretch := _sparse_stretch(unit)):
             self._gather(unit, unit.leaf, stretch, sink)
         else:
@@ -225,6 +262,18 @@ class _Workers:
                 run, starts = source_runs(box.dims)
                 self._sources.read_runs(leaf, [box.source + start for start in starts], run, buffer.data)
                 self._put(gathered(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
+
+    def _fetch(self, unit: Unit, sink: Sink) -> None:
+        """Ask a network for what the boxes hold, and for no more between than costs less than a request."""
+        assert isinstance(unit.leaf, FileLeaf)
+        size = item_bytes(unit.leaf.dtype)
+        for boxes in self._clipped(unit, unit.band):
+            low = min(box.source for box in boxes)
+            buffer = self._buffer("read", (max(box.end for box in boxes) - low) * size)
+            for start, stop in wanted(boxes, unit.gap):
+                self._sources.read(unit.leaf, start, buffer[(start - low) * size : (stop - low) * size].data)
+            for box in boxes:
+                self._put(box, unit.leaf.dtype, buffer.view(_UNSIGNED[size]), low, sink)
 
     def _clipped(self, unit: Unit, stretch: int) -> Iterator[list[Move]]:
         """The boxes of a unit, so many elements of the leaf at a time."""
@@ -281,17 +330,18 @@ class _Workers:
         return packed.data
 
 
-def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int) -> Iterator[Unit]:
+def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int, gap_bytes: int) -> Iterator[Unit]:
     """Stretches at multiples of ``UNIT_BYTES`` from the leaf's start, of leaves of files; others whole."""
     size = item_bytes(leaf.dtype)
-    share = memory // num_workers() // 4  # one buffer to read, one to pack, and as much again for casts
+    # One buffer to read, one to pack, and as much again for casts.
+    share = memory // num_workers(is_remote(leaf)) // 4
     band = max(1, min(BAND_BYTES, share) // size)
     if not isinstance(leaf, FileLeaf):
         first = leaf.num_elements if isinstance(leaf, ZeroLeaf) else 0
         yield Unit((number, first), leaf, 0, leaf.num_elements, tuple(moves), band)
         return
     step = max(UNIT_BYTES // size, 1)
-    if any(scatters(move) for move in moves):
+    if is_remote(leaf) or any(scatters(move) for move in moves):
         band = max(1, min(step, share // size))  # long bands give long stretches to write
     else:
         band = _whole_rows(moves, band)
@@ -300,7 +350,23 @@ def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int) -> Iterat
         stop = min(start + step, leaf.num_elements)
         held = tuple(move for move in ordered if move.source < stop and move.end > start)
         if held:
-            yield Unit((number, start), leaf, start, stop, held, band)
+            yield Unit((number, start), leaf, start, stop, held, band, gap_bytes // size)
+
+
+def _gap_bytes(moves: Mapping[Leaf, Sequence[Move]]) -> int:
+    """Bytes between two that are wanted which are read along, so that there are not too many requests."""
+    stretches: list[tuple[int, int]] = []
+    for leaf, boxes in moves.items():
+        if is_remote(leaf):
+            for box in boxes:
+                run, count, stride = source_stretches(box.dims)
+                stretches.append(((stride - run) * item_bytes(leaf.dtype), count))
+    requests = 0
+    for gap, count in sorted(stretches, reverse=True):
+        requests += count
+        if requests > MAX_REQUESTS:
+            return gap
+    return 0
 
 
 def _zeros_number(leaf: ZeroLeaf) -> int:
@@ -363,7 +429,7 @@ def read_tensor(tensor: LazyTensor) -> torch.Tensor:
     """
     values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
     memory = values.reshape(-1).view(torch.uint8).numpy()
-    units = plan_units([Placed(tensor, 0, 0)], {}, BAND_BYTES * num_workers() * 4)
+    units = plan_units([Placed(tensor, 0, 0)], {}, BAND_BYTES * MAX_WORKERS * 4)
     run(units, lambda: _Memory(memory), lambda unit, sink: None)
     return values
 

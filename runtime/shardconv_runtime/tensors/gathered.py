@@ -13,8 +13,7 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.slices import Range
-
+from ..slices import Range
 from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, assemble, item_bytes, take, whole
 
 if TYPE_CHECKING:

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.dtypes import STORED_BITS, STORED_NAME, TORCH_NAME
-from shardconv_runtime.header import ShardFile
-from shardconv_runtime.slices import Range
+from ..dtypes import STORED_BITS, STORED_NAME, TORCH_NAME
+from ..header import StoredTensor
+from ..slices import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..hub.remote import RemoteFile
 
 Shape = tuple[int, ...]
 
@@ -30,7 +32,7 @@ Shape = tuple[int, ...]
 class FileLeaf:
     """Elements in a file, one after another."""
 
-    path: Path
+    path: Path | RemoteFile
     offset: int
     """Of the first element, in bytes."""
     dtype: str
@@ -100,11 +102,9 @@ def item_bytes(dtype: str) -> int:
     return STORED_BITS[STORED_NAME[dtype]] // 8
 
 
-def stored(shard: ShardFile, name: str) -> LazyTensor:
-    """A tensor of a safetensors file, of a dtype that torch has."""
-    tensor = shard.tensors[name]
-    begin = shard.start + tensor.offsets[0]
-    leaf = FileLeaf(shard.path, begin, TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
+def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
+    """A tensor of a safetensors file whose tensors begin at byte ``start``; torch has its dtype."""
+    leaf = FileLeaf(path, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
     return whole(leaf, tensor.shape)
 
 
