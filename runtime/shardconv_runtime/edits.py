@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .errors import PlanError
 from .plan import Edit
@@ -32,7 +32,7 @@ def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
         PlanError: there is no such bool attribute, or it is set already.
     """
     for flag in flags:
-        if getattr(module, flag, None) is not False:
+        if flag == "training" or getattr(module, flag, None) is not False:
             raise PlanError(f"cannot set {flag}: it is {getattr(module, flag, 'missing')}, and was False")
         setattr(module, flag, True)
 
@@ -67,7 +67,9 @@ def _get(owner: Any, name: str, edit: Edit) -> Any:
 def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if isinstance(value, (list, tuple)) or id(value) in copied:
         return value
-    if isinstance(value, (nn.Module, Tensor)) or not hasattr(value, "__dict__"):
+    from transformers import PreTrainedConfig
+
+    if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
     copied.add(id(own))

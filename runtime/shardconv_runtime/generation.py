@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -23,21 +22,19 @@ from .errors import LaunchError, PlanError
 from .mesh import Launch
 
 
-def prepare_generation(model: nn.Module, directory: Path, start: Launch, gather_logits: bool) -> None:
-    """Read the generation config, and keep the ranks in step in ``model.generate``.
+def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gather_logits: bool) -> None:
+    """Give the model its generation config, and keep the ranks in step in ``model.generate``.
 
     Args:
         model: of this rank; nothing is done if it does not generate.
-        directory: that it was loaded from.
+        config: the generation config of the directory that it was loaded from, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
     """
     if not hasattr(model, "generate"):
         return
-    from transformers import GenerationConfig
-
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+    if config is not None:
+        model.generation_config = config
     model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but where each criterion comes by, wherever it was asked for.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -290,18 +291,30 @@ def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored)
 
 
+_MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+"""Where transformers has its models: what a plan may have imported, since a plan may come from anybody."""
+
+
 def find_class(name: str) -> type[nn.Module]:
-    """Import ``module:Class``.
+    """The model class ``module:Class``; nothing is imported but models of transformers.
 
     Raises:
-        PlanError: there is no such class.
+        PlanError: there is no such class, it is no ``PreTrainedModel``, or its module is another one that was
+            not imported yet.
     """
     module, _, attribute = name.partition(":")
+    if module not in sys.modules and not _MODELING.fullmatch(module):
+        raise PlanError(
+            f"the model class {name!r} is none of transformers, and nothing else is imported for a plan; "
+            "if it is yours, import its module before the model is loaded"
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module may raise anything where something is missing that it needs
         raise PlanError(f"no model class {name!r} in this environment: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    from transformers import PreTrainedModel
+
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PlanError(f"{name!r} is not a model class")
     return found
 

@@ -24,6 +24,7 @@ from .generation import prepare_generation
 from .lazy import build_model, find_class
 from .loaded import Loaded, remember
 from .mesh import Launch
+from .model_config import building_failed, read_config, read_generation_config
 from .plan import Plan
 from .read_ahead import ReadAhead
 
@@ -162,8 +163,12 @@ def _build(
     checked: _Checked, start: Launch, comm: Communicator, dtype: torch.dtype | None, form: _Form
 ) -> nn.Module:
     plan, directory = checked.plan, checked.directory
-    config = _config(directory, plan)
-    model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
+    config = read_config(directory, checked.manifest, plan)
+    generation_config = read_generation_config(directory, checked.manifest)
+    try:
+        model = build_model(_model_class(directory, plan), config, dtype or getattr(torch, plan.model.dtype))
+    except Exception as error:
+        raise building_failed(directory, error) from error
     parallelize(
         model,
         plan,
@@ -173,17 +178,9 @@ def _build(
         sequence_parallel=form.sequence_parallel,
     )
     weights.read(model, plan, checked.files, start.device, dtype)
-    prepare_generation(model, directory, start, form.gather_logits is not False)
+    prepare_generation(model, generation_config, start, form.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
     return model.eval()
-
-
-def _config(directory: Path, plan: Plan) -> Any:
-    import transformers  # takes seconds; errors in the directory should not
-
-    return transformers.AutoConfig.from_pretrained(
-        str(directory), local_files_only=True, trust_remote_code=plan.model.trust_remote_code
-    )
 
 
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
@@ -192,6 +189,8 @@ def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     reference = plan.model.class_name.replace(":", ".")
+    if "--" in reference:
+        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
     found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
     return found
 

@@ -229,7 +229,7 @@ def _check_foreign(where: str, entry: ModulePlan) -> None:
         remembers |= step.op in LOCAL_ROWS
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
         _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
-    if flags := [flag for flag in entry.flags if not (flag.isidentifier() and _is_step(flag))]:
+    if flags := [flag for flag in entry.flags if not (flag.isidentifier() and _is_public_path([flag]))]:
         _fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
     if len(set(entry.flags)) < len(entry.flags):
         _fail(f"{where}.flags", "an attribute is named twice")
@@ -320,6 +320,8 @@ def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
         seen.add(edit.attribute)
         if edit.value < 1 or any(value < 1 for value in edit.local):
             _fail(place, "the values must be 1 or more")
+        if max(edit.local, default=0) > edit.value:
+            _fail(place, "a local value is larger than the global one")
         if len(edit.local) not in (1, tp):
             _fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
 

@@ -26,6 +26,7 @@ from .manifest import (
     resolve,
     sha256_checksum,
 )
+from .model_config import CONFIG, GENERATION_CONFIG
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
 from .reading import tensors
 
@@ -154,7 +155,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _is_code(entry: FileEntry) -> bool:
-    return entry.path == "config.json" or entry.path.endswith(".py")
+    return entry.path in (CONFIG, GENERATION_CONFIG) or entry.path.endswith(".py")
 
 
 def _is_shard(entry: FileEntry) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from shardconv_runtime.plan import Edit, ModulePlan, Plan, local_shape, paramete
 from shardconv_runtime.slices import Leaf, Mesh
 from small_models import small_config
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from shardconv.proving.simulate import run_ranks
 
@@ -149,7 +149,8 @@ def edited(module: nn.Module, *edits: Edit, rank: int = 0) -> nn.Module:
 def editable() -> Any:
     module = nn.Module()
     module.heads, module.flag, module.rate, module.sizes = 8, True, 8.0, (8, 4, [2, 3])
-    module.config = SimpleNamespace(heads=8, inner=SimpleNamespace(heads=8))
+    module.config = PreTrainedConfig(heads=8, inner=PreTrainedConfig(heads=8))
+    module.kind, module.run = PreTrainedConfig, copy.copy
     module.child = nn.Module()
     module.child.heads = 8
     return module
@@ -194,7 +195,12 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
         (Edit("sizes", 8, (4,)), "it is a tuple, not an int"),
         (Edit("child.heads", 8, (4,)), "it leads through a Module"),
         (Edit("heads.real", 8, (4,)), "it leads through a int"),
-        (Edit("config.nothing", 8, (4,)), "a SimpleNamespace has no 'nothing'"),
+        (Edit("config.nothing", 8, (4,)), "a PreTrainedConfig has no 'nothing'"),
+        (Edit("kind.heads", 8, (4,)), "it leads through a type"),
+        (Edit("run.heads", 8, (4,)), "it leads through a function"),
+        (Edit("__class__", 8, (4,)), "it is a type, not an int"),
+        (Edit("forward", 8, (4,)), "not an int"),
+        (Edit("training", 1, (1,)), "it is a bool, not an int"),
     ],
 )
 def test_only_existing_ints_are_edited(edit: Edit, message: str) -> None:

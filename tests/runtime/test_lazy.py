@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,11 +277,47 @@ def test_errors_of_the_constructor_are_its_own() -> None:
         build_model(Broken, None)
 
 
-@pytest.mark.parametrize("name", ["torch.nn:Nothing", "no.such.module:Class", "math:pi", ""])
-def test_unknown_classes_are_plan_errors(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn:Nothing",
+        "torch.nn:Linear",
+        "no.such.module:Class",
+        "math:pi",
+        "",
+        "os:system",
+        "transformers.models.llama.modeling_llama:nn",
+        "transformers.models.llama.modeling_llama:LlamaMLP",
+        "transformers.models.llama.modeling_nothing:LlamaModel",
+    ],
+)
+def test_what_is_no_model_class_is_a_plan_error(name: str) -> None:
     with pytest.raises(PlanError):
         find_class(name)
 
 
+@pytest.mark.parametrize(
+    "name", ["planted", "antigravity", "transformers.models.planted", "planted.modeling_x"]
+)
+def test_no_other_module_is_imported_for_a_plan(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that lies in the current directory, which may be the repository that was downloaded."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('code of the directory was run')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    with pytest.raises(PlanError, match="import its module before"):
+        find_class(f"{name}:Model")
+    assert name not in sys.modules
+
+
 def test_a_class_is_found_by_name() -> None:
-    assert find_class("torch.nn:Linear") is nn.Linear
+    name = "transformers.models.llama.modeling_llama:LlamaForCausalLM"
+    assert find_class(name) is transformers.LlamaForCausalLM
+
+
+def test_a_class_of_a_module_that_was_imported_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("somebodys_models")
+    module.Model = transformers.LlamaForCausalLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "somebodys_models", module)
+    assert find_class("somebodys_models:Model") is transformers.LlamaForCausalLM
