@@ -1,0 +1,185 @@
+"""The model card of a repository that holds converted directories."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from shardconv_runtime.manifest import Source
+
+from ..reporting.report import human_bytes, human_count
+from ..reporting.summary import summarize
+from .published import Published
+from .readme import BEGIN, END
+
+CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
+"""What the card says of the base model, as its own card says it. Nothing is made up."""
+
+TAGS = ("shardconv", "tensor-parallel")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$:])")
+
+
+def model_card(repo_id: str, variants: Sequence[Published], base_card: str | None = None) -> str:
+    """A README.md for a repository.
+
+    The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantised and finetuned
+    models, and a copy of the same numbers in other files is none of these.
+
+    Args:
+        repo_id: of the repository.
+        variants: its converted directories, at least one, in the order of the table.
+        base_card: README.md of the model that was converted, of which ``CARRIED`` is taken over.
+
+    Returns:
+        Text with metadata; what ``readme.merged`` replaces stands between its two comments. The same
+        arguments give the same text.
+    """
+    data: Any = _metadata(variants, base_card)
+    lines = [BEGIN, *_introduction(repo_id, variants), "", *_loading(repo_id, variants)]
+    lines += ["", *_variants(variants), "", *_pictures(variants)]
+    lines += ["", *_making(variants), "", *_verifying(repo_id, variants), END]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text in which nothing is Markdown or HTML, on one line."""
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    marked = _SPECIAL.sub(r"\\\1", " ".join(plain.split()))
+    return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _metadata(variants: Sequence[Published], base_card: str | None) -> ModelCardData:
+    carried: dict[str, Any] = {}
+    if base_card is not None:
+        found = _readable(base_card)
+        carried = {key: found[key] for key in CARRIED if found.get(key)}
+    bases = sorted({v.manifest.source.name for v in variants if _is_on_hub(v.manifest.source)})
+    return ModelCardData(
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        library_name="shardconv",
+        tags=list(TAGS),
+        ignore_metadata_errors=True,
+        **carried,
+    )
+
+
+def _readable(card: str) -> dict[str, Any]:
+    """The metadata of a card; none where it cannot be read: it is someone else's."""
+    try:
+        data: Any = ModelCard(card, ignore_metadata_errors=True).data
+    except Exception:  # of the YAML library, or the client's
+        return {}
+    return dict(data.to_dict())
+
+
+def _is_on_hub(source: Source) -> bool:
+    return bool(_HUB_ID.fullmatch(source.name))
+
+
+def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
+    yield f"# {escaped(repo_id.rpartition('/')[2])}"
+    yield ""
+    sources = sorted({(v.manifest.source.name, v.manifest.source.revision or "") for v in variants})
+    named = " and ".join(_source(name, revision) for name, revision in sources)
+    sizes = _listed([str(v.manifest.tp) for v in variants])
+    yield (
+        f"The weights of {named}, converted ahead of time with shardconv for tensor parallelism on {sizes} "
+        "ranks: each rank reads only the bytes that it holds. The numbers are those of the base model; only "
+        "the files are others."
+    )
+
+
+def _source(name: str, revision: str) -> str:
+    on_hub = _HUB_ID.fullmatch(name)
+    shown = f"[{escaped(name)}](https://huggingface.co/{name})" if on_hub else escaped(name)
+    return f"{shown} (revision {escaped(revision)})" if revision else shown
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
+    tp = variants[0].manifest.tp
+    yield "## How to load it"
+    yield ""
+    yield "```python"
+    yield f"# run.py, started with: torchrun --nproc-per-node {tp} run.py"
+    yield "import shardconv_runtime"
+    yield ""
+    yield f"model = shardconv_runtime.load({_quoted(repo_id)})"
+    yield "```"
+    yield ""
+    yield "The number of processes picks the directory: `tp-N` is for N of them."
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text).replace("`", "\\u0060")
+
+
+def _variants(variants: Sequence[Published]) -> Iterator[str]:
+    yield "## What is in it"
+    yield ""
+    yield "| directory | ranks | bytes per rank | all files | parameters | dtype | whole on every rank |"
+    yield "|---|--:|--:|--:|--:|---|---|"
+    for variant in variants:
+        plan, summary = variant.plan, summarize(variant.plan)
+        total = sum(entry.num_bytes for entry in variant.manifest.files)
+        cells = (
+            variant.path,
+            str(plan.tp),
+            human_bytes(max(summary.rank_bytes)),
+            human_bytes(total),
+            human_count(plan.model.num_parameters),
+            plan.model.dtype,
+            human_bytes(sum(group.num_bytes for group in summary.replicated)),
+        )
+        yield "| " + " | ".join(map(escaped, cells)) + " |"
+    for variant in variants:
+        if variant.plan.tp > 1 and variant.plan.training is None:
+            yield ""
+            yield f"`{_code(variant.path)}` is for inference only."
+
+
+def _code(text: str) -> str:
+    return " ".join(text.replace("`", "'").split())
+
+
+def _pictures(variants: Sequence[Published]) -> Iterator[str]:
+    yield "## How it is split"
+    for variant in variants:
+        name = escaped(f"How the weights are split over {variant.plan.tp} ranks")
+        yield ""
+        yield f"![{name}](shardconv/{variant.path}.svg)"
+
+
+def _making(variants: Sequence[Published]) -> Iterator[str]:
+    yield "## How it was made"
+    yield ""
+    for variant in variants:
+        manifest = variant.manifest
+        tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+        revision = f" --revision {manifest.source.revision}" if manifest.source.revision else ""
+        how = f"shardconv convert {manifest.source.name}{revision} --tp {manifest.tp} {variant.path}/"
+        yield f"- {escaped(variant.path)}: `{_code(how)}`, with {escaped(tools)}"
+
+
+def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
+    variant = variants[0]
+    source = variant.manifest.source
+    against = f"{variant.path}/ --against {source.name}"
+    revision = f" --revision {source.revision}" if source.revision else ""
+    yield "## How to verify it"
+    yield ""
+    yield "Each directory has a manifest with the size and the checksum of every file. The second command "
+    yield "compares every byte with the base model."
+    yield ""
+    yield "```sh"
+    yield f"hf download {_code(repo_id)} --include {_code(variant.path)}/* --local-dir ."
+    yield _code(f"shardconv verify {against}{revision}")
+    yield "```"
