@@ -49,6 +49,7 @@ def convert(
     max_file_size: int | str = MAX_FILE_SIZE,
     memory: int | str = MEMORY,
     ranks: Collection[int] | str | None = None,
+    stream: bool | None = None,
     random_init: bool = False,
     seed: int | None = None,
     trust_remote_code: bool = False,
@@ -75,6 +76,9 @@ def convert(
         memory: bytes for the buffers that weights pass through, or text.
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Each part may be written by
             another machine, to one directory; the last one completes it.
+        stream: of a Hub repository, ask for the bytes that are written and keep none in the cache; if False,
+            download whole files to the cache. By default stream if ``ranks`` are given. What is in the cache
+            already is read there, and files that are not safetensors are downloaded.
         random_init: write the weights of a newly initialised model, to be trained from scratch: ``model``
             needs a config only, and weights that it has are not read.
         seed: of the initialisation, by default 0; the same seed gives the same weights for any ``tp``.
@@ -110,7 +114,14 @@ def convert(
 
     progress.stage(f"reading {os.fspath(model)}")
     hub = Hub(revision, cache_dir, local_files_only, token)
-    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=not random_init)
+    spec = resolve(
+        model,
+        hub,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        need_weights=not random_init,
+        stream=ranks is not None if stream is None else stream,
+    )
     origin, found = _initialised(spec, seed or 0, progress) if random_init else _read(spec, progress)
     blocks = blocks_in(found)
     solved: Plan = solve_plan(

@@ -17,6 +17,7 @@ from .options import (
     part_options,
     sequence_option,
     size_options,
+    stream_option,
     tokens_option,
     tp_option,
 )
@@ -31,6 +32,7 @@ from .working import working
 @sequence_option
 @size_options
 @part_options("OUT")
+@stream_option
 @initial_options
 @click.option("--no-check", is_flag=True, help="Skip the proof of the plan (retrace and simulated ranks).")
 @model_options
@@ -50,7 +52,7 @@ def convert_command(
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
       shardconv convert org/name --tp 8 --sequence-parallel out/
-      shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine
+      shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine; reads their bytes
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     from ..reporting.report import human_bytes

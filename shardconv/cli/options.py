@@ -108,6 +108,13 @@ hub_options = together(
     click.option("--token", help="Hub token for private or gated models.  [default: that of the Hub login]"),
 )
 
+stream_option = click.option(
+    "--stream/--download",
+    default=None,
+    help="Read from the Hub only the bytes that are written, and keep none in the cache; or download whole "
+    "files to the cache. What is in the cache is read there.  [default: stream with --ranks, else download]",
+)
+
 model_options = together(
     hub_options,
     click.option("--dtype", type=click.Choice(DTYPES), help="dtype of the parameters.  [default: as stored]"),
