@@ -13,6 +13,7 @@ from .converted.export_dcp import export
 from .converted.merge import merge
 from .converted.replan import replan
 from .converted.reshard import reshard
+from .publishing.push import push
 from .verifying.verify import verify
 
-__all__ = ["convert", "export", "merge", "plan", "replan", "reshard", "verify"]
+__all__ = ["convert", "export", "merge", "plan", "push", "replan", "reshard", "verify"]

@@ -256,6 +256,7 @@ class HubServer:
             "HF_HUB_OFFLINE": False,
             "HF_HOME": str(home),
             "HF_HUB_CACHE": str(home / "hub"),
+            "HF_ASSETS_CACHE": str(home / "assets"),
             "HF_TOKEN_PATH": str(home / "token"),
             "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
         }

@@ -16,6 +16,7 @@ from shardconv_runtime.errors import ShardconvError
 
 from .converted import COMMANDS as ON_CONVERTED
 from .models import COMMANDS as FROM_MODELS
+from .publishing import COMMANDS as ON_THE_HUB
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,6 +81,7 @@ def cli() -> None:
       shardconv merge out/ hf/              back to an ordinary checkpoint
       shardconv export out/ --format dcp d/ for torch's distributed checkpoint
       shardconv replan out/                 solve it again after an upgrade of transformers
+      shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
 
     \b
     Then, in a script that torchrun starts with 8 processes:
@@ -88,5 +90,5 @@ def cli() -> None:
     """
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *ON_THE_HUB):
     cli.add_command(_command)

@@ -80,6 +80,7 @@ COMMANDS = {
         "--verbose",
     },
     "export": {"--format", "--max-file-size", "--memory", "--quiet", "--verbose"},
+    "push": {"--private", "--revision", "--token", "--dry-run", "--quiet", "--verbose"},
 }
 
 
@@ -113,7 +114,7 @@ def test_every_command_has_help_with_an_example(
 def test_torch_is_not_imported_before_there_is_work(argv: list[str]) -> None:
     code = (
         "import sys; from shardconv import cli; code = cli.run(sys.argv[1:]); "
-        "assert not {'torch', 'transformers', 'tqdm'} & set(sys.modules); sys.exit(code)"
+        "assert not {'torch', 'transformers', 'tqdm', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
     assert done.returncode == (2 if "0" in argv else 0), done.stderr

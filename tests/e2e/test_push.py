@@ -1,0 +1,358 @@
+"""Publishing converted directories, with the real client and a Hub on the loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from converted import llama_plan, random_llama, write_directory
+from hub_endpoints import Token
+from hub_server import HubServer
+from interrupted import ROOT
+from shardconv_runtime import manifest
+from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.manifest import MANIFEST_NAME
+
+import shardconv
+from shardconv import cli
+from shardconv.publishing import remote
+from shardconv.publishing.readme import BEGIN, END
+
+REPO = "user/model"
+PART_BYTES = 300_000
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048}
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    with HubServer(part_bytes=PART_BYTES) as server:
+        server.use(monkeypatch, tmp_path / "home", "hf_writer")
+        yield server
+
+
+def make(path: Path, tp: int = 2, shards: int = 2, **changes: object) -> Path:
+    """A converted directory of some megabytes; the shards have a CRC-32, as conversions write it."""
+    sizes: dict[str, Any] = {**SIZES, **changes}
+    model = random_llama(torch.float32, **sizes)
+    out: Path = write_directory(path, model, llama_plan(model.config, (tp,), "float32"), shards)
+    found = manifest.read(out)
+    files = tuple(
+        dataclasses.replace(e, checksum=f"crc32:{zlib.crc32((out / e.path).read_bytes()):08x}")
+        if e.path.endswith(".safetensors")
+        else e
+        for e in found.files
+    )
+    manifest.write(dataclasses.replace(found, files=files), out)
+    return out
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return make(tmp_path / "out")
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    """All contents of a directory."""
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+def below(hub: HubServer, folder: str, revision: str = "main") -> dict[str, bytes]:
+    """All contents of a folder of the repository."""
+    start = f"{folder}/"
+    found = hub.files(REPO, revision)
+    return {path.removeprefix(start): data for path, data in found.items() if path.startswith(start)}
+
+
+def large_bytes(out: Path) -> int:
+    """What of a directory goes to large-file storage, each content once."""
+    return sum(map(len, {data for path, data in files_of(out).items() if path.endswith(".safetensors")}))
+
+
+def complete_manifests(hub: HubServer, folder: str) -> list[bool]:
+    """For each commit with a manifest in ``folder``: whether every file it names is there, of its size."""
+    found = []
+    for commit in hub.repo(REPO).history():
+        file = commit.files.get(f"{folder}/{MANIFEST_NAME}")
+        if file is not None:
+            text = hub.store.blobs.read(file.sha256).decode()
+            sizes = {p: f.num_bytes for p, f in commit.files.items()}
+            entries = manifest.loads(text).files
+            found.append(all(sizes.get(f"{folder}/{e.path}") == e.num_bytes for e in entries))
+    return found
+
+
+def test_what_is_published_is_the_directory(hub: HubServer, out: Path) -> None:
+    before, stamps = files_of(out), {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    pushed = shardconv.push(out, REPO)
+    assert below(hub, "tp-2") == before == files_of(out)
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == stamps
+    found = hub.files(REPO)
+    assert found["config.json"] == before["config.json"]
+    assert set(found) - {f"tp-2/{path}" for path in before} == {
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "shardconv/tp-2.svg",
+    }
+    assert found["shardconv/tp-2.svg"].startswith(b"<svg")
+    assert (pushed.commit, pushed.path, pushed.there) == (hub.head(REPO).oid, "tp-2", {})
+    assert set(pushed.sent) == set(found) - {".gitattributes"}
+    assert hub.uploaded == large_bytes(out)
+    assert complete_manifests(hub, "tp-2") == [True]
+    assert not hub.repo(REPO).private
+
+
+def test_a_push_again_changes_nothing(hub: HubServer, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = shardconv.push(out, REPO)
+    hub.forget()
+    again = shardconv.push(out, REPO)
+    assert (again.commit, again.sent, again.deleted) == (first.commit, {}, ())
+    assert set(again.there) == set(first.sent)
+    assert {r.method for r in hub.requests} <= {"GET", "HEAD"}
+    assert cli.run(["push", str(out), REPO]) == 0
+    assert "is there already, nothing was sent" in capsys.readouterr().out
+
+
+def test_another_number_of_ranks_stands_beside_it(hub: HubServer, out: Path, tmp_path: Path) -> None:
+    shardconv.push(out, REPO)
+    four = make(tmp_path / "four", tp=4)
+    shared = {p for p, data in files_of(four).items() if data in files_of(out).values()}
+    hub.forget()
+    shardconv.push(four, REPO)
+    assert (below(hub, "tp-2"), below(hub, "tp-4")) == (files_of(out), files_of(four))
+    equal = sum(len(files_of(four)[p]) for p in shared if p.endswith(".safetensors"))
+    assert hub.uploaded == large_bytes(four) - equal
+    card = hub.files(REPO)["README.md"].decode()
+    assert "tp-2" in card
+    assert "tp-4" in card
+
+
+def test_equal_contents_are_not_sent_again(hub: HubServer, out: Path) -> None:
+    shardconv.push(out, REPO)
+    hub.forget()
+    shardconv.push(out, "user/copy")
+    assert hub.uploaded == 0
+    assert below(hub, "tp-2") == files_of(out)
+
+
+def test_what_a_person_wrote_stays(hub: HubServer, out: Path) -> None:
+    text = "---\nlicense: mit\ntags:\n- mine\nlibrary_name: other\n---\n# By hand\n\nRead this.\n"
+    hub.add_repo(REPO, {"README.md": text.encode(), "notes/a.txt": b"a"})
+    shardconv.push(out, REPO)
+    card = hub.files(REPO)["README.md"].decode()
+    assert "# By hand\n\nRead this." in card
+    assert card.count(BEGIN) == card.count(END) == 1
+    head = card.split("---")[1]
+    assert "license: mit" in head
+    assert "library_name: other" in head
+    assert "- mine" in head
+    assert hub.files(REPO)["notes/a.txt"] == b"a"
+
+    changed = card.replace("Read this.", "Read that.") + "\nAnd an end.\n"
+    hub.add_repo(REPO, {"README.md": changed.encode()})
+    pushed = shardconv.push(out, REPO)
+    assert pushed.sent == {}, "a person's text is no reason to push"
+    assert hub.files(REPO)["README.md"].decode() == changed
+
+
+def test_metadata_that_cannot_be_read_is_left_to_its_author(hub: HubServer, out: Path) -> None:
+    hub.add_repo(REPO, {"README.md": b"---\na: [\n---\n"})
+    with pytest.raises(SourceError, match="metadata that cannot be read"):
+        shardconv.push(out, REPO)
+    assert len(hub.repo(REPO).history()) == 2
+
+
+def test_a_branch_is_made(hub: HubServer, out: Path) -> None:
+    hub.add_repo(REPO, {"a.txt": b"a"})
+    main = hub.head(REPO).oid
+    pushed = shardconv.push(out, REPO, revision="try/1")
+    assert hub.head(REPO).oid == main
+    assert below(hub, "tp-2", "try/1") == files_of(out)
+    assert pushed.url.endswith("/user/model/tree/try/1")
+    with pytest.raises(SourceError, match="is no branch"):
+        shardconv.push(out, REPO, revision=main)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_dry_run_changes_nothing(
+    hub: HubServer, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], exists: bool
+) -> None:
+    if exists:
+        shardconv.push(out, REPO)
+    four = make(tmp_path / "four", tp=4)
+    hub.forget()
+    assert cli.run(["push", str(four), REPO, "--dry-run", "--token", "hf_reader"]) == 0
+    assert {r.method for r in hub.requests} <= {"GET", "HEAD"}
+    assert (REPO in hub.store.repos) == exists
+    printed = capsys.readouterr().out
+    assert "would send    tp-4/rank-00000-of-00004/" in printed
+    assert ("is there      config.json" in printed) == exists
+    assert "hf_reader" not in printed
+
+
+def test_a_private_repository(hub: HubServer, out: Path) -> None:
+    shardconv.push(out, REPO, private=True)
+    assert hub.repo(REPO).private
+    assert shardconv.push(out, REPO, private=True).sent == {}
+    hub.repo(REPO).private = False
+    (out / "config.json").write_bytes((out / "config.json").read_bytes())
+    hub.add_repo(REPO, {"tp-2/plan.json": b"{}"})
+    with pytest.raises(SourceError, match="is there and public"):
+        shardconv.push(out, REPO, private=True)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("hf_wrong", "does not know the token"),
+        ("hf_reader", "may not write to user/model"),
+        ("hf_stranger", "may not write to user/model"),
+        (None, "nobody is logged in"),
+    ],
+)
+def test_who_may_not_write_is_told(
+    hub: HubServer,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    token: str | None,
+    message: str,
+) -> None:
+    hub.tokens["hf_stranger"] = Token("stranger")
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    for exists in (False, True):
+        if exists:
+            hub.add_repo(REPO)
+        given = ["--token", token] if token else []
+        assert cli.run(["push", str(out), REPO, *given]) == 2
+        error = capsys.readouterr().err
+        assert message in error.splitlines()[-1]
+        assert "; " in error.splitlines()[-1]
+        assert not token or token not in error
+    assert len(hub.repo(REPO).history()) == 2
+    assert hub.uploaded == 0
+
+
+def test_a_server_that_is_not_there_is_said_so(hub: HubServer, out: Path) -> None:
+    hub.__exit__(None, None, None)
+    with pytest.raises(SourceError, match=r"cannot be reached for user/model .* check the network"):
+        shardconv.push(out, REPO)
+
+
+@pytest.mark.parametrize("repo_id", ["model", "a/b/c", "user/mo del", "./out"])
+def test_what_is_no_repository_is_refused(hub: HubServer, out: Path, repo_id: str) -> None:
+    with pytest.raises(SourceError, match="give it as user/name"):
+        shardconv.push(out, repo_id)
+    assert hub.requests == []
+
+
+def test_a_damaged_directory_is_refused(
+    hub: HubServer, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next(out.glob("rank-*/*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert cli.run(["push", str(out), REPO]) == 2
+    assert f"{file.relative_to(out).as_posix()}: its crc32 is" in capsys.readouterr().err
+    (out / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        shardconv.push(out, REPO)
+    assert (hub.requests, hub.store.repos) == ([], {})
+
+
+def test_errors_in_between_are_survived(hub: HubServer, out: Path) -> None:
+    hub.faults.error_every, hub.faults.retry_after_s = 4, 0
+    hub.faults.error_status = 503
+    shardconv.push(out, REPO)
+    assert below(hub, "tp-2") == files_of(out)
+    assert complete_manifests(hub, "tp-2") == [True]
+    assert 503 in {r.status for r in hub.requests}
+
+
+def test_errors_without_end_are_said_to_be_so(
+    hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.faults.error_every, hub.faults.only = 1, "/commit/"
+    with pytest.raises(SourceError, match=r"status 503 again and again .* continues where it was"):
+        shardconv.push(out, REPO)
+    hub.faults.error_every = 0
+    sent = hub.uploaded
+    shardconv.push(out, REPO)
+    assert hub.uploaded == sent == large_bytes(out), "what was sent is known to the Hub"
+    assert below(hub, "tp-2") == files_of(out)
+
+
+def test_another_content_takes_the_place(hub: HubServer, out: Path, tmp_path: Path) -> None:
+    shardconv.push(out, REPO)
+    other = make(tmp_path / "other", shards=1, intermediate_size=128)
+    gone = {f"tp-2/{path}" for path in files_of(out).keys() - files_of(other).keys()}
+    pushed = shardconv.push(other, REPO)
+    assert below(hub, "tp-2") == files_of(other)
+    assert set(pushed.deleted) == gone
+    assert complete_manifests(hub, "tp-2") == [True, True]
+
+
+def test_a_replacement_that_ends_early_leaves_no_manifest_that_lies(
+    hub: HubServer, out: Path, tmp_path: Path
+) -> None:
+    shardconv.push(out, REPO)
+    other = make(tmp_path / "other", shards=3, intermediate_size=128)
+    hub.faults.error_every, hub.faults.error_status, hub.faults.only = 1, 400, "PUT /upload"
+    with pytest.raises(SourceError, match="the Hub refused"):
+        shardconv.push(other, REPO)
+    assert MANIFEST_NAME not in below(hub, "tp-2")
+    hub.faults.error_every = 0
+    shardconv.push(other, REPO)
+    assert below(hub, "tp-2") == files_of(other)
+    assert all(complete_manifests(hub, "tp-2"))
+
+
+def test_a_killed_push_goes_on(hub: HubServer, tmp_path: Path) -> None:
+    out = make(tmp_path / "many", tp=4, shards=4, num_hidden_layers=4)
+    total, largest = large_bytes(out), max(map(len, files_of(out).values()))
+    hub.faults.delay_s, hub.faults.chunk_bytes = 0.03, 32 * 1024
+    process = start(hub, out, tmp_path / "home")
+    limit = time.monotonic() + TIMEOUT_S
+    while hub.uploaded < total / 3:
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)  # what is in its connections arrives
+    done = hub.blobs & {manifest.sha256_of(path) for path in out.rglob("*.safetensors")}
+    assert done
+    assert REPO in hub.store.repos
+    assert MANIFEST_NAME not in below(hub, "tp-4")
+
+    hub.faults.delay_s = 0
+    before = len(hub.requests)
+    process = start(hub, out, tmp_path / "home")
+    assert process.wait(TIMEOUT_S) == 0
+    assert below(hub, "tp-4") == files_of(out)
+    again = {r.path.split("/")[2] for r in hub.requests[before:] if r.method == "PUT"}
+    assert not again & done
+    assert total <= hub.uploaded <= total + remote.THREADS * largest
+
+
+def start(hub: HubServer, out: Path, home: Path) -> subprocess.Popen[bytes]:
+    """A push in a process of its own."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **hub.environment(home, "hf_writer"), "PYTHONPATH": path}
+    command = [sys.executable, "-m", "shardconv", "push", "-q", str(out), REPO]
+    return subprocess.Popen(command, env=environment)
