@@ -74,6 +74,10 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step
     raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here, or lacks dim or layout")
 
 
+MAX_TABLE_ROWS = 2**26
+"""Most rows of a table whose local ids are looked up: 8 bytes for each."""
+
+
 class RowIds:
     """Global row ids of a table to local ones, for any layout of its rows.
 
@@ -84,6 +88,9 @@ class RowIds:
 
     Attributes:
         num_rows: local number of rows.
+
+    Raises:
+        PlanError: the rank's rows do not follow one another, and there are too many.
     """
 
     def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
@@ -91,6 +98,8 @@ class RowIds:
         self.num_rows = sum(stop - start for start, stop in held)
         self._foreign_id = self.num_rows if past_end else 0
         self._range = held[0] if len(held) == 1 else None
+        if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
+            raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
         self._table = _row_table(size(layout), held) if len(held) > 1 else None
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from .options import (
     tp_option,
     trust_option,
 )
-from .working import print_plan, working
+from .working import print_plan, printable, working
 
 
 @click.command("inspect")
@@ -37,16 +37,17 @@ def inspect_command(out: str, as_json: bool, tokens: int) -> None:
     Example:
       shardconv inspect out/
     """
-    from shardconv_runtime import codec, manifest
+    from shardconv_runtime import manifest
 
     found = manifest.read(out)
-    for rank in range(found.tp):
-        manifest.check_sizes(out, found, rank)
-    print_plan(codec.read(Path(out) / manifest.PLAN_NAME), as_json, tokens)
+    plan = manifest.read_plan(out, found)
+    for entry in found.files:
+        manifest.check_size(out, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
+    print_plan(plan, as_json, tokens)
     if not as_json:
         from ..reporting.report import files_report
 
-        click.echo("\n" + files_report(found), nl=False)
+        click.echo(printable("\n" + files_report(found)), nl=False)
 
 
 @click.command("replan")

@@ -30,4 +30,9 @@ def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
 
     from ..reporting.report import report
 
-    click.echo(codec.dumps(solved) if as_json else report(solved, num_tokens=tokens), nl=False)
+    click.echo(codec.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)
+
+
+def printable(text: str) -> str:
+    """A text that may quote what is in files, without what a terminal would take for a command."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -136,7 +136,12 @@ def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKi
 
 
 def _kind(plan: Plan, names: list[str], module: ModulePlan | None, tensors: list[TensorLine]) -> LayerKind:
-    held = (sum(local_bytes(line.plan, plan, rank) for line in tensors) for rank in range(plan.tp))
+    counts = Counter(id(line.plan) for line in tensors)
+    entries = list({id(line.plan): line.plan for line in tensors}.values())
+    held = (
+        sum(counts[id(entry)] * local_bytes(entry, plan, rank) for entry in entries)
+        for rank in range(plan.tp)
+    )
     return LayerKind(
         names=compress(names),
         count=len(names),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from shardconv_runtime import manifest
@@ -19,7 +21,7 @@ from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.header import StoredTensor, read_header
 from shardconv_runtime.layout_hash import is_common, layout_sha256
 from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from shardconv_runtime.plan import Plan, local_shape
+from shardconv_runtime.plan import ParameterPlan, Plan, local_shape
 from shardconv_runtime.typed_json import MalformedError, read_text
 
 from ..reporting.progress import Advance, Progress
@@ -27,6 +29,9 @@ from ..writing.workspace import PARTIAL
 from .checksums import checksums
 
 SHARD = ".safetensors"
+
+MAX_PROBLEMS = 1000
+"""How many problems of tensors are listed: ranks times tensors are many."""
 
 SHOWN = 3
 """How many of the other files are named."""
@@ -95,7 +100,9 @@ def check(contents: Contents, progress: Progress) -> Findings:
         files.measure(advance)
     files.read_headers()
     ordered = [files.problems[e.path] for e in contents.manifest.files if e.path in files.problems]
-    tensors = list(_tensor_problems(contents, files)) if contents.plan is not None else []
+    tensors = (
+        list(islice(_tensor_problems(contents, files), MAX_PROBLEMS)) if contents.plan is not None else []
+    )
     strays, remarks = _others(contents)
     num_bytes = sum(entry.num_bytes for entry in contents.manifest.files)
     return Findings(
@@ -206,19 +213,26 @@ def _origin(path: Path, entry: FileEntry, contents: Contents) -> str:
 def _tensor_problems(contents: Contents, files: _Files) -> Iterator[str]:
     """Tensors that the files of a rank should hold and do not, or hold otherwise, or should not hold."""
     assert contents.plan is not None
-    shards = [entry for entry in contents.manifest.files if is_shard(entry)]
+    own: dict[int | None, list[str]] = defaultdict(list)
+    for entry in filter(is_shard, contents.manifest.files):
+        own[entry.rank].append(entry.path)
+    stored = stored_plans(contents.plan)
+    common = {name: entry for name, entry in stored.items() if is_common(entry)}
+    split = {name: entry for name, entry in stored.items() if name not in common}
     for rank in (None, *range(contents.plan.tp)):
-        own = [entry.path for entry in shards if entry.rank == rank]
-        if not files.problems.keys() & set(own):
-            yield from _owner_problems(contents.plan, rank, {path: files.headers[path] for path in own})
+        if not files.problems.keys() & set(own[rank]):
+            headers = {path: files.headers[path] for path in own[rank]}
+            yield from _owner_problems(contents.plan, rank, headers, common if rank is None else split)
 
 
 def _owner_problems(
-    plan: Plan, rank: int | None, headers: Mapping[str, Mapping[str, StoredTensor]]
+    plan: Plan,
+    rank: int | None,
+    headers: Mapping[str, Mapping[str, StoredTensor]],
+    expected: Mapping[str, ParameterPlan],
 ) -> Iterator[str]:
-    """Of the files of one rank, or of ``common/``."""
+    """Of the files of one rank, or of ``common/``, which should hold the ``expected``."""
     where = manifest.COMMON_DIRECTORY if rank is None else manifest.rank_directory(rank, plan.tp)
-    expected = {n: e for n, e in stored_plans(plan).items() if is_common(e) == (rank is None)}
     held: dict[str, str] = {}
     for path, tensors in headers.items():
         for name, tensor in tensors.items():
