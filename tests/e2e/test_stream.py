@@ -1,0 +1,166 @@
+"""Conversion of a repository that stays on the Hub: which bytes are asked for, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+from click.testing import CliRunner
+from hub_server import HubServer
+from shardconv_runtime import codec, manifest
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.hub import remote
+from shardconv_runtime.tensors import copying
+from small_models import save_random, small_config
+
+import shardconv
+from shardconv.cli import cli
+
+REPO = "user/model"
+TP = 4
+RANK = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of several files, large beside its headers."""
+    path = tmp_path_factory.mktemp("model")
+    config = small_config(
+        hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000
+    )
+    save_random(config, transformers.LlamaForCausalLM, path)
+    whole = transformers.LlamaForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    whole.save_pretrained(path, max_shard_size="2MB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, converted from the disk."""
+    out = tmp_path_factory.mktemp("converted") / "out"
+    shardconv.convert(model, out, TP)
+    return out
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    remote.remote_header.cache_clear()
+    with HubServer() as server:
+        server.use(monkeypatch, tmp_path / "home")
+        server.add_repo(REPO, model)
+        yield server
+
+
+def weight_bytes(hub: HubServer) -> int:
+    return sum(count for name, count in hub.served().items() if name.endswith(".safetensors"))
+
+
+def header_bytes(model: Path) -> int:
+    return sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in model.glob("*.safetensors"))
+
+
+def shards(out: Path, rank: int | None) -> dict[str, bytes]:
+    directory = out / ("common" if rank is None else manifest.rank_directory(rank, TP))
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def partial(out: Path, rank: int) -> dict[str, bytes]:
+    return shards(out / ".partial", rank)
+
+
+def test_one_rank_takes_its_own_bytes(hub: HubServer, model: Path, converted: Path, tmp_path: Path) -> None:
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+    own = sum(map(len, shards(converted, RANK).values())) + sum(map(len, shards(converted, None).values()))
+    assert 0.9 * own < weight_bytes(hub) <= 1.02 * (own + header_bytes(model))
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+def test_ranks_one_after_another_are_the_whole(hub: HubServer, converted: Path, tmp_path: Path) -> None:
+    for rank in range(TP):
+        shardconv.convert(REPO, tmp_path / "out", TP, ranks=[rank])
+    found, want = (manifest.read(out) for out in (tmp_path / "out", converted))
+    assert {f.path: f.checksum for f in found.files} == {f.path: f.checksum for f in want.files}
+    assert found.source.name == REPO
+    assert found.source.revision == hub.head(REPO).oid
+    assert all(len(file.sha256) == 64 for file in found.source.files)
+    assert codec.read(tmp_path / "out/plan.json") == codec.read(converted / "plan.json")
+
+
+def test_all_ranks_at_once_take_each_byte_once(
+    hub: HubServer, model: Path, converted: Path, tmp_path: Path
+) -> None:
+    shardconv.convert(REPO, tmp_path / "out", TP, stream=True)
+    assert all(shards(tmp_path / "out", r) == shards(converted, r) for r in (None, *range(TP)))
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert weight_bytes(hub) <= 1.01 * size
+
+
+def test_by_default_all_ranks_are_downloaded_and_read_from_the_cache_then(
+    hub: HubServer, model: Path, tmp_path: Path
+) -> None:
+    shardconv.convert(REPO, tmp_path / "out", TP)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert weight_bytes(hub) == size
+    shardconv.convert(REPO, tmp_path / "other", TP, ranks=[0])
+    assert weight_bytes(hub) == size
+
+
+def test_a_bad_network_costs_time_only(hub: HubServer, converted: Path, tmp_path: Path) -> None:
+    hub.faults.only = ".safetensors"
+    hub.faults.error_every = 5
+    hub.faults.truncate_every = 7
+    hub.faults.truncate_after_bytes = 500
+    hub.faults.signed_requests = 20
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+
+
+def test_a_dead_server_is_an_error_from_which_one_can_go_on(
+    hub: HubServer, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "TRIES", 3)
+    hub.faults.only = "-of-"
+    hub.faults.error_every = 1
+    with pytest.raises(SourceError, match=f"{REPO}/model-.* cannot be had after 3 tries"):
+        shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    hub.faults.error_every = 0
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+
+
+def test_what_came_before_an_interruption_is_not_asked_for_again(
+    hub: HubServer, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "MAX_WORKERS", 1)
+    read_into, count = remote.RemoteReader.read_into, 0
+
+    def interrupted(self: remote.RemoteReader, offset: int, into: memoryview) -> None:
+        nonlocal count
+        count += 1
+        if count == 400:
+            raise KeyboardInterrupt
+        read_into(self, offset, into)
+
+    monkeypatch.setattr(remote.RemoteReader, "read_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    before = weight_bytes(hub)
+    assert before > header_bytes(model) * 2
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+    own = sum(map(len, shards(converted, RANK).values())) + sum(map(len, shards(converted, None).values()))
+    largest = 1000 * 256 * 4 // TP  # a matrix that was being read
+    assert weight_bytes(hub) <= 1.02 * (own + header_bytes(model)) + largest
+
+
+def test_a_server_without_ranges_is_refused(hub: HubServer, tmp_path: Path) -> None:
+    hub.faults.ignore_range = True
+    found = CliRunner().invoke(cli, ["convert", REPO, "--tp", "4", "--ranks", "0", str(tmp_path / "out")])
+    assert "sends no parts of files" in str(found.exception)
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[0], stream=False)
