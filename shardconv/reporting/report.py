@@ -74,19 +74,19 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
         yield from _kind_rows(kind, size)
         if plan.experts == "ep" and kind.category == "experts":
             yield f"{'':<12}expert parallel: each rank holds whole experts"
-        yield from _aligned([_tensor(plan, line) for line in kind.tensors])
+        yield from _aligned([tensor_cells(plan, line) for line in kind.tensors])
         if kind.edits:
             yield from _wrapped("edits  ", ", ".join(map(_edit, kind.edits)))
 
 
 def _kind_rows(kind: LayerKind, size: str) -> Iterator[str]:
     first, *rest = [name or "(the model)" for name in kind.names]
-    yield _row(kind.category or _unplanned(kind), first, str(kind.count), size)
+    yield _row(kind.category or unplanned(kind), first, str(kind.count), size)
     for name in rest:
         yield _row("", name, "", "")
 
 
-def _unplanned(kind: LayerKind) -> str:
+def unplanned(kind: LayerKind) -> str:
     """What to call a module that is left as it is, but does not hold its parameters whole."""
     return "partial" if any(line.plan.partial for line in kind.tensors) else "shard"
 
@@ -95,7 +95,7 @@ def _row(left: str, name: str, count: str, size: str) -> str:
     return f"{left:<10}{name:<64} {count:>8}{size:>16}".rstrip()
 
 
-def _tensor(plan: Plan, line: TensorLine) -> tuple[str, str, str]:
+def tensor_cells(plan: Plan, line: TensorLine) -> tuple[str, str, str]:
     """Name, global and local shape, and how the dims are laid out."""
     whole, entry = global_shape(line.plan), line.plan
     first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
@@ -133,7 +133,7 @@ def _replicated(plan: Plan, summary: Summary) -> Iterator[str]:
     if not summary.replicated:
         return
     num_bytes = sum(group.num_bytes for group in summary.replicated)
-    share = _percent(num_bytes, summary.total_bytes)
+    share = percent(num_bytes, summary.total_bytes)
     yield f"REPLICATED  {human_bytes(num_bytes)} on every rank, {share} of the model"
     for group in summary.replicated:
         yield from _reason_rows(group)
@@ -181,11 +181,12 @@ def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
         per_rank = f"{human_bytes(smallest)} to {per_rank}"
     yield "TOTAL"
     yield f"  the model      {human_bytes(summary.total_bytes)}"
-    yield f"  each rank      {per_rank} ({_percent(largest, summary.total_bytes)} of the model)"
-    yield f"  sharded        {_percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
+    yield f"  each rank      {per_rank} ({percent(largest, summary.total_bytes)} of the model)"
+    yield f"  sharded        {percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """A share with two digits behind the point, which says 0% and 100% only where that is exact."""
     if whole == 0:
         return "0%"
     percent = 100 * part / whole
