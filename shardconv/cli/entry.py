@@ -17,6 +17,8 @@ from shardconv_runtime.errors import ShardconvError
 from .converted import COMMANDS as ON_CONVERTED
 from .models import COMMANDS as FROM_MODELS
 from .publishing import COMMANDS as ON_THE_HUB
+from .reports import COMMANDS as REPORTS
+from .working import printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,7 +56,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print("error: " + printable(" ".join(message.split())), file=sys.stderr)
     return code
 
 
@@ -76,6 +78,7 @@ def cli() -> None:
       shardconv plan MODEL --tp 8           what a conversion would do, from the config alone
       shardconv convert MODEL --tp 8 out/   do it
       shardconv inspect out/                what a converted directory holds
+      shardconv report out/                 the same and more as a web page, with a picture
       shardconv verify out/                 that every byte of it is right
       shardconv reshard out/ --tp 4 out-4/  the same model for another number of ranks
       shardconv merge out/ hf/              back to an ordinary checkpoint
@@ -90,5 +93,5 @@ def cli() -> None:
     """
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *ON_THE_HUB):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *REPORTS, *ON_THE_HUB):
     cli.add_command(_command)

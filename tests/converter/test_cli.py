@@ -80,6 +80,7 @@ COMMANDS = {
         "--verbose",
     },
     "export": {"--format", "--max-file-size", "--memory", "--quiet", "--verbose"},
+    "report": {"--output", "--overwrite", "--tokens"},
     "push": {"--private", "--revision", "--token", "--dry-run", "--quiet", "--verbose"},
 }
 
