@@ -98,4 +98,4 @@ def new_bytes(items: Iterable[Item], tree: Tree) -> int:
 def makes_a_lie(changes: Changes, folder: str, tree: Tree) -> bool:
     """Whether the manifest that is in ``folder`` would speak of files that are changed under it."""
     inside = [item.path for item in changes.send if item.path.startswith(f"{folder}/")]
-    return f"{folder}/{MANIFEST_NAME}" in tree.files and bool(inside or changes.delete)
+    return f"{folder}/{MANIFEST_NAME}" in tree.files and bool(inside)

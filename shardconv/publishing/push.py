@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from .published import Published
 if TYPE_CHECKING:
     from .remote import Remote
 
-COMMIT_FILES, COMMIT_BYTES = 100, 50 * 10**9
+COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
 """A commit is made after so many files, or so much; what is sent until then is not lost either."""
 
 README = "README.md"
@@ -94,7 +95,8 @@ def push(
     remote = Remote(repo_id, revision, token)
     if not dry_run:
         remote.require_login()
-    verify(directory, progress=progress)
+    for remark in verify(directory, progress=progress).remarks:
+        progress.stage(f"remark: {remark}")
     work = _Push(directory, remote, progress)
     tree = remote.tree()
     changes = work.changes(tree)
@@ -222,9 +224,15 @@ class _Push:
         copies = [_at_root(item) for item in self._items if item.path in small]
         variants = sorted([self._own, *self._others(tree)], key=lambda v: int(v.path[3:]))
         existing = self._remote.text(README, tree)
-        card = merged(existing, model_card(self._remote.repo_id, variants))
-        drawn = text_item(f"{PICTURES}/{self._folder}.svg", picture(self._own.plan))
-        return [*copies, text_item(README, card), drawn]
+        card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
+        drawn = [text_item(f"{PICTURES}/{v.path}.svg", picture(v.plan)) for v in variants]
+        return [*copies, text_item(README, card), *drawn]
+
+    @cached_property
+    def _base_card(self) -> str | None:
+        """The README.md of the model that was converted, where that is on the Hub."""
+        source = self._own.manifest.source
+        return self._remote.card_of(source.name, source.revision) if "/" in source.name else None
 
     def _others(self, tree: Tree) -> Iterator[Published]:
         """The converted directories for other numbers of ranks that are complete."""

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, R
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.sources.hub_errors import explain, hub_error, is_temporary
+from shardconv_runtime.hub.errors import explain, hub_error, is_temporary
 
 from ..reporting.progress import Advance
 from .changes import HubFile, Item, Tree
@@ -156,15 +156,28 @@ class Remote:
         content = tree.files[path].git_oid
 
         def read() -> str:
-            with tempfile.TemporaryDirectory() as directory:
-                file = self._api.hf_hub_download(
-                    self.repo_id, path, revision=tree.commit, local_dir=directory
-                )
-                return Path(file).read_text(encoding="utf-8")
+            return self._read(self.repo_id, path, tree.commit)
 
         if content not in self._texts:
             self._texts[content] = self.patiently(read)
         return self._texts[content]
+
+    def card_of(self, model: str, revision: str | None) -> str | None:
+        """The README.md of another repository; None: there is none to be had."""
+        try:
+            return self._read(model, "README.md", revision)
+        except Exception as error:  # the client has its own ways to say that a file is not there
+            if hub_error(error) is None and not isinstance(error, SourceError | OSError | ValueError):
+                raise
+            return None
+
+    def _read(self, repo_id: str, path: str, revision: str | None) -> str:
+        with tempfile.TemporaryDirectory() as directory:
+            file = self._api.hf_hub_download(repo_id, path, revision=revision, local_dir=directory)
+            try:
+                return Path(file).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise SourceError(f"{path} of {repo_id} is no text in UTF-8; correct it there") from error
 
     def make(self, tree: Tree, private: bool) -> None:
         """Make the repository and the branch, where they are missing.
@@ -207,14 +220,20 @@ class Remote:
         meter = meter or Meter(lambda num_bytes: None)
         meter.begin()
         deletions = [CommitOperationDelete(path, is_folder=False) for path in delete]
-        done = self._api.create_commit(
-            self.repo_id,
-            [*deletions, *(_addition(item, meter.add) for item in items)],
-            commit_message=title,
-            revision=self.revision,
-            parent_commit=parent,
-            num_threads=THREADS,
-        )
+        additions = [_addition(item, meter.add) for item in items]
+        try:
+            done = self._api.create_commit(
+                self.repo_id,
+                [*deletions, *additions],
+                commit_message=title,
+                revision=self.revision,
+                parent_commit=parent,
+                num_threads=THREADS,
+            )
+        except ValueError as error:  # what the Hub says of metadata, or of contents it does not take
+            if hub_error(error) is not None:
+                raise
+            raise SourceError(self._explained(error)) from error
         meter.end(sum(item.num_bytes for item in items))
         return str(done.oid)
 
@@ -235,7 +254,7 @@ class Remote:
                     time.sleep(wait)
                     wait *= 2
                     continue
-                if hub_error(error) is None and not isinstance(error, ValueError):
+                if hub_error(error) is None:
                     raise
                 raise SourceError(self._explained(error)) from error
         raise AssertionError("the last try returns or raises")

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from hub_server import HubServer
 from interrupted import ROOT
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.manifest import MANIFEST_NAME
+from shardconv_runtime.manifest import MANIFEST_NAME, Source
 
 import shardconv
 from shardconv import cli
 from shardconv.publishing import remote
 from shardconv.publishing.readme import BEGIN, END
+from shardconv.reporting.progress import Advance, Silent
 
 REPO = "user/model"
 PART_BYTES = 300_000
@@ -136,8 +138,8 @@ def test_another_number_of_ranks_stands_beside_it(hub: HubServer, out: Path, tmp
     equal = sum(len(files_of(four)[p]) for p in shared if p.endswith(".safetensors"))
     assert hub.uploaded == large_bytes(four) - equal
     card = hub.files(REPO)["README.md"].decode()
-    assert "tp-2" in card
-    assert "tp-4" in card
+    assert "shardconv/tp-2.svg" in card
+    assert "shardconv/tp-4.svg" in card
 
 
 def test_equal_contents_are_not_sent_again(hub: HubServer, out: Path) -> None:
@@ -173,6 +175,23 @@ def test_metadata_that_cannot_be_read_is_left_to_its_author(hub: HubServer, out:
     with pytest.raises(SourceError, match="metadata that cannot be read"):
         shardconv.push(out, REPO)
     assert len(hub.repo(REPO).history()) == 2
+
+
+def test_a_text_that_cannot_be_read_is_left_to_its_author(hub: HubServer, out: Path) -> None:
+    hub.add_repo(REPO, {"README.md": "é".encode("latin-1")})
+    with pytest.raises(SourceError, match=r"README\.md of user/model is no text in UTF-8"):
+        shardconv.push(out, REPO)
+
+
+def test_the_card_says_what_the_base_model_says(hub: HubServer, out: Path) -> None:
+    base = hub.add_repo("org/base", {"README.md": b"---\nlicense: apache-2.0\n---\nA model.\n"})
+    for source, expected in ((Source("org/base", base), True), (Source("org/gone", "0" * 40), False)):
+        found = dataclasses.replace(manifest.read(out), source=source)
+        manifest.write(found, out)
+        shardconv.push(out, f"{REPO}-{expected}")
+        card = hub.files(f"{REPO}-{expected}")["README.md"].decode()
+        assert ("license: apache-2.0" in card) == expected
+        assert source.name in card
 
 
 def test_a_branch_is_made(hub: HubServer, out: Path) -> None:
@@ -282,6 +301,55 @@ def test_errors_in_between_are_survived(hub: HubServer, out: Path) -> None:
     assert below(hub, "tp-2") == files_of(out)
     assert complete_manifests(hub, "tp-2") == [True]
     assert 503 in {r.status for r in hub.requests}
+
+
+class Recorded(Silent):
+    """What bars are shown, how long they are, and how far they come."""
+
+    def __init__(self) -> None:
+        self.bars: dict[str, list[int]] = {}
+
+    @contextmanager
+    def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
+        """Add up."""
+        found = self.bars[label] = [total_bytes, done_bytes]
+
+        def advance(num_bytes: int) -> None:
+            assert num_bytes > 0
+            found[1] += num_bytes
+
+        yield advance
+
+
+def test_progress_counts_every_byte_once(hub: HubServer, out: Path) -> None:
+    hub.faults.error_every, hub.faults.only, hub.faults.retry_after_s = 3, "PUT", 0
+    first, second = Recorded(), Recorded()
+    shardconv.push(out, REPO, progress=first)
+    files = {p: data for p, data in files_of(out).items() if p not in ("manifest.json", "plan.json")}
+    assert first.bars["sending"] == [sum(map(len, files.values()))] * 2
+    assert first.bars["sha256"][0] == first.bars["sha256"][1] > large_bytes(out)
+    shardconv.push(out, REPO, progress=second)
+    assert set(second.bars) == {"checksums"}, "nothing is hashed or sent again"
+
+
+def test_what_others_commit_in_between_stays(
+    hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, parents = remote.Remote.commit, []
+
+    def late(self: remote.Remote, *args: Any, parent: str | None = None, **options: Any) -> str:
+        if parent is not None:
+            parents.append(parent)
+            if len(parents) == 1:
+                hub.add_repo(REPO, {"README.md": b"By others."})
+        return commit(self, *args, parent=parent, **options)
+
+    monkeypatch.setattr(remote.Remote, "commit", late)
+    shardconv.push(out, REPO)
+    assert len(parents) == 2
+    assert hub.files(REPO)["README.md"].startswith(b"---")
+    assert b"By others." in hub.files(REPO)["README.md"]
+    assert below(hub, "tp-2") == files_of(out)
 
 
 def test_errors_without_end_are_said_to_be_so(

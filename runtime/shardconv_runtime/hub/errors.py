@@ -1,4 +1,4 @@
-"""What went wrong on the way to the Hub, in words that say what to do."""
+"""What went wrong while a repository was written, in words that say what to do; of reading: ``access.py``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def explain(repo_id: str, revision: str | None, error: BaseException) -> str:
-    """An error in one line, and what to do; the end is for who writes to the repository.
+    """An error in one line, and what to do.
 
     Args:
         repo_id: id of the repository.
