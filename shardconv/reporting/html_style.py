@@ -40,6 +40,8 @@ td.sum, th.sum { font-weight: 650; }
 .tag { display: inline-block; border: 1px solid var(--edge); border-radius: 6px; padding: 0 7px;
   font-size: 12px;
   font-weight: 500; background: var(--ground); white-space: nowrap; }
+figure { margin: 0; }
+.picture { overflow-x: auto; }
 .picture svg { display: block; max-width: 100%; height: auto; margin: 0 auto; }
 .bars tbody th { white-space: nowrap; }
 .bars td:nth-child(2) { width: 100%; }
@@ -57,18 +59,20 @@ ul.notes li { border-left: 3px solid var(--accent); background: var(--panel); pa
 ul.notes li.warning { border-color: var(--warn); background: var(--warnground); color: var(--warn); }
 nav { margin-top: 18px; font-size: 14px; display: flex; flex-wrap: wrap; gap: 4px 18px; }
 a { color: var(--accent); }
-a:focus-visible, summary:focus-visible, .scroll:focus-visible { outline: 2px solid var(--accent);
+a:focus-visible, summary:focus-visible, [tabindex]:focus-visible { outline: 2px solid var(--accent);
   outline-offset: 2px; }
 details { margin: 10px 0; }
 summary { cursor: pointer; font-weight: 600; }
 footer { padding: 40px 24px 48px; font-size: 13px; }
-@media (max-width: 640px) {
+@media screen and (max-width: 640px) {
   main, header, footer { padding-left: 14px; padding-right: 14px; }
   h1 { font-size: 25px; }
   .numbers { grid-template-columns: repeat(2, 1fr); gap: 8px; }
   .numbers div { padding: 8px 10px; }
   .numbers dd { font-size: 20px; }
   th, td { padding: 6px 8px; }
+  .scroll table { min-width: 620px; }
+  .picture svg { min-width: 620px; }
 }
 @media print {
   body { font-size: 11pt; }
