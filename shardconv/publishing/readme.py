@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from huggingface_hub import ModelCard
@@ -9,6 +10,8 @@ from shardconv_runtime.errors import SourceError
 
 BEGIN, END = "<!-- shardconv: begin -->", "<!-- shardconv: end -->"
 """What stands between them is replaced by each push."""
+
+_OWN = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
 
 def merged(existing: str | None, card: str) -> str:
@@ -50,11 +53,10 @@ def _section(text: str) -> str:
 
 
 def _replaced(text: str, section: str) -> str:
-    begin = text.find(BEGIN)
-    end = text.find(END, begin)
-    if begin < 0 or end < 0:
+    found = _OWN.search(text)
+    if found is None:
         return f"{text.rstrip()}\n\n{section}\n" if text.strip() else f"\n{section}\n"
-    return text[:begin] + section + text[end + len(END) :]
+    return text[: found.start()] + section + text[found.end() :]
 
 
 def _united(existing: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class Remote:
         with tempfile.TemporaryDirectory() as directory:
             file = self._api.hf_hub_download(repo_id, path, revision=revision, local_dir=directory)
             try:
-                return Path(file).read_text(encoding="utf-8")
+                return Path(file).read_bytes().decode()  # with the ends of lines that it has
             except UnicodeDecodeError as error:
                 raise SourceError(f"{path} of {repo_id} is no text in UTF-8; correct it there") from error
 
@@ -230,8 +230,8 @@ class Remote:
                 parent_commit=parent,
                 num_threads=THREADS,
             )
-        except ValueError as error:  # what the Hub says of metadata, or of contents it does not take
-            if hub_error(error) is not None:
+        except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a file here
+            if hub_error(error) is not None or getattr(error, "filename", None):
                 raise
             raise SourceError(self._explained(error)) from error
         meter.end(sum(item.num_bytes for item in items))

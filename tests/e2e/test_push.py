@@ -19,6 +19,7 @@ import torch
 from converted import llama_plan, random_llama, write_directory
 from hub_endpoints import Token
 from hub_server import HubServer
+from huggingface_hub import HfApi
 from interrupted import ROOT
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, SourceError
@@ -264,6 +265,25 @@ def test_who_may_not_write_is_told(
         assert not token or token not in error
     assert len(hub.repo(REPO).history()) == 2
     assert hub.uploaded == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("storage is away"), r"did not arrive \(storage is away\); run the same command again"),
+        (ConnectionError("cut"), r"did not arrive \(cut\); run the same command again"),
+        (ValueError("no such thing"), "the Hub refused what was asked of user/model: no such thing"),
+    ],
+)
+def test_errors_of_other_storage_are_ours(
+    hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", fail)
+    with pytest.raises(SourceError, match=message):
+        shardconv.push(out, REPO)
 
 
 def test_a_server_that_is_not_there_is_said_so(hub: HubServer, out: Path) -> None:

@@ -49,7 +49,7 @@ def explain(repo_id: str, revision: str | None, error: BaseException) -> str:
     Args:
         repo_id: id of the repository.
         revision: branch, tag or commit; None: the default branch.
-        error: has a ``hub_error``, or is a ``ValueError`` of the client.
+        error: has a ``hub_error``, or is a ``ValueError`` of the client or any error of Xet.
     """
     found, status = hub_error(error), status_of(error)
     if isinstance(found, GatedRepoError):
@@ -72,6 +72,9 @@ def explain(repo_id: str, revision: str | None, error: BaseException) -> str:
     if status is not None and is_temporary(error):
         again = "run the same command later, it continues where it was"
         return f"the Hub answers with status {status} again and again ({repo_id}); {again}"
+    if found is None and not isinstance(error, ValueError):
+        again = "run the same command again, it continues where it was"
+        return f"what was sent to {repo_id} did not arrive ({brief(error)}); {again}"
     if found is None or status is not None:
         return f"the Hub refused what was asked of {repo_id}: {brief(found or error)}; see what it says"
     again = "check the network, then run the same command again, it continues where it was"
