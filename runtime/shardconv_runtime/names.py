@@ -63,9 +63,15 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
     Raises:
         PlanError: the pattern is malformed, or stands for more than ``limit`` names or for long ones.
     """
-    choices = [_choices(pattern, component) for component in _components(pattern)]
+    components = _components(pattern)
+    too_long = PlanError(
+        f"a name of the pattern {_shown(pattern)} has more than {MAX_NAME_LENGTH} characters"
+    )
+    if len(components) > MAX_NAME_LENGTH:
+        raise too_long
+    choices = [_choices(pattern, component) for component in components]
     if sum(1 + len(str(choice[-1][-1])) for choice in choices) > MAX_NAME_LENGTH + 1:
-        raise PlanError(f"a name of the pattern {_shown(pattern)} has more than {MAX_NAME_LENGTH} characters")
+        raise too_long
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
         raise PlanError(
