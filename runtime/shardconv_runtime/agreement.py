@@ -25,6 +25,9 @@ AGREE_TIMEOUT_S = 300
 READ_TIMEOUT_S = 3600
 """How long a rank waits for the others to have read their files."""
 
+DOWNLOAD_TIMEOUT_S = 24 * 3600
+"""How long, where they come over a network."""
+
 
 def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
     """Tell the others whether this rank is well; return only if all are.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import agreement, fingerprint, manifest, weights
@@ -21,12 +21,18 @@ from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
 from .forms import of_sequence, require_training
 from .generation import prepare_generation
+from .hub.access import Hub
+from .hub.fetch import Repository, find, variant
 from .lazy import build_model, find_class
 from .loaded import Loaded, remember
 from .mesh import Launch
 from .model_config import building_failed, read_config, read_generation_config
 from .plan import Plan
 from .read_ahead import ReadAhead
+from .reading import tensors
+
+if TYPE_CHECKING:
+    from .tensors.lazy import LazyTensor
 
 T = TypeVar("T")
 
@@ -34,6 +40,7 @@ T = TypeVar("T")
 def load(
     path: str | os.PathLike[str],
     *,
+    plan: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -44,6 +51,10 @@ def load(
     gather_logits: bool | None = None,
     timeout_s: float | None = None,
     all_reduce: AllReduce | None = None,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """Load this rank's part of a converted model; every rank of the job calls it.
@@ -56,7 +67,13 @@ def load(
     a ``streamer`` gets tokens on rank 0 only, and rank 0's clock counts for ``max_time``.
 
     Args:
-        path: directory that ``shardconv convert`` wrote.
+        path: directory that ``shardconv convert`` wrote, or the id of a repository on the Hub to which one
+            was pushed: this rank's files are downloaded to the cache. Where it holds several in ``tp-N/``,
+            the one for as many ranks as there are processes is taken.
+        plan: a plan (``shardconv plan --format json``), a directory that has one, or
+            ``user/repo/plan.json`` on the Hub. ``path`` then is an ordinary model, local or on the Hub, of
+            which this rank reads its part: of safetensors on the Hub only the bytes that it holds, which are
+            not kept in the cache.
         device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
@@ -78,6 +95,9 @@ def load(
         all_reduce: sums a contiguous tensor over the process group of a name, instead of torch's own; for
             collectives that suit the machine better (symmetric memory, say). It leaves its argument as it
             is; a compiled model needs a function that Dynamo can trace.
+        revision: branch, tag or commit on the Hub; only a commit is the same tomorrow.
+        cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
+            set, everything comes from the cache.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
 
     Returns:
@@ -89,22 +109,35 @@ def load(
     Example:
         >>> model = shardconv_runtime.load("out/")
         >>> logits = model(input_ids).logits
+        >>> model = shardconv_runtime.load("user/model-tp", revision="0123abc...")
+        >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
     wanted = _dtype(dtype)
     if mesh is not None:
         group = launching.tp_group(mesh, group)
     form = _Form(training, sequence_parallel, gather_logits)
-    checked, error = _attempt(lambda: _check(Path(path), group, form, trust_remote_code))
+    hub = Hub(revision, cache_dir, local_files_only, token)
+    plan = None if plan is None else os.fspath(plan)
+    checked, error = _attempt(
+        lambda: _check(os.fspath(path), plan, hub, group, form, trust=trust_remote_code)
+    )
     if checked is not None:
         launching.check_world_size(checked.plan, group)
-    with ReadAhead(checked.files.paths if checked is not None else ()) as ahead:
+    with ReadAhead(checked.paths if checked is not None else ()) as ahead:
         start = _launch(group, device, timeout_s, error)
         agreement.agree(start, error)
         assert checked is not None, "agree has raised the error"
+        if checked.repository is not None:
+            fetched, error = _attempt(lambda: _with_files(checked, start.rank))
+            agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
+            assert fetched is not None, "agree has raised the error"
+        else:
+            fetched = checked
         used = of_sequence(checked.plan) if sequence_parallel else checked.plan
         comm = launching.connect(used, start, all_reduce, training=training)
-        model, error = _attempt(lambda: _build(checked, start, comm, wanted, form))
-        agreement.agree(start, error, agreement.READ_TIMEOUT_S)
+        timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
+        model, error = _attempt(lambda: _build(fetched, start, comm, wanted, form))
+        agreement.agree(start, error, timeout)
         assert model is not None, "agree has raised the error"
         if start.device.type != "cpu":
             ahead.stop()  # all was read; what is mapped is read while it waits for its first use
@@ -124,39 +157,87 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A directory that this rank can load, as far as sizes and headers tell."""
+    """A model that this rank can load, as far as could be told so far."""
 
     directory: Path
     manifest: manifest.Manifest
+    """Of an ordinary model: one of its small files."""
     plan: Plan
-    files: weights.RankFiles
+    repository: Repository | None = None
+    """From which this rank's files are still to be downloaded."""
+    files: weights.RankFiles | None = None
+    """This rank's files, checked."""
+    checkpoint: Mapping[str, LazyTensor] | None = None
+    """Instead of files: the weights of an ordinary model, whole, not read."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of this rank's files."""
+        return () if self.files is None else self.files.paths
 
 
 def _check(
-    directory: Path, group: dist.ProcessGroup | None, form: _Form, trust_remote_code: bool
+    path: str, plan: str | None, hub: Hub, group: dist.ProcessGroup | None, form: _Form, *, trust: bool
 ) -> _Checked:
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory}: no such directory; give the directory that `shardconv convert` wrote "
-            "(this version loads local directories only)"
-        )
-    found = manifest.read(directory)
-    plan = manifest.read_plan(directory, found)
-    if plan.model.trust_remote_code and not trust_remote_code:
+    """Everything that takes little time."""
+    rank, world_size = launching.rank(group), launching.world_size(group)
+    if plan is not None:
+        found = _ordinary(path, plan, hub, trust=trust)
+    else:
+        found = _converted(path, hub, world_size)
+    directory, solved = found.directory, found.plan
+    if solved.model.trust_remote_code and not trust:
         raise PlanError(
             f"{directory}: the model runs Python code from its own directory; "
             "read that code, then pass trust_remote_code=True"
         )
-    fingerprint.check_code(plan)
+    fingerprint.check_code(solved)
     if form.training:
-        require_training(plan)
+        require_training(solved)
     if form.sequence_parallel:
-        of_sequence(plan)
-    if form.gather_logits is False and plan.logits is None:
+        of_sequence(solved)
+    if form.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
-    rank = launching.rank(group)
-    files = weights.check_files(directory, found, plan, rank) if rank < plan.tp else weights.RankFiles(())
-    return _Checked(directory, found, plan, files)
+    if found.repository is None and found.checkpoint is None and rank < solved.tp:
+        return _with_files(found, rank)
+    return found
+
+
+def _converted(path: str, hub: Hub, world_size: int) -> _Checked:
+    """A converted directory, or one on the Hub, of which the manifest and the plan are read."""
+    repository: Repository | None = None
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        directory = variant(directory, world_size)
+        found = manifest.read(directory)
+    elif directory.exists() or _is_path(path):
+        raise CheckpointError(
+            f"{path}: no such directory; give the directory that `shardconv convert` wrote, or the id of a "
+            "repository on the Hub"
+        )
+    else:
+        repository, found = find(path, hub, world_size)
+        directory = repository.directory
+    return _Checked(directory, found, manifest.read_plan(directory, found), repository)
+
+
+def _ordinary(path: str, plan_path: str, hub: Hub, *, trust: bool) -> _Checked:
+    """An ordinary model, to be cut by a plan while it is read."""
+    from .sources.ordinary import ordinary
+
+    found = ordinary(path, plan_path, hub, trust_remote_code=trust)
+    return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") != 1
+
+
+def _with_files(found: _Checked, rank: int) -> _Checked:
+    """The files of a rank, downloaded if they are not there, and checked."""
+    if found.repository is not None:
+        found.repository.fetch(found.manifest.files_of(rank))
+    return replace(found, files=weights.check_files(found.directory, found.manifest, found.plan, rank))
 
 
 def _build(
@@ -177,10 +258,20 @@ def _build(
         training=form.training,
         sequence_parallel=form.sequence_parallel,
     )
-    weights.read(model, plan, checked.files, start.device, dtype)
+    weights.read(model, plan, _stored(checked, start), start.device, dtype)
     prepare_generation(model, generation_config, start, form.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
     return model.eval()
+
+
+def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
+    """What this rank holds, from its own files, or cut from an ordinary checkpoint."""
+    if checked.checkpoint is not None:
+        from .sources.planned import local_tensors
+
+        return local_tensors(checked.plan, checked.checkpoint, start.rank, start.device)
+    assert checked.files is not None
+    return tensors(checked.files.shards, start.device)
 
 
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:

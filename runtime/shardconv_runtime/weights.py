@@ -28,7 +28,6 @@ from .manifest import (
 )
 from .model_config import CONFIG, GENERATION_CONFIG
 from .plan import ParameterPlan, Plan, local_shape, parameter_plans
-from .reading import tensors
 
 _REMEDY = "copy the directory again, or convert the model again"
 
@@ -78,14 +77,18 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
 
 
 def read(
-    model: nn.Module, plan: Plan, files: RankFiles, device: torch.device, dtype: torch.dtype | None
+    model: nn.Module,
+    plan: Plan,
+    stored: Generator[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> None:
     """Fill a parallelized model, in place; buffers that no file holds are moved to the device.
 
     Args:
         model: as ``build.parallelize`` leaves it.
         plan: its plan.
-        files: of this rank.
+        stored: what this rank holds, by the names under which it is stored, on the device; it is closed.
         device: where all tensors go.
         dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
 
@@ -94,7 +97,7 @@ def read(
     """
     todo = set(parameter_plans(plan))
     modules = dict(model.named_modules(remove_duplicate=False))
-    with closing(_parameters(files, plan, device)) as parameters:
+    with closing(_parameters(stored, plan)) as parameters:
         for name, tensor in parameters:
             target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
             owner, _, attribute = name.rpartition(".")
@@ -120,12 +123,12 @@ def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> to
     return torch.promote_types(stored, wanted) if kept_wide else wanted
 
 
-def _parameters(files: RankFiles, plan: Plan, device: torch.device) -> Generator[tuple[str, Tensor]]:
-    """The parameters in the files; one with blocks once its values and its factors were read."""
+def _parameters(stored: Generator[tuple[str, Tensor]], plan: Plan) -> Generator[tuple[str, Tensor]]:
+    """The parameters; one with blocks once its values and its factors were read."""
     scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
     partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
     waiting: dict[str, Tensor] = {}
-    with closing(tensors(files.shards, device)) as found_tensors:
+    with closing(stored) as found_tensors:
         for name, tensor in found_tensors:
             if name not in partner:
                 yield name, tensor

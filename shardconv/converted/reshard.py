@@ -115,7 +115,7 @@ def _origin(found: Converted) -> Origin:
 
 def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
     """The weights, those in bands that are interleaved on some rank of the new plan."""
-    from ..writing.writer import shard
+    from shardconv_runtime.sources.planned import shard
 
     return {
         name: gathered(name, weights[name])

@@ -24,6 +24,7 @@ from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.slices import Dim, Mesh, ranges
+from shardconv_runtime.sources.planned import shard
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.scaled import flatten
 from shardconv_runtime.sources.spec import ModelSpec
@@ -35,7 +36,7 @@ from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor, Shape, item_byt
 from ..arguments import MEMORY
 from ..converted.shards import Converted
 from ..reporting.progress import Progress
-from ..writing.writer import copy_small_files, shard
+from ..writing.writer import copy_small_files
 
 
 @dataclass(frozen=True, slots=True)

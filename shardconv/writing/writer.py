@@ -13,7 +13,6 @@ from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub.remote import RemoteFile
-from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -25,13 +24,12 @@ from shardconv_runtime.manifest import (
     rank_directory,
     sha256_checksum,
 )
-from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.plan import ParameterPlan, Plan
 from shardconv_runtime.saving.shard_files import PlannedShard, shard_files
-from shardconv_runtime.saving.small_files import plain_config
-from shardconv_runtime.slices import Mesh, ranges
+from shardconv_runtime.saving.small_files import files_to_copy, plain_config
 from shardconv_runtime.sources.checkpoint import WeightFile
+from shardconv_runtime.sources.planned import as_planned, shard
 from shardconv_runtime.sources.spec import ModelSpec
-from shardconv_runtime.tensors import lazy
 from shardconv_runtime.tensors.lazy import LazyTensor
 
 from ..reporting.progress import Progress
@@ -40,29 +38,6 @@ from .job import difference
 from .output import Output
 from .target import TargetFile
 from .workspace import Workspace, opened, write_durably
-
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-)
-"""Files of the model directory that go along, as glob patterns."""
-
-COPIED_CODE = ("*.py",)
-"""Copied too where the model runs its repository's code."""
 
 TOOLS = ("shardconv", "torch", "transformers", "safetensors")
 """Whose versions the manifest records."""
@@ -124,7 +99,7 @@ def write(
         ShardconvError: the output cannot be written, or another process does.
     """
     parameters = stored_plans(plan)
-    weights = {name: _as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
+    weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
     files = _target_files(plan, parameters, weights, max_file_size)
     directories = [rank_directory(rank, plan.tp) for rank in range(plan.tp)]
     owners = {file.owner for file in files}
@@ -161,25 +136,6 @@ def source_of(spec: ModelSpec) -> Source:
     name = spec.name if spec.revision else _directory(spec).resolve().name
     files = tuple(SourceFile(f.name, _num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
-
-
-def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> LazyTensor:
-    """What ``rank`` holds of a parameter.
-
-    Args:
-        entry: the parameter's plan.
-        tensor: global, of the plan's dtype.
-        mesh: of the plan.
-        rank: the rank.
-
-    Returns:
-        local; of a Partial parameter, zeros where a coordinate on its axes is not 0.
-    """
-    if not holds_values(entry, mesh, rank):
-        return lazy.zeros(entry.dtype, local_shape(entry, mesh, rank))
-    for index, dim in enumerate(entry.dims):
-        tensor = lazy.take(tensor, index, ranges(dim, mesh, rank))
-    return tensor
 
 
 def _target_files(
@@ -283,19 +239,6 @@ def _rank_of(path: str, tp: int) -> int | None:
     return next((rank for rank in range(tp) if rank_directory(rank, tp) == directory), None)
 
 
-def _as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
-    """A weight of the plan's dtype."""
-    if tensor.shape != global_shape(entry):
-        raise SourceError(
-            f"{name} is {list(tensor.shape)} in the checkpoint and {list(global_shape(entry))} "
-            "in the plan; plan it again from the config.json that belongs to these weights"
-        )
-    cast = lazy.cast(tensor, entry.dtype)
-    if cast is None:
-        raise SourceError(f"{name} is cast to {tensor.dtype} when loaded, and {entry.dtype} in the plan")
-    return cast
-
-
 def _directory(spec: ModelSpec) -> Path:
     assert spec.directory is not None, "only a model on disk has weights to write"
     return spec.directory
@@ -304,11 +247,9 @@ def _directory(spec: ModelSpec) -> Path:
 def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
     """Copy what of the model is not weights."""
     root = _directory(spec)
-    patterns = COPIED + (COPIED_CODE if spec.trust_remote_code else ())
-    found = {file for pattern in patterns for file in root.glob(pattern) if file.is_file()}
     entries = []
-    for file in sorted(found):
-        path = file.relative_to(root)
+    for path in files_to_copy(root, code=spec.trust_remote_code):
+        file = root / path
         (directory / path).parent.mkdir(exist_ok=True)
         if spec.dequantise and path == Path("config.json"):
             config = plain_config(file.read_text(encoding="utf-8"))

@@ -68,7 +68,11 @@ class Record:
 def tiny(unit: int, band: int, workers: int = 2) -> mock._patch_dict:
     """Small units and bands."""
     return mock.patch.multiple(
-        copying, UNIT_BYTES=unit, BAND_BYTES=band, num_workers=lambda remote=False: workers, MAX_WORKERS=workers
+        copying,
+        UNIT_BYTES=unit,
+        BAND_BYTES=band,
+        num_workers=lambda remote=False: workers,
+        MAX_WORKERS=workers,
     )
 
 

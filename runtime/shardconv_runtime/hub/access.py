@@ -9,11 +9,14 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from ..errors import SourceError
 from ..messages import brief
 
 
@@ -48,3 +51,19 @@ def explain(repo_id: str, hub: Hub, error: Exception) -> str:
     if isinstance(error, HfHubHTTPError):
         return f"{start} it cannot be read{at}: {brief(error)}; check the token and try again"
     return f"{start} it cannot be reached{at} ({type(error).__name__}); check the path or the network"
+
+
+def require_repo_id(text: str) -> None:
+    """Refuse what cannot be the id of a repository.
+
+    Raises:
+        SourceError: it looks like a path.
+    """
+    looks_like_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
+    try:
+        if not looks_like_path:
+            validate_repo_id(text)
+            return
+    except HFValidationError:
+        pass
+    raise SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")

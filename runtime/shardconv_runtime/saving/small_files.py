@@ -9,6 +9,41 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..manifest import MANIFEST_NAME, FileEntry, Manifest, resolve, sha256_checksum
 
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+)
+"""Files of a model's directory that go along with its weights, as glob patterns."""
+
+COPIED_CODE = ("*.py",)
+"""Go along too where the model runs its repository's code."""
+
+
+def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
+    """What of a model's directory goes along with its weights; paths relative to it, sorted.
+
+    Args:
+        directory: of an ordinary model.
+        code: it runs its repository's code.
+    """
+    patterns = COPIED + (COPIED_CODE if code else ())
+    found = {file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    return sorted(file.relative_to(directory) for file in found)
+
 
 def small_files(manifest: Manifest) -> list[FileEntry]:
     """What is not weights."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..errors import SourceError
-from ..hub.access import Hub, explain
+from ..hub.access import Hub, explain, require_repo_id
 from ..hub.remote import RemoteFile, remote_files
 from .checkpoint import LAYOUTS, wanted_weights
 
@@ -52,7 +50,7 @@ def locate(
         return Located(path)
     if path.exists():
         raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
-    _require_repo_id(text)
+    require_repo_id(text)
     directory = _download(text, hub, SMALL_FILES + (("*.py",) if code else ()))
     commit = directory.name
     if not need_weights:
@@ -76,17 +74,6 @@ def _remote(
         return ()
     found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
     return found if len(found) == len(chosen) else ()
-
-
-def _require_repo_id(text: str) -> None:
-    looks_like_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
-    try:
-        if not looks_like_path:
-            validate_repo_id(text)
-            return
-    except HFValidationError:
-        pass
-    raise SourceError(f"no such directory: {text} (and it is not a Hub id); check the path")
 
 
 def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:

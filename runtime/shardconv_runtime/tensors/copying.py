@@ -52,6 +52,9 @@ SPARSE = 4
 
 PAGE_BYTES = 4096
 
+READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
+"""For the buffers through which tensors are read into memory."""
+
 MAX_REQUESTS = 100_000
 """Over a network, as long as there are no more stretches than this, nothing but what is wanted is asked for.
 Some milliseconds each, with so many workers: with more, the short gaps between stretches are read along."""
@@ -427,19 +430,28 @@ def read_tensor(tensor: LazyTensor) -> torch.Tensor:
     Raises:
         SourceError: a file cannot be read.
     """
-    values = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    memory = values.reshape(-1).view(torch.uint8).numpy()
-    units = plan_units([Placed(tensor, 0, 0)], {}, BAND_BYTES * MAX_WORKERS * 4)
-    run(units, lambda: _Memory(memory), lambda unit, sink: None)
+    return read_tensors([tensor])[0]
+
+
+def read_tensors(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
+    """Read tensors into memory, at once.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    values = [torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for tensor in tensors]
+    memory = [value.reshape(-1).view(torch.uint8).numpy() for value in values]
+    placed = [Placed(tensor, index, 0) for index, tensor in enumerate(tensors)]
+    run(plan_units(placed, {}, READ_MEMORY), lambda: _Memory(memory), lambda unit, sink: None)
     return values
 
 
 class _Memory:
-    """A sink that keeps everything."""
+    """A sink that keeps everything; its files are tensors."""
 
-    def __init__(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, memory: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
         self._memory = memory
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
         """Copy."""
-        self._memory[offset : offset + len(data)] = data
+        self._memory[file][offset : offset + len(data)] = data

@@ -73,8 +73,8 @@ class _Padding:
         self._length = length if missing else None
         if missing and not self._may_pad:
             raise PlanError(
-                f"a sequence of {length} tokens cannot be split over {self._num_ranks} ranks, and by its plan "
-                "this model may not be padded (its results would change, or this was not tried); give a "
+                f"a sequence of {length} tokens cannot be split over {self._num_ranks} ranks, and by its "
+                "plan this model may not be padded (its results would change, or this was not tried); give a "
                 f"length that {self._num_ranks} divides"
             )
         if missing:

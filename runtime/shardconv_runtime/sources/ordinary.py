@@ -1,0 +1,79 @@
+"""An ordinary model, local or on the Hub, that is loaded by a plan which was made for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import codec
+from ..errors import PlanError
+from ..hub.access import Hub
+from ..hub.fetch import plan_path
+from ..manifest import FileEntry, Manifest, Source, sha256_checksum
+from ..plan import Plan, parameter_plans
+from ..saving.small_files import files_to_copy
+from ..tensors.lazy import LazyTensor
+from .resolve import resolve
+from .scaled import flatten
+from .spec import ModelSpec
+from .weights import lazy_weights, select
+
+
+@dataclass(frozen=True, slots=True)
+class Ordinary:
+    """A model and a plan that fits it, as far as names and shapes tell."""
+
+    directory: Path
+    """Of the config; the weights may be elsewhere."""
+    manifest: Manifest
+    """Of what is not weights, as if the directory had been converted."""
+    plan: Plan
+    weights: Mapping[str, LazyTensor]
+    """Whole, by the names under which the plan stores them; not read."""
+
+
+def ordinary(
+    model: str | os.PathLike[str], plan: str | os.PathLike[str], hub: Hub, *, trust_remote_code: bool
+) -> Ordinary:
+    """Find out of which bytes of a model's files each parameter of a plan is made.
+
+    Args:
+        model: directory or Hub id.
+        plan: file, converted directory, or file on the Hub.
+        hub: how to reach it; its revision is the model's.
+        trust_remote_code: allow the model to run code of its own.
+
+    Raises:
+        SourceError: the model cannot be read, or its weights are not those of its config.
+        PlanError: the plan cannot be read, or is for another model.
+    """
+    solved = codec.read(plan_path(plan, hub))
+    has_blocks = any(entry.block for entry in solved.parameters)
+    spec = resolve(
+        model,
+        hub,
+        dtype=None if has_blocks else solved.model.dtype,
+        trust_remote_code=trust_remote_code and solved.model.trust_remote_code,
+        stream=True,
+    )
+    if spec.class_name != solved.model.class_name:
+        raise PlanError(
+            f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
+            "make a plan of that model"
+        )
+    planned, weights = flatten(solved, select(spec, lazy_weights(spec), parameter_plans(solved).keys()))
+    if has_blocks and parameter_plans(planned) != parameter_plans(solved):
+        raise PlanError(f"the plan is for other float8 blocks than {spec.name} has; make a plan of it")
+    assert spec.directory is not None, "it was resolved from a directory or from the Hub"
+    return Ordinary(spec.directory, _manifest(spec, spec.directory, solved), solved, weights)
+
+
+def _manifest(spec: ModelSpec, directory: Path, plan: Plan) -> Manifest:
+    entries = [
+        FileEntry(path.as_posix(), (directory / path).stat().st_size, sha256_checksum(directory / path))
+        for path in files_to_copy(directory, code=spec.trust_remote_code)
+    ]
+    name = spec.name if spec.revision else directory.resolve().name
+    return Manifest(plan.tp, codec.sha256(codec.dumps(plan)), Source(name, spec.revision), {}, tuple(entries))

@@ -1,0 +1,257 @@
+"""Models that ranks load from the Hub: converted ones, and ordinary ones that are cut by a plan."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from distributed import run_errors, run_processes
+from hub_server import HubServer
+from huggingface_hub import constants
+from shardconv_runtime import codec, manifest
+from shardconv_runtime.hub import fetch, remote
+from small_models import save_random, small_config
+
+import shardconv
+
+CONVERTED, ORIGINAL = "user/model-tp", "user/original"
+TP = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of several files, large beside its headers."""
+    path = tmp_path_factory.mktemp("model")
+    config = small_config(
+        hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000
+    )
+    save_random(config, transformers.LlamaForCausalLM, path)
+    whole = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float64)
+    (path / "model.safetensors").unlink()
+    whole.save_pretrained(path, max_shard_size="4MB")
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, converted for four ranks, several files for each."""
+    path = tmp_path_factory.mktemp("converted") / "tp-4"
+    shardconv.convert(model, path, TP, max_file_size="1MB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def want(model: Path) -> torch.Tensor:
+    whole = transformers.LlamaForCausalLM.from_pretrained(model)
+    with torch.inference_mode():
+        found: torch.Tensor = whole(ids()).logits
+    return found
+
+
+@pytest.fixture
+def hub(model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    for module in (remote, fetch):
+        monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+    with HubServer() as server:
+        server.use(monkeypatch, tmp_path / "home")
+        server.add_repo(CONVERTED, out.parent)
+        server.add_repo(ORIGINAL, model)
+        yield server
+
+
+def ids() -> torch.Tensor:
+    return torch.arange(24).reshape(2, 12) * 37 % 1000
+
+
+def logits(path: str, options: dict[str, Any]) -> torch.Tensor:
+    model = shardconv_runtime.load(path, **options)
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids()).logits
+    return found
+
+
+def require_right(want: torch.Tensor, path: str, num_ranks: int = TP, **options: Any) -> None:
+    for found in run_processes(num_ranks, logits, path, options):
+        torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9 * float(want.abs().max()))
+
+
+def sizes(out: Path) -> dict[str, int]:
+    return {f"tp-4/{p.relative_to(out)}": p.stat().st_size for p in out.rglob("*") if p.is_file()}
+
+
+def messages(path: str, **options: Any) -> list[str]:
+    errors = run_errors(TP, logits, path, options)
+    assert all(isinstance(error, shardconv_runtime.ShardconvError) for error in errors), errors
+    return [str(error) for error in errors]
+
+
+# Converted ----------------------------------------------------------------------------------------------
+
+
+def test_each_rank_takes_its_own_files_and_each_file_comes_once(
+    hub: HubServer, out: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_right(want, CONVERTED)
+    assert hub.served() == sizes(out)
+    hub.forget()
+    require_right(want, CONVERTED)
+    assert not hub.served()
+    hub.forget()
+    require_right(want, CONVERTED, local_files_only=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    require_right(want, CONVERTED)
+    assert not [request for request in hub.requests if CONVERTED in request.path]
+
+
+def test_one_rank_downloads_nothing_of_the_others(hub: HubServer, out: Path) -> None:
+    repository, found = fetch.find(CONVERTED, fetch.Hub(), TP)
+    repository.fetch(found.files_of(2))
+    served = {path.split("/")[1] for path in hub.served() if path.count("/") > 1}
+    assert served == {"common", manifest.rank_directory(2, TP)}
+    assert sum(hub.served().values()) == sum(e.num_bytes for e in found.files_of(2)) + sum(
+        (out / name).stat().st_size for name in ("plan.json", "manifest.json")
+    )
+
+
+def test_a_bad_network_costs_time_only(hub: HubServer, want: torch.Tensor) -> None:
+    hub.faults.error_every = 5
+    hub.faults.truncate_every = 6
+    hub.faults.truncate_after_bytes = 1000
+    require_right(want, CONVERTED)
+
+
+def test_a_killed_download_goes_on(hub: HubServer, out: Path, want: torch.Tensor, tmp_path: Path) -> None:
+    hub.faults.delay_s = 0.02
+    hub.faults.chunk_bytes = 16384
+    env = {**os.environ, **hub.environment(tmp_path / "home")}
+    script = (
+        "import shardconv_runtime.hub.fetch as f\n"
+        f"r, m = f.find({CONVERTED!r}, f.Hub(), {TP})\n"
+        "r.fetch(m.files_of(1))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=env)
+    blobs = tmp_path / "home" / "hub" / ("models--" + CONVERTED.replace("/", "--")) / "blobs"
+    deadline = time.monotonic() + 60
+    while not any(p.suffix != ".incomplete" and p.stat().st_size > 500_000 for p in blobs.glob("*")):
+        assert process.poll() is None, "it was over before a large file had come"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    complete = {p.name: p.stat().st_size for p in blobs.glob("*") if p.suffix != ".incomplete"}
+    hub.faults.delay_s = 0.0
+    time.sleep(1)  # what was on its way to the dead process is recorded
+    hub.forget()
+    require_right(want, CONVERTED)
+    assert sum(hub.served().values()) == sum(sizes(out).values()) - sum(complete.values())
+
+
+def test_what_cannot_be_had_is_named_on_all_ranks(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "TRIES", 2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    hub.faults.only = "rank-00002"
+    hub.faults.error_every = 1
+    hub.faults.error_status = 404
+    for message in messages(CONVERTED):
+        assert f"{CONVERTED}: tp-4/rank-00002-of-00004/model-00001-of-" in message
+        assert "more files cannot be downloaded" in message
+
+
+def test_other_numbers_of_ranks_are_named(hub: HubServer) -> None:
+    (error, _) = run_errors(2, logits, CONVERTED, {})
+    assert f"{CONVERTED} holds no converted model for 2 ranks, but for 4; start as many" in str(error)
+    assert "pass plan= to load it as it is" in str(run_errors(2, logits, ORIGINAL, {})[0])
+
+
+def test_a_private_repository_needs_a_token(hub: HubServer, out: Path, want: torch.Tensor) -> None:
+    hub.add_repo("user/secret", out.parent, private=True)
+    assert all("does not exist or is private" in message for message in messages("user/secret"))
+    require_right(want, "user/secret", token="hf_reader")
+
+
+def test_a_revision_is_pinned(hub: HubServer, out: Path, want: torch.Tensor, tmp_path: Path) -> None:
+    commit = hub.head(CONVERTED).oid
+    changed = tmp_path / "changed" / "tp-4"
+    shutil.copytree(out, changed)
+    text = (changed / "plan.json").read_text()
+    (changed / "plan.json").write_text(text.replace('"tp": 4', '"tp": 4 '))
+    hub.add_repo(CONVERTED, changed.parent)
+    assert all("plan.json is not the plan that the files were written for" in m for m in messages(CONVERTED))
+    require_right(want, CONVERTED, revision=commit)
+    assert all("has no revision nowhere" in m for m in messages(CONVERTED, revision="nowhere"))
+
+
+def test_a_pushed_directory_is_loaded(hub: HubServer, out: Path, want: torch.Tensor) -> None:
+    shardconv.push(out, "user/pushed", token="hf_writer")
+    require_right(want, "user/pushed")
+
+
+def test_a_directory_of_several_is_loaded(out: Path, want: torch.Tensor) -> None:
+    require_right(want, str(out.parent))
+
+
+# Ordinary -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made from the config alone."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    codec.write(shardconv.plan(model, TP), path)
+    return path
+
+
+def test_an_ordinary_model_is_cut_by_a_plan(model: Path, plan: Path, want: torch.Tensor) -> None:
+    require_right(want, str(model), plan=plan)
+
+
+def test_of_one_on_the_hub_only_the_ranks_bytes_are_read(
+    hub: HubServer, model: Path, out: Path, plan: Path, want: torch.Tensor, tmp_path: Path
+) -> None:
+    hub.add_repo("user/plans", {"llama/tp-4.json": plan.read_bytes()})
+    require_right(want, ORIGINAL, plan="user/plans/llama/tp-4.json")
+    headers = sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in model.glob("*.safetensors"))
+    found = manifest.read(out)
+    own = sum(e.num_bytes for rank in range(TP) for e in found.files_of(rank) if "model-" in e.path)
+    read = sum(count for name, count in hub.served().items() if name.endswith(".safetensors"))
+    assert 0.9 * own < read <= 1.02 * (own + TP * headers)
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
+def test_a_plan_of_another_model_is_refused(hub: HubServer, model: Path, plan: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    save_random(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2), transformers.GPT2LMHeadModel, other)
+    assert all("the plan is for a transformers.models.llama" in m for m in messages(str(other), plan=plan))
+    smaller = tmp_path / "smaller"
+    save_random(small_config(), transformers.LlamaForCausalLM, smaller)
+    found = messages(str(smaller), plan=plan)
+    assert all("the plan is for shape" in message or "in the plan" in message for message in found), found
+    assert all("no such file" in m or "cannot be read" in m for m in messages(str(model), plan="no.json"))
+
+
+def test_a_model_loaded_by_a_plan_is_saved_as_a_converted_one(
+    model: Path, out: Path, plan: Path, tmp_path: Path
+) -> None:
+    run_processes(TP, save, str(model), plan, tmp_path / "saved")
+    found = (tmp_path / "saved").rglob("*.safetensors")
+    assert {p.name: p.read_bytes() for p in found if p.parent.name == "common"} == {
+        p.name: p.read_bytes() for p in (out / "common").iterdir()
+    }
+    assert (tmp_path / "saved/tokenizer_config.json").is_file()
+
+
+def save(path: str, plan: Path, target: Path) -> None:
+    model = shardconv_runtime.load(path, plan=plan)
+    shardconv_runtime.save(model, target, max_file_size=1_000_000)
