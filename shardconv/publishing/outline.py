@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.names import compress
@@ -22,6 +23,10 @@ ALONE = ("", -1)
 
 MOSTLY_ALIKE = 3
 """Layers that lack so few of another layer's parts are drawn as that layer."""
+
+
+MAX_COMPARED = 128
+"""Kinds of layers, the largest, with which others are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,8 @@ def _kinds(layers: Mapping[tuple[str, int], _Layer]) -> Iterator[_Kind]:
     largest = sorted(alike, key=lambda key: (-len(key[1]), min(alike[key])))
     taken: dict[tuple[str, frozenset[Hashable]], list[tuple[str, frozenset[Hashable]]]] = {}
     for key in largest:
-        over = (k for k in taken if k[0] == key[0] and key[1] < k[1] and len(k[1] - key[1]) <= MOSTLY_ALIKE)
+        known = islice(taken, MAX_COMPARED)
+        over = (k for k in known if k[0] == key[0] and key[1] < k[1] and len(k[1] - key[1]) <= MOSTLY_ALIKE)
         taken.setdefault(next(over, key), []).append(key)
     for (stack, _), members in taken.items():
         numbers = sorted(number for member in members for number in alike[member])

@@ -195,7 +195,7 @@ def _kind(plan: Plan, kind: LayerKind) -> Iterator[str]:
     )
     for line in kind.tensors:
         name, shapes, layout = tensor_cells(plan, line)
-        cells = f"<td>{_text(shapes)}</td><td>{_name(layout)}</td>"
+        cells = f"<td>{_text(shapes).replace(', ', ',&nbsp;')}</td><td>{_name(layout)}</td>"
         yield f'<tr class="tensor"><th scope="row">{_name(name)}</th>{cells}<td></td><td></td></tr>'
     for edit in kind.edits:
         local = " … ".join(map(str, dict.fromkeys((edit.local[0], edit.local[-1]))))
