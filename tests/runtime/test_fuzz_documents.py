@@ -77,17 +77,11 @@ def read_plan(text: str) -> None:
     assert to_json(plan)
 
 
-def either(document: Any, count: int) -> Any:
+def either(document: Any, count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Both kinds of damage: to the values and to the bytes."""
     data = to_bytes(document)
-    whole = [examples(count), given(st.one_of(mutated(document).map(to_bytes), damaged(data)))]
-
-    def decorate(function: Any) -> Any:
-        for each in reversed(whole):
-            function = each(function)
-        return function
-
-    return decorate
+    strategy = st.one_of(mutated(document).map(to_bytes), damaged(data))
+    return lambda function: examples(count)(given(strategy)(function))
 
 
 @either(json.loads(PLAN), 2000)
