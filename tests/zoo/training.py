@@ -65,7 +65,8 @@ class Trained:
     tp: int
     form: str
     status: str
-    """``equal``, ``wrong``, ``refused``, ``no sequence form``, ``no loss form`` or ``no checkpointing``."""
+    """``equal``, ``wrong``, ``refused``, ``no sequence form``, ``no loss form``, ``no checkpointing``, or
+    ``not judged``: the unsharded model has no gradients in float64."""
     message: str = ""
     error: float = math.nan
     seconds: float = 0.0
@@ -92,7 +93,7 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     try:
         trial = _Trial(plan, model)
     except Exception as error:
-        yield Trained(*about, "", "wrong", f"the unsharded model: {_line(error)}")
+        yield Trained(*about, "", "not judged", _line(error))
         return
     for form in forms:
         start = time.perf_counter()
@@ -136,6 +137,8 @@ class _Trial:
             self.inputs = self.inputs.with_labels()
         whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
         self.want = _gradients(whole, self.inputs)
+        if not any(gradient.any() for gradient in self.want.values()):
+            raise ArithmeticError("all gradients are zero in float64")
 
     def _changes_when_padded(self) -> bool:
         """Whether the unsharded model does, with these weights: where they tie, it may choose otherwise."""
