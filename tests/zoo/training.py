@@ -137,8 +137,10 @@ class _Trial:
             self.inputs = self.inputs.with_labels()
         whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
         self.want = _gradients(whole, self.inputs)
+        if not all(gradient.isfinite().all() for gradient in self.want.values()):
+            raise ArithmeticError("a gradient is not finite")
         if not any(gradient.any() for gradient in self.want.values()):
-            raise ArithmeticError("all gradients are zero in float64")
+            raise ArithmeticError("all gradients are zero")
 
     def _changes_when_padded(self) -> bool:
         """Whether the unsharded model does, with these weights: where they tie, it may choose otherwise."""
