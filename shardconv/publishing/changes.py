@@ -21,8 +21,8 @@ class Item:
     sha256: str
     """Of the content, in hex."""
 
-    def git_oid(self) -> str:
-        """What git calls the content; reads it."""
+    def blob_id(self) -> str:
+        """What the Hub calls a small file with this content; reads it."""
         content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
@@ -38,9 +38,9 @@ class HubFile:
     """A file that is in the repository."""
 
     num_bytes: int
-    git_oid: str
+    blob_id: str
     sha256: str | None
-    """Of a file in large-file storage; None: it is in git, and ``git_oid`` is of its content."""
+    """Of a file in large-file storage; None: it is a small file, and ``blob_id`` is of its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def is_there(item: Item, tree: Tree) -> bool:
     found = tree.files.get(item.path)
     if found is None or found.num_bytes != item.num_bytes:
         return False
-    return found.sha256 == item.sha256 if found.sha256 else found.git_oid == item.git_oid()
+    return found.sha256 == item.sha256 if found.sha256 else found.blob_id == item.blob_id()
 
 
 def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:

@@ -1,7 +1,7 @@
 """A branch of a repository on the Hub, as ``push`` reads and changes it.
 
 Files go through ``HfApi.create_commit``: ``upload_large_folder`` is not in every version of the client. It
-asks the Hub which contents it lacks, uploads these (through Xet, or by the protocol of git-lfs), and commits.
+asks the Hub which contents it lacks, uploads these (through Xet, or by plain HTTP), and commits.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Remote:
         """A file of text; None: it is not there."""
         if path not in tree.files:
             return None
-        content = tree.files[path].git_oid
+        content = tree.files[path].blob_id
 
         def read() -> str:
             return self._read(self.repo_id, path, tree.commit)
