@@ -134,7 +134,9 @@ def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint
         if gap:
             parts.append(rect(x, y, width, height, class_="gap"))
         else:
-            parts += _cut_rectangle(entry, (rows, columns), coordinates, (x, y, width, height), paint)
+            parts += _cut_rectangle(
+                entry, (rows, columns), coordinates, (x, y, width, height), paint, depth == 0
+            )
         parts.append(rect(x, y, width, height, class_="edge"))
     total_width, total_height = (length + (len(behind) - 1) * shift for length in (width, height))
     for vector in vectors:
@@ -162,7 +164,12 @@ _Place = tuple[float, float, float, float]
 
 
 def _cut_rectangle(
-    entry: ParameterPlan, faces: tuple[int, int], around: Coordinates, place: _Place, paint: Paint
+    entry: ParameterPlan,
+    faces: tuple[int, int],
+    around: Coordinates,
+    place: _Place,
+    paint: Paint,
+    is_front: bool,
 ) -> Iterator[str]:
     x, y, width, height = place
     mesh = paint.plan.mesh
@@ -178,10 +185,14 @@ def _cut_rectangle(
             if row.coordinates is None or column.coordinates is None:
                 yield _gap(where, is_row=row.coordinates is None)
             else:
-                yield _piece(entry, {**around, **row.coordinates, **column.coordinates}, where, paint)
+                yield _piece(
+                    entry, {**around, **row.coordinates, **column.coordinates}, where, paint, is_front
+                )
 
 
-def _piece(entry: ParameterPlan, coordinates: Coordinates, place: _Place, paint: Paint) -> str:
+def _piece(
+    entry: ParameterPlan, coordinates: Coordinates, place: _Place, paint: Paint, is_labelled: bool = True
+) -> str:
     x, y, width, height = place
     if entry.partial:
         at_zero = {**coordinates, **dict.fromkeys(entry.partial, 0)}
@@ -196,7 +207,7 @@ def _piece(entry: ParameterPlan, coordinates: Coordinates, place: _Place, paint:
     label = str(held.first) if held.count == 1 else f"{held.first}-{held.last}"
     if held.count > 1 and held.last - held.first + 1 != held.count:
         label = f"{held.first}…{held.last}"
-    if height < 9.5 or width < 5.2 * len(label) + 3:
+    if not is_labelled or height < 9.5 or width < 5.2 * len(label) + 3:
         return shape
     middle = x + width / 2, y + height / 2 + 2.9
     return shape + text(*middle, label, 8.2, text_anchor="middle", class_="on")
