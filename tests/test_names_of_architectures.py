@@ -46,9 +46,9 @@ ATTRIBUTES = """
 """.split()  # noqa: SIM905
 
 READ = {
-    ("shardconv/sources/config.py", "model_type"): "config.json says there of what type it is",
-    ("shardconv/sources/config.py", "architectures"): "config.json names the model's class there",
-    ("shardconv/sources/weights.py", "architectures"): "its error message speaks of config.json",
+    ("runtime/shardconv_runtime/sources/config.py", "model_type"): "config.json says there of what type it is",
+    ("runtime/shardconv_runtime/sources/config.py", "architectures"): "config.json names the model's class there",
+    ("runtime/shardconv_runtime/sources/weights.py", "architectures"): "its error message speaks of config.json",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",

@@ -229,7 +229,7 @@ def _check_foreign(where: str, entry: ModulePlan) -> None:
         remembers |= step.op in LOCAL_ROWS
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
         _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
-    if flags := [flag for flag in entry.flags if not (flag.isidentifier() and _is_public_path([flag]))]:
+    if flags := [flag for flag in entry.flags if not flag.isidentifier() or flag.startswith("__")]:
         _fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
     if len(set(entry.flags)) < len(entry.flags):
         _fail(f"{where}.flags", "an attribute is named twice")

@@ -23,6 +23,7 @@ COMMANDS = {
         "--max-file-size",
         "--memory",
         "--ranks",
+        "--stream",
         "--overwrite",
         "--random-init",
         "--seed",
