@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,17 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
         raise CheckpointError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{directory}: {name} holds no JSON object")
-    for key, value in _items(found):
-        if problem := _problem(key, value):
-            raise CheckpointError(f"{directory}: {name}: {key}: {problem}; remove it, and convert again")
+    if problem := unsafe_entry(found):
+        raise CheckpointError(f"{directory}: {name}: {problem}; remove it, and convert again")
     return True
+
+
+def unsafe_entry(config: Mapping[str, Any]) -> str:
+    """Which entry of a config would make transformers read, import or download something; empty if none."""
+    for key, value in _items(config):
+        if problem := _problem(key, value):
+            return f"{key}: {problem}"
+    return ""
 
 
 def _items(found: Any) -> Iterator[tuple[str, Any]]:

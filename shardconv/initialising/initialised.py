@@ -20,8 +20,8 @@ import torch
 import transformers
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.manifest import Source
+from shardconv_runtime.messages import brief
 from shardconv_runtime.sources.checkpoint import LAYOUTS
-from shardconv_runtime.sources.messages import brief
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.tensors.copying import num_workers
 from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor, concatenate, whole

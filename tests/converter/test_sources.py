@@ -303,7 +303,7 @@ class TestHub:
             resolve(llama_dir / "config.json")
 
     def test_an_uncached_repository_is_refused_offline(self, tmp_path: Path) -> None:
-        with pytest.raises(SourceError, match="not in the local cache; leave out --local-files-only"):
+        with pytest.raises(SourceError, match="not in the local cache; allow downloads"):
             resolve("nobody/nothing", Hub(local_files_only=True, cache_dir=tmp_path))
 
     def test_only_what_is_needed_is_downloaded(

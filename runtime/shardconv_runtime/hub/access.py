@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..errors import SourceError
 from ..messages import brief
+from .errors import hub_error, status_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,25 @@ FINAL = (GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError, EntryNo
 
 
 def explain(repo_id: str, hub: Hub, error: Exception) -> str:
-    """An error of the client in words, with what to do."""
+    """An error of reading a repository in words, with what to do."""
     at = f" at revision {hub.revision}" if hub.revision else ""
     start = f"no such directory: {repo_id}, and as a Hub id"
-    if isinstance(error, GatedRepoError):
+    found, status = hub_error(error) or error, status_of(error)
+    if isinstance(found, GatedRepoError):
         return f"{repo_id} is gated on the Hub; accept its terms there, then pass a token or log in"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(found, RevisionNotFoundError):
         return f"{repo_id} has no revision {hub.revision} on the Hub; check the revision"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(found, RepositoryNotFoundError):
         return f"{start} it does not exist or is private; check the spelling, or pass a token"
-    if isinstance(error, LocalEntryNotFoundError) and hub.local_files_only:
-        return f"{start} it is not in the local cache{at}; allow downloads, or fill the cache"
-    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-        return f"{repo_id} lacks a file on the Hub{at}: {brief(error)}"
-    if isinstance(error, HfHubHTTPError):
-        return f"{start} it cannot be read{at}: {brief(error)}; check the token and try again"
-    return f"{start} it cannot be reached{at} ({type(error).__name__}); check the path or the network"
+    if isinstance(found, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
+        return f"{start} it is not in the local cache{at}; allow downloads (no --local-files-only)"
+    if isinstance(found, EntryNotFoundError):
+        return f"{repo_id} lacks a file on the Hub{at}: {brief(found)}"
+    if status == 401:
+        return f"{start} it is not for this token{at}; log in, or pass another token"
+    if status is not None:
+        return f"{start} it cannot be read{at}: {brief(found)}; check the token and try again"
+    return f"{start} it cannot be reached{at} ({type(found).__name__}); check the path or the network"
 
 
 def require_repo_id(text: str) -> None:

@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..errors import SourceError
 from ..messages import brief
+from ..model_config import unsafe_entry
 
 FALLBACKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -55,6 +56,8 @@ def _read_json(directory: Path) -> dict[str, Any]:
         raise SourceError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
     if not isinstance(raw, dict):
         raise SourceError(f"{path} holds no JSON object; restore the file")
+    if problem := unsafe_entry(raw):
+        raise SourceError(f"{path}: {problem}; remove it")
     return raw
 
 
