@@ -164,3 +164,26 @@ def test_a_server_without_ranges_is_refused(hub: HubServer, tmp_path: Path) -> N
     found = CliRunner().invoke(cli, ["convert", REPO, "--tp", "4", "--ranks", "0", str(tmp_path / "out")])
     assert "sends no parts of files" in str(found.exception)
     shardconv.convert(REPO, tmp_path / "out", TP, ranks=[0], stream=False)
+
+
+def test_short_gaps_are_read_along_where_there_would_be_too_many_requests(
+    hub: HubServer, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shardconv.convert(REPO, tmp_path / "exact", TP, ranks=[RANK])
+    exact, num_requests = weight_bytes(hub), len(hub.requests)
+    hub.forget()
+    monkeypatch.setattr(copying, "MAX_REQUESTS", 50)
+    shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+    assert len(hub.requests) < num_requests / 5
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert exact < weight_bytes(hub) < size
+
+
+def test_a_token_is_for_the_hub_alone(hub: HubServer, model: Path, converted: Path, tmp_path: Path) -> None:
+    hub.add_repo("user/secret", model, private=True)
+    shardconv.convert("user/secret", tmp_path / "out", TP, ranks=[RANK], token="hf_reader")
+    assert partial(tmp_path / "out", RANK) == shards(converted, RANK)
+    contents = [request for request in hub.requests if request.status == 206]
+    assert contents
+    assert {request.token for request in contents} == {None}
