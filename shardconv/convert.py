@@ -84,7 +84,7 @@ def convert(
         seed: of the initialisation, by default 0; the same seed gives the same weights for any ``tp``.
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
-        check: prove the plan (retrace and float64 simulation) before anything is written.
+        check: prove the plan on numbers (ranks simulated in float64) before anything is written.
         progress: where to report to.
 
     Returns:

@@ -76,7 +76,7 @@ def solve_plan(
         experts: ``tp`` splits each expert of a mixture, ``ep`` gives whole experts to each rank.
         sequence_parallel: solve for activations that are split over the sequence, as well.
         blocks: of block-scaled parameters; no rank's part of them begins or ends inside of a block.
-        check: retrace the local model and compare simulated ranks with the unsharded model.
+        check: compare simulated ranks with the unsharded model.
         progress: told the name of each stage.
 
     Raises:
@@ -127,7 +127,7 @@ def _stages(
         folded = isolate_experts(folded, model)
     analysis = analyse(folded.tape, folded.ties)
     parallel = ExpertParallel(analysis) if experts == "ep" else None
-    problem = _Problem(spec, tp, model, folded, analysis, parallel, blocks, inputs if check else None)
+    problem = _Problem(spec, tp, model, folded, analysis, parallel, blocks, inputs)
     plan, solution = _solved(problem)
     plan = replace(plan, notes=(*inputs.notes, *plan.notes))
     if plan.training is not None and _may_split_loss(plan, model, inputs):
@@ -218,8 +218,7 @@ class _Problem:
     analysis: Analysis
     parallel: ExpertParallel | None
     blocks: Blocks
-    inputs: TraceInputs | None
-    """None: without retracing."""
+    inputs: TraceInputs
 
     def solution(self, assignment: Assignment, ruled_out: Mapping[int, str]) -> Solution:
         """The assignment with all that a plan says.
@@ -248,8 +247,7 @@ def _solved(problem: _Problem) -> tuple[Plan, Solution]:
             if parallel:
                 notes = (*plan.notes, *parallel.notes(solution.layouts))
                 plan = replace(plan, experts="ep", notes=notes)
-            if problem.inputs is not None:
-                retrace(plan, solution.layouts, problem.model, problem.inputs)
+            retrace(plan, solution.layouts, problem.model, problem.inputs)
             return plan, solution
         except Unlocalizable as obstacle:
             _rule_out(obstacle, forbidden, ruled_out)
@@ -290,8 +288,7 @@ def _with_sequence(problem: _Problem, plan: Plan, plain: Assignment) -> Plan:
             dice = draw_plans(solution, problem.model)
             training = replace(plan.training, sequence=SequencePlan(modules, gradients, dice))
             plan = replace(plan, training=training)
-            if problem.inputs is not None:
-                retrace(of_sequence(plan), solution.layouts, problem.model, problem.inputs)
+            retrace(of_sequence(plan), solution.layouts, problem.model, problem.inputs)
             return plan
         except Unlocalizable as obstacle:
             _rule_out(obstacle, forbidden, ruled_out)

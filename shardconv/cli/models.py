@@ -34,7 +34,7 @@ from .working import working
 @part_options("OUT")
 @stream_option
 @initial_options
-@click.option("--no-check", is_flag=True, help="Skip the proof of the plan (retrace and simulated ranks).")
+@click.option("--no-check", is_flag=True, help="Skip the proof of the plan on numbers (simulated ranks).")
 @model_options
 def convert_command(
     model: str, out: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
@@ -91,7 +91,11 @@ def _initialised(options: dict[str, Any]) -> str:
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it to FILE, too."
 )
-@click.option("--check", is_flag=True, help="Prove the plan too, as convert does.")
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Prove the plan on numbers too, as convert does.  [default: if it is written as json]",
+)
 @tokens_option
 @model_options
 def plan_command(
@@ -100,6 +104,7 @@ def plan_command(
     chosen: str | None,
     as_json: bool,
     output: str | None,
+    check: bool | None,
     tokens: int,
     quiet: bool,
     verbose: bool,
@@ -107,6 +112,7 @@ def plan_command(
 ) -> None:
     """Show how MODEL would be converted for N ranks; needs its config only, no weights.
 
+    A plan that is written as json can be loaded from: load("org/name", plan="plan.json").
     Prints each kind of layer with its category, local shapes and bytes per rank, what stays replicated
     and why, and the collectives of one forward pass with the bytes of their tensors.
 
@@ -124,8 +130,10 @@ def plan_command(
     if as_json and chosen not in (None, "json"):
         raise click.UsageError(f"--json and --format {chosen} are two formats; give one")
     chosen = "json" if as_json else chosen
+    if check is None:
+        check = chosen == "json" or (chosen is None and output is not None)
     with working(quiet, verbose) as progress:
-        solved = plan(model, tp, progress=progress, **options)
+        solved = plan(model, tp, check=check, progress=progress, **options)
         shown = _plan_text(solved, chosen or "report", tokens, model, options)
         if output is not None:
             write_text(Path(output), shown if chosen else _plan_text(solved, "json", tokens, model, options))

@@ -51,7 +51,7 @@ def reshard(
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. See ``convert``.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
         overwrite: replace ``out2`` if it is a converted directory, and nothing else.
-        check: prove the plan (retrace and float64 simulation) before anything is written.
+        check: prove the plan on numbers (ranks simulated in float64) before anything is written.
         progress: where to report to.
 
     Returns:

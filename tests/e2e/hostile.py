@@ -8,12 +8,20 @@ import json
 import re
 import shutil
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from shardconv_runtime import ShardconvError
+
+LIMIT_S = 1.0
+"""Of processor time for one call."""
+
+MAX_MESSAGE = 5000
+"""Most characters of an error."""
 
 EXTREME_TEXTS = (
     "",
@@ -186,6 +194,25 @@ _TOKENS = (
     b",",
     b"\r\n",
 )
+
+
+def soon(read: Callable[[], object]) -> None:
+    """Read something hostile: it works, or one of the project's errors comes out, within ``LIMIT_S``.
+
+    A call that took longer is repeated with twice the time: a collection of garbage, or a first import, falls
+    into some call or other.
+    """
+    for limit_s in (LIMIT_S, 2 * LIMIT_S):
+        begin, message = time.process_time(), "none"
+        try:
+            read()
+        except ShardconvError as error:
+            message = str(error)
+        took = time.process_time() - begin
+        assert 0 < len(message) < MAX_MESSAGE
+        if took < limit_s:
+            return
+    raise AssertionError(f"{took:.2f} s of processor time")
 
 
 class Directory:

@@ -10,8 +10,7 @@ import copy
 import io
 import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import shardconv_runtime
 import torch
 import transformers
 from checkpoints import save_causal
-from hostile import Directory, damaged, header_of, mutated, to_bytes, with_header
+from hostile import Directory, damaged, header_of, mutated, soon, to_bytes, with_header
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from shardconv_runtime import ShardconvError, codec, fingerprint, manifest, weights
+from shardconv_runtime import codec, fingerprint, manifest, weights
 from shardconv_runtime.build import parallelize
 from shardconv_runtime.collectives import ProcessCommunicator
 from shardconv_runtime.forms import of_sequence, require_training
@@ -35,9 +34,6 @@ import shardconv
 from shardconv.cli.entry import run
 
 FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
-
-LIMIT_S = 1.0
-"""Of processor time for one call."""
 
 SHARDS = {
     1: "common/model-00001-of-00001.safetensors",
@@ -62,14 +58,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Directory]:
     root = tmp_path_factory.mktemp("fuzz")
     source = save_causal("llama", root / "source")
     for tp in (1, 2):
-        shardconv.convert(source, root / f"whole-{tp}", tp=tp, sequence_parallel=tp > 1)
+        shardconv.convert(source, root / f"whole-{tp}", tp=tp, sequence_parallel=tp > 1, check=False)
     found = {tp: Directory(root / f"whole-{tp}", root / f"out-{tp}") for tp in (1, 2)}
     config = transformers.AutoConfig.from_pretrained(root / "whole-2")
     META[:] = [build_model(transformers.LlamaForCausalLM, config, torch.float32)]
     for directory in found.values():
-        for _ in range(10):  # what is imported late is imported now
-            with contextlib.suppress(AssertionError):
-                everything(directory)
+        with contextlib.suppress(AssertionError):  # what is imported late is imported now
+            everything(directory)
         everything(directory)
     return found
 
@@ -113,46 +108,41 @@ class Watch:
 WATCH = Watch()
 
 
-@contextlib.contextmanager
-def harmless(directory: Directory) -> Iterator[None]:
+def harmless(directory: Directory, read: Callable[[], object]) -> None:
     """Only the project's errors; soon; nothing else is read, nothing is written, imported or unpickled."""
     WATCH.inside, WATCH.seen = directory.path.resolve(), []
-    begin, message = time.process_time(), "none"
     try:
-        yield
-    except ShardconvError as error:
-        message = str(error)
+        soon(read)
     finally:
-        took, WATCH.inside = time.process_time() - begin, None
+        WATCH.inside = None
     assert not WATCH.seen, WATCH.seen
-    assert 0 < len(message) < 5000
-    assert took < LIMIT_S, f"{took:.2f} s"
 
 
 def everything(directory: Directory) -> None:
     """All that reads a converted directory before its weights are read."""
-    is_whole = directory.document("plan.json")["tp"] == 1
-    with harmless(directory):
-        if is_whole:
-            shardconv_runtime.load(directory.path, device="cpu")
-        else:
-            check_one_of_two(directory)
+    if directory.document("plan.json")["tp"] == 1:
+        harmless(directory, lambda: shardconv_runtime.load(directory.path, device="cpu"))
+    else:
+        harmless(directory, lambda: begin_one_of_two(directory))
+        harmless(directory, lambda: build_for_training(directory))
     for command in (["inspect"], ["inspect", "--json"], ["verify"]):
-        call(directory, command)
+        harmless(directory, lambda command=command: call(directory, command))  # type: ignore[misc]
 
 
-def check_one_of_two(directory: Directory) -> None:
+def begin_one_of_two(directory: Directory) -> None:
     """What a rank does before it speaks to the others, and the building of its model."""
-    with harmless(directory):
-        found = manifest.read(directory.path)
-        plan = manifest.read_plan(directory.path, found)
-        fingerprint.check_code(plan)
-        weights.check_files(directory.path, found, plan, 0)
-        build(plan, is_trained=False)
-    with harmless(directory):
-        plan = codec.read(directory.path / "plan.json")
-        require_training(plan)
-        build(of_sequence(plan), is_trained=True)
+    found = manifest.read(directory.path)
+    plan = manifest.read_plan(directory.path, found)
+    fingerprint.check_code(plan)
+    weights.check_files(directory.path, found, plan, 0)
+    build(plan, is_trained=False)
+
+
+def build_for_training(directory: Directory) -> None:
+    """The same from the plan alone, in the form of sequence parallelism."""
+    plan = codec.read(directory.path / "plan.json")
+    require_training(plan)
+    build(of_sequence(plan), is_trained=True)
 
 
 def build(plan: Plan, is_trained: bool) -> None:
@@ -168,7 +158,7 @@ META: list[Any] = []
 def call(directory: Directory, command: list[str]) -> None:
     """A command ends with 0, or with 2 and one line that says why."""
     out, err = io.StringIO(), io.StringIO()
-    with harmless(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([*command, str(directory.path)])
     errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
     assert code in (0, 2), err.getvalue()

@@ -10,6 +10,7 @@ import torch
 import transformers
 from distributed import run_processes
 from quantised_checkpoints import dense_config, experts_config, save_quantised
+from shardconv_runtime import codec
 
 import shardconv
 
@@ -22,11 +23,11 @@ KINDS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def logits_of_rank(path: Path) -> torch.Tensor:
+def logits_of_rank(path: Path, plan: Path | None = None) -> torch.Tensor:
     """Runs on each rank."""
     import shardconv_runtime
 
-    model = shardconv_runtime.load(path, dtype="float32")
+    model = shardconv_runtime.load(path, plan=plan, dtype="float32")
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor(IDS)).logits
     return found
@@ -41,4 +42,21 @@ def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> N
     with torch.no_grad():
         expected = whole(torch.tensor(IDS)).logits
     for found in run_processes(2, logits_of_rank, tmp_path / "out"):
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("has_blocks", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_so_they_are_without_a_conversion(kind: str, has_blocks: bool, tmp_path: Path) -> None:
+    """By a plan with the blocks, and by one that was made from the config alone."""
+    config, cls, _ = KINDS[kind]
+    save_quantised(config(), cls, tmp_path / "model")
+    if has_blocks:
+        shardconv.convert(tmp_path / "model", tmp_path / "plan.json", 2)
+    else:
+        codec.write(shardconv.plan(tmp_path / "model", 2), tmp_path / "plan.json")
+    whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = whole(torch.tensor(IDS)).logits
+    for found in run_processes(2, logits_of_rank, tmp_path / "model", tmp_path / "plan.json"):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
