@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
-from typing import Protocol
 
 import torch
-from shardconv_runtime.build import owner_of, parallelize, stored_tensors
+from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
-from shardconv_runtime.layout_hash import holds_values
-from shardconv_runtime.plan import ParameterPlan, Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import Mesh, axes_of, ranges, size
+from shardconv_runtime.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.slices import axes_of, ranges, size
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
@@ -29,6 +27,7 @@ from ..proving.simulate import run_ranks
 from ..tracing.fold import prefixes
 from ..tracing.inputs import TraceInputs
 from ..tracing.trace import results
+from .filled import RandomWeights, Weights, fill, local_weights
 from .memory import available_bytes
 from .shallow import Bypass, bypass, planned_alike
 
@@ -71,7 +70,7 @@ def simulate(
         Unprovable: the unsharded model fails.
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
-    weights = _RandomWeights(plan)
+    weights = RandomWeights(plan)
     simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed or {}), weights)
     room = min(max_bytes or MAX_SIMULATED_BYTES, available_bytes() // 2)
     if simulation.needed_bytes() > room:
@@ -109,23 +108,10 @@ def may_be_padded(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: M
         mask = torch.ones_like(mask)
         mask[0, -2:] = 0
         inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
-    weights = _RandomWeights(plan)
+    weights = RandomWeights(plan)
     simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed), weights)
     room = min(MAX_SIMULATED_BYTES, available_bytes() // 2)
     return simulation.needed_bytes() <= room and simulation.agrees_when_padded()
-
-
-class Weights(Protocol):
-    """Where the numbers of a simulation come from."""
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
-
-        Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
-        """
-
-    def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Those of one rank, local, of the same names and dtypes. What ranks share may be one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +144,6 @@ class _Precision:
 
 _PRECISIONS = (_Precision(torch.float64, TOLERANCE), _Precision(torch.float32, 1e-4))
 """The second is for the few models whose code insists on float32 somewhere."""
-
-
-class _RandomWeights:
-    """The same random numbers for the unsharded model and the ranks."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._made: dict[str, Tensor] = {}
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Draw them."""
-        self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
-        return self._made
-
-    def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Cut them."""
-        return local_weights(self._made, self._plan, rank)
 
 
 class Simulation:
@@ -372,71 +341,6 @@ class _GradientDifference:
 def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
     """Whether a parameter belongs to one of the layers."""
     return any(p in layers for p in prefixes(name))
-
-
-def _random(name: str, tensor: Tensor) -> Tensor:
-    """Weights of a size that keeps activations in range; norms and biases are random as well."""
-    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name))
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.dim() < 2:
-        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
-
-
-def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """A rank's part of every weight (global shapes to local ones), in the dtype that it has."""
-    entries = parameter_plans(plan)
-    parts = {}
-    for name, weight in weights.items():
-        entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
-        parts[name] = local_tensor(entry, weight, plan.mesh, rank)
-    return parts
-
-
-def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What ``rank`` holds of a parameter in memory.
-
-    Args:
-        entry: the parameter's plan.
-        tensor: global.
-        mesh: of the plan.
-        rank: the rank.
-
-    Returns:
-        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
-    """
-    for index, dim in enumerate(entry.dims):
-        spans = ranges(dim, mesh, rank)
-        if spans != ((0, tensor.shape[index]),):
-            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
-            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
-    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
-    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
-    """Set parameters and buffers, and every other name of one that is tied; return ``model``.
-
-    Args:
-        model: on meta.
-        tensors: by name.
-        gradients: parameters require gradients if they did before; else none does.
-    """
-    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            aliases.setdefault(id(parameter), []).append((module, attribute))
-    for name, tensor in tensors.items():
-        owner, attribute = owner_of(model, name)
-        if attribute in owner._parameters:
-            replaced = owner._parameters[attribute]
-            real = nn.Parameter(tensor, gradients and replaced is not None and replaced.requires_grad)
-            for module, alias in aliases[id(replaced)]:
-                module._parameters[alias] = real
-        else:
-            owner._buffers[attribute] = tensor
-    return model
 
 
 def _outputs(model: nn.Module, inputs: TraceInputs, precision: _Precision) -> list[Tensor]:

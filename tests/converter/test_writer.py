@@ -28,7 +28,7 @@ from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import parse_ranks, parse_size
-from shardconv.checking.check import local_tensor
+from shardconv.checking.filled import local_tensor
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
 from shardconv.writing.output import Output

@@ -13,7 +13,7 @@ from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from torch import Tensor
 
-from shardconv.checking.check import fill, local_weights
+from shardconv.checking.filled import fill, local_weights
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks
 

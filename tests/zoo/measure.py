@@ -25,7 +25,7 @@ from shardconv_runtime.slices import axes_of, size
 from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 
-from shardconv.checking.check import fill, local_weights
+from shardconv.checking.filled import fill, local_weights
 from shardconv.pipeline import solve_plan
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks

@@ -24,7 +24,7 @@ from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
-from shardconv.checking.check import fill, local_weights
+from shardconv.checking.filled import fill, local_weights
 from shardconv.pipeline import solve_plan
 from shardconv.proving.exact import Float64
 from shardconv.proving.simulate import run_ranks

@@ -14,15 +14,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from ..dtypes import STORED_NAME
-from ..errors import SourceError
-from ..hub.remote import RemoteFile, RemoteReader
+from ..hub.remote import RemoteFile
 from .boxes import (
     Dim,
     Move,
@@ -38,6 +36,7 @@ from .boxes import (
     within,
 )
 from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
+from .open_sources import OpenSources
 
 UNIT_BYTES = 1 << 25
 """Bytes of a leaf that one worker takes at a time; what is redone after a crash is a few of these."""
@@ -144,7 +143,7 @@ def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit,
     todo: Iterator[Unit] = iter(units)
     running: dict[Future[S], Unit] = {}
     threads = num_workers(any(is_remote(unit.leaf) for unit in units))
-    with _Sources() as sources, ThreadPoolExecutor(threads, "copy") as pool:
+    with OpenSources() as sources, ThreadPoolExecutor(threads, "copy") as pool:
         workers = _Workers(sources, stop)
         try:
             while True:
@@ -165,70 +164,10 @@ class _Stopped(Exception):
     """Another worker failed."""
 
 
-class _Sources:
-    """The open source files."""
-
-    def __init__(self) -> None:
-        self._handles: dict[Path, int] = {}
-        self._readers: dict[RemoteFile, RemoteReader] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> _Sources:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-
-    def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
-        """Elements of a leaf from ``start`` on, as many as there is room for."""
-        offset = leaf.offset + start * item_bytes(leaf.dtype)
-        if isinstance(leaf.path, RemoteFile):
-            self._reader(leaf.path).read_into(offset, into)
-            return
-        while len(into):
-            try:
-                count = os.preadv(self._handle(leaf.path), [into], offset)
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise SourceError(f"{leaf.path} cannot be read at byte {offset}: {reason}") from error
-            if count == 0:
-                raise SourceError(
-                    f"{leaf.path} ends before byte {offset + 1}: it was cut off since its header was read; "
-                    "download or copy it again"
-                )
-            into, offset = into[count:], offset + count
-
-    def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
-        """``run`` elements from each of ``starts`` on, one after another: there may be many, and short."""
-        assert isinstance(leaf.path, Path), "what is remote is not read run by run"
-        size = item_bytes(leaf.dtype)
-        handle, length, end = self._handle(leaf.path), run * size, 0
-        for start in starts:
-            part = into[end : end + length]
-            try:
-                count = os.preadv(handle, (part,), leaf.offset + start * size)
-            except OSError:
-                count = 0
-            if count != length:
-                self.read(leaf, start, part)  # knows what to say
-            end += length
-
-    def _reader(self, file: RemoteFile) -> RemoteReader:
-        with self._lock:
-            return self._readers.setdefault(file, RemoteReader(file))
-
-    def _handle(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._handles:
-                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._handles[path]
-
-
 class _Workers:
     """What the workers share."""
 
-    def __init__(self, sources: _Sources, stop: threading.Event) -> None:
+    def __init__(self, sources: OpenSources, stop: threading.Event) -> None:
         self._sources = sources
         self._stop = stop
         self._buffers = threading.local()
