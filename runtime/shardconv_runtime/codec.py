@@ -18,6 +18,9 @@ from .typed_json import MalformedError, dump_document, load_document, read_text,
 MAX_BYTES = 16 * 2**20
 """Largest plan or manifest that is read."""
 
+MAX_SIGNS = 2**18
+"""Most ``*`` and ``+`` of a plan, which join the leaves of its dims: each leaf takes time to read."""
+
 
 def dumps(plan: Plan) -> str:
     """The plan as JSON.
@@ -44,6 +47,8 @@ def loads(text: str) -> Plan:
         PlanError: anything is not as ``docs/plan-format.md`` says; the message names the place.
     """
     try:
+        if text.count("*") + text.count("+") > MAX_SIGNS:
+            raise MalformedError("", f"the dims of the plan have more than {MAX_SIGNS} '*' and '+' in all")
         plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES)
         check_plan(plan)
     except MalformedError as error:

@@ -168,7 +168,7 @@ def call(directory: Directory, command: list[str]) -> None:
     assert all(c.isprintable() or c == "\n" for c in shown)
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 60), (2, 120)])
+@pytest.mark.parametrize(("tp", "count"), [(1, 50), (2, 100)])
 def test_plans(converted: dict[int, Directory], tp: int, count: int) -> None:
     directory = converted[tp]
 
@@ -182,7 +182,7 @@ def test_plans(converted: dict[int, Directory], tp: int, count: int) -> None:
     directory.restore()
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 40), (2, 80)])
+@pytest.mark.parametrize(("tp", "count"), [(1, 30), (2, 60)])
 def test_manifests(converted: dict[int, Directory], tp: int, count: int) -> None:
     directory = converted[tp]
 
@@ -196,7 +196,7 @@ def test_manifests(converted: dict[int, Directory], tp: int, count: int) -> None
     directory.restore()
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 40), (2, 80)])
+@pytest.mark.parametrize(("tp", "count"), [(1, 30), (2, 40)])
 def test_headers(converted: dict[int, Directory], tp: int, count: int) -> None:
     directory, name = converted[tp], SHARDS[tp]
     data = (directory.whole / name).read_bytes()
@@ -216,7 +216,7 @@ def test_bytes(converted: dict[int, Directory], name: str) -> None:
     directory = converted[2]
     data = (directory.whole / name).read_bytes()
 
-    @examples(50)
+    @examples(30)
     @given(damaged(data[:5000]), st.booleans())
     def check(begin: bytes, hides: bool) -> None:
         if hides and name != "manifest.json":
@@ -250,7 +250,7 @@ def test_generation_configs(converted: dict[int, Directory], name: str) -> None:
     if not (directory.whole / name).is_file():
         pytest.skip("the model has none")
 
-    @examples(40)
+    @examples(30)
     @given(mutated(directory.document(name)))
     def check(config: Any) -> None:
         directory.put(name, to_bytes(config))

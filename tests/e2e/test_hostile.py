@@ -16,6 +16,7 @@ from hostile import Directory, header_of, to_bytes, with_header
 from shardconv_runtime import CheckpointError, PlanError, ShardconvError, manifest
 from shardconv_runtime.boundary import RowIds
 from shardconv_runtime.collectives import ProcessCommunicator
+from shardconv_runtime.edits import raise_flags
 from shardconv_runtime.slices import parse
 
 import shardconv
@@ -78,6 +79,14 @@ def test_edits_only_shrink(directory: Directory) -> None:
     directory.put("plan.json", to_bytes(plan))
     with pytest.raises(PlanError, match="larger than the global one"):
         load(directory)
+
+
+@pytest.mark.parametrize("flag", ["training", "__class__", "forward", "config", "nothing", "a.b"])
+def test_flags_are_bools_that_were_false(flag: str) -> None:
+    module = torch.nn.Linear(1, 1)
+    module.config = {}  # type: ignore[assignment]
+    with pytest.raises(PlanError, match="was False"):
+        raise_flags(module, (flag,))
 
 
 @pytest.mark.parametrize(
@@ -225,6 +234,16 @@ def test_tensors_larger_than_their_file(directory: Directory) -> None:
         directory.put(name, with_header(data, json.dumps(header).encode()))
         with pytest.raises(CheckpointError, match=r"shape|data_offsets|not the"):
             load(directory)
+
+
+def test_verify_lists_a_thousand_tensors(directory: Directory) -> None:
+    (name,) = [e["path"] for e in directory.document("manifest.json")["files"] if "common" in e["path"]]
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    data = (directory.path / name).read_bytes()
+    header = {f"more.{index}": empty for index in range(1500)} | header_of(data)
+    directory.put(name, with_header(data, to_bytes(header)))
+    with pytest.raises(CheckpointError, match="1000 problems"):
+        shardconv.verify(directory.path)
 
 
 def test_a_table_of_rows_has_a_bound() -> None:

@@ -69,12 +69,12 @@ def either(document: Any, count: int) -> Callable[[Callable[..., None]], Callabl
     return lambda function: examples(count)(given(strategy)(function))
 
 
-@either(json.loads(PLAN), 2000)
+@either(json.loads(PLAN), 1500)
 def test_plans(data: bytes) -> None:
     soon(lambda: read_plan(data.decode("utf-8", "replace")))
 
 
-@either(MANIFEST, 1500)
+@either(MANIFEST, 1000)
 def test_manifests(data: bytes) -> None:
     soon(lambda: manifest.loads(data.decode("utf-8", "replace")))
 
@@ -84,7 +84,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("header") / "x.safetensors"
 
 
-@either(HEADER, 1500)
+@either(HEADER, 900)
 def test_headers(path: Path, data: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(data)) + data + b"x" * 16)
     soon(lambda: read_header(path))
