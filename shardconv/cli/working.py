@@ -14,7 +14,8 @@ import click
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
-    from ..reporting.chatter import quiet_libraries
+    from shardconv_runtime.chatter import quiet_libraries
+
     from ..reporting.progress import for_terminal
 
     progress = for_terminal(quiet=quiet)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from shardconv_runtime.chatter import quiet_libraries
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.messages import brief
@@ -25,8 +26,6 @@ from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-from ..reporting.chatter import quiet_libraries
 
 Weights = Mapping[str, LazyTensor]
 """Global parameters and persistent buffers by FQN; a tied one is the same object under each of its names."""

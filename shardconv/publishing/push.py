@@ -86,13 +86,13 @@ def push(
         SourceError: the Hub refuses, or cannot be reached.
 
     Example:
-        >>> shardconv.push("out/", "user/model-tp").url
-        'https://huggingface.co/user/model-tp'
+        >>> print(shardconv.push("out/", "user/model-tp").url)
     """
     from .remote import Remote
 
     progress, directory = progress or Silent(), Path(out)
     remote = Remote(repo_id, revision, token)
+    manifest.read(directory)
     if not dry_run:
         remote.require_login()
     for remark in verify(directory, progress=progress).remarks:

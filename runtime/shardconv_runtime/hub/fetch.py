@@ -131,7 +131,7 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
 
 
 def _nothing_for(repo_id: str, hub: Hub, world_size: int) -> str:
-    start = f"{repo_id} holds no converted model for {world_size} ranks"
+    start = f"{repo_id} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
     try:
         names = HfApi(token=hub.token).list_repo_files(repo_id, revision=hub.revision)
     except Exception as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import codec
+from ..chatter import quiet_libraries
 from ..errors import PlanError
 from ..hub.access import Hub
 from ..hub.fetch import plan_path
@@ -63,7 +64,9 @@ def ordinary(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
             "make a plan of that model"
         )
-    planned, weights = flatten(solved, select(spec, lazy_weights(spec), parameter_plans(solved).keys()))
+    with quiet_libraries():  # nothing is loaded as yet that transformers could tell of
+        found = lazy_weights(spec)
+    planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     if has_blocks and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(f"the plan is for other float8 blocks than {spec.name} has; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
