@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import shardconv_runtime
 import torch
 from converted import llama_plan, random_llama, write_directory
 from safetensors.torch import load_file, save_file
-from shardconv_runtime import read_ahead, weights
+from shardconv_runtime import loading, read_ahead, weights
 from shardconv_runtime.blocks import dequantised
 from shardconv_runtime.dtypes import STORED_NAME
 from shardconv_runtime.errors import CheckpointError
@@ -30,7 +30,7 @@ from shardconv_runtime.reading import ALIGNMENT, Event, mapped, staged
 from shardconv_runtime.slices import Leaf
 from torch import Tensor
 
-Read = Callable[[Sequence[ShardFile]], Iterator[tuple[str, Tensor]]]
+Read = Callable[[Sequence[ShardFile]], Generator[tuple[str, Tensor]]]
 
 
 class Done:
@@ -327,7 +327,7 @@ def test_a_staged_model_is_the_mapped_one(
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)), shards=3)
     by_mapping = shardconv_runtime.load(path, dtype=dtype).state_dict()
-    monkeypatch.setattr(weights, "tensors", lambda shards, device: through_buffers(shards))
+    monkeypatch.setattr(loading, "tensors", lambda shards, device: through_buffers(shards))
     by_staging = shardconv_runtime.load(path, dtype=dtype).state_dict()
     assert_same(by_staging, by_mapping)
     wanted = torch.float64 if dtype is None else getattr(torch, dtype)
@@ -350,9 +350,7 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
         llama_plan(random_llama().config, (1,), "bfloat16"),
         parameters=(scaled, ParameterPlan(("plain",), (Leaf(4), Leaf(4)), "bfloat16")),
     )
-    monkeypatch.setattr(weights, "tensors", lambda shards, device: read(shards))
-    files = weights.RankFiles(tuple(shards))
-    found = dict(weights._parameters(files, plan, torch.device("cpu")))
+    found = dict(weights._parameters(read(shards), plan))
     assert torch.equal(found["plain"], plain)
     assert torch.equal(found["scaled"], dequantised(values, factors, (16, 16), torch.bfloat16))
 
@@ -361,7 +359,7 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)))
     place = Late()
-    monkeypatch.setattr(weights, "tensors", lambda shards, device: staged(shards, place, buffer_bytes=1024))
+    monkeypatch.setattr(loading, "tensors", lambda shards, device: staged(shards, place, buffer_bytes=1024))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
