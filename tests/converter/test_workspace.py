@@ -427,7 +427,7 @@ class TestAtOnce:
         def stop(*args: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("shardconv_runtime.sources.resolve", stop)
+        monkeypatch.setattr("shardconv_runtime.sources.resolve.resolve", stop)
         with self.open(directory, files, "b"):
             with pytest.raises(ShardconvError, match="is being written by another process"):
                 shardconv.convert(model.path, directory / "out", 2)
