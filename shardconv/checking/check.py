@@ -111,7 +111,7 @@ def may_be_padded(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: M
     weights = RandomWeights(plan)
     simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed), weights)
     room = min(MAX_SIMULATED_BYTES, available_bytes() // 2)
-    return simulation.needed_bytes() <= room and simulation.agrees_when_padded()
+    return 2 * simulation.whole_bytes() <= room and simulation.agrees_when_padded()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +218,10 @@ class Simulation:
         except Exception as error:
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
         return max(found).text(precision.tolerance)
+
+    def whole_bytes(self) -> int:
+        """A float64 copy of the whole model."""
+        return sum(8 * math.prod(size(d) for d in entry.dims) for entry in self.entries.values())
 
     def needed_bytes(self) -> int:
         """Float64 copies of the whole model and of all ranks."""

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "dtype": "float64"}
     (root / "config").mkdir()
     (root / "config" / "config.json").write_text(json.dumps({**config, **small}))
-    shardconv.convert(root / "config", root / "out", 2, random_init=True, sequence_parallel=True, check=False)
+    shardconv.convert(root / "config", root / "out", 2, random_init=True, sequence_parallel=True)
     shardconv.merge(root / "out", root / "plain")
     return root
 

@@ -20,7 +20,7 @@ from quantised_checkpoints import dense_config, save_quantised
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.plan import parameter_plans
-from shardconv_runtime.saving import saving
+from shardconv_runtime.saving import save as saving
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
