@@ -2,7 +2,7 @@
 
 A repository holds a converted directory at its root, or one for each number of ranks in ``tp-2/``,
 ``tp-8/`` and so on. Everything lands in the cache of ``huggingface_hub``, which keeps two processes from
-downloading the same file, continues partial downloads, and serves without a network what is complete.
+downloading the same file, goes on where a connection broke, and serves without a network what is complete.
 """
 
 from __future__ import annotations
