@@ -51,9 +51,19 @@ class ShardFile:
 
     @property
     def start(self) -> int:
-        """Where the bytes of the tensors begin: they are without a gap, and the file ends with them."""
-        last = next(reversed(self.tensors.values()), None)
-        return self.num_bytes - (last.offsets[1] if last else 0)
+        """Where the bytes of the tensors begin."""
+        return data_start(self.num_bytes, self.tensors)
+
+
+def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
+    """Where in a file the bytes of its tensors begin: they are without a gap, and the file ends with them.
+
+    Args:
+        num_bytes: of the file.
+        tensors: in the order of their bytes.
+    """
+    last = next(reversed(tensors.values()), None)
+    return num_bytes - (last.offsets[1] if last else 0)
 
 
 @dataclass(frozen=True, slots=True)

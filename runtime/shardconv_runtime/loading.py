@@ -21,7 +21,7 @@ from .compiling import compile_model
 from .errors import CheckpointError, PlanError, ShardconvError
 from .forms import of_sequence, require_training
 from .generation import prepare_generation
-from .hub.access import Hub
+from .hub.access import Hub, looks_like_path
 from .hub.fetch import Repository, find, variant
 from .lazy import build_model, find_class
 from .loaded import Loaded, remember
@@ -210,7 +210,7 @@ def _converted(path: str, hub: Hub, world_size: int) -> _Checked:
     if directory.is_dir():
         directory = variant(directory, world_size)
         found = manifest.read(directory)
-    elif directory.exists() or _is_path(path):
+    elif directory.exists() or looks_like_path(path) or "/" not in path:
         raise CheckpointError(
             f"{path}: no such directory; give the directory that `shardconv convert` wrote, or the id of a "
             "repository on the Hub"
@@ -227,10 +227,6 @@ def _ordinary(path: str, plan_path: str, hub: Hub, *, trust: bool) -> _Checked:
 
     found = ordinary(path, plan_path, hub, trust_remote_code=trust)
     return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
-
-
-def _is_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") != 1
 
 
 def _with_files(found: _Checked, rank: int) -> _Checked:

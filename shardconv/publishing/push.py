@@ -139,6 +139,7 @@ class _Push:
         self._folder = f"tp-{found.tp}"
         self._own = Published(self._folder, found, manifest.read_plan(directory, found))
         self._items = self._directory_items()
+        self._drawn: dict[str, str] = {}
 
     def changes(self, tree: Tree) -> Changes:
         """What is to be done, if this is what is there."""
@@ -169,7 +170,7 @@ class _Push:
 
         def remove() -> None:
             tree = self._remote.tree()
-            if makes_a_lie(self.changes(tree), self._folder, tree):
+            if makes_a_lie(compare(self._items, self._folder, tree), self._folder, tree):
                 path = f"{self._folder}/{MANIFEST_NAME}"
                 title = f"{self._folder} is being replaced"
                 self._remote.commit(title, [], [path], parent=tree.commit)
@@ -217,7 +218,6 @@ class _Push:
     def _around(self, tree: Tree) -> list[Item]:
         """The files outside of the folder, if this is what is there."""
         from .card import model_card
-        from .picture import picture
         from .readme import merged
 
         small = {f"{self._folder}/{entry.path}" for entry in self._own.manifest.files if _is_small(entry)}
@@ -225,8 +225,16 @@ class _Push:
         variants = sorted([self._own, *self._others(tree)], key=lambda v: int(v.path[3:]))
         existing = self._remote.text(README, tree)
         card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
-        drawn = [text_item(f"{PICTURES}/{v.path}.svg", picture(v.plan)) for v in variants]
-        return [*copies, text_item(README, card), *drawn]
+        return [*copies, text_item(README, card), *map(self._picture, variants)]
+
+    def _picture(self, variant: Published) -> Item:
+        """Of a plan, drawn once."""
+        from .picture import picture
+
+        digest = variant.manifest.plan_sha256
+        if digest not in self._drawn:
+            self._drawn[digest] = picture(variant.plan)
+        return text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest])
 
     @cached_property
     def _base_card(self) -> str | None:

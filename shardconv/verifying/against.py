@@ -19,17 +19,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from shardconv_runtime import manifest
 from shardconv_runtime.blocks import SUFFIX, stored_plans
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.slices import Dim, Mesh, ranges
-from shardconv_runtime.sources.planned import shard
+from shardconv_runtime.sources.planned import as_planned, shard
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.scaled import flatten
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.sources.weights import lazy_weights
-from shardconv_runtime.tensors import lazy
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
 from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor, Shape, item_bytes
 
@@ -87,7 +86,7 @@ def read_reference(
         elif found[name].shape != global_shape(entry):
             problems.append(f"{name}: is {list(found[name].shape)} in {model}, and {wanted}")
         else:
-            weights[name] = _as_planned(name, entry, found[name])
+            weights[name] = as_planned(name, entry, found[name])
     tied = {alias + suffix for alias, _ in plan.tied for suffix in ("", SUFFIX)}
     planned = stored_plans(plan).keys() | tied
     problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
@@ -145,13 +144,6 @@ class _Place(NamedTuple):
     shape: Shape
     """Local."""
     dtype: str
-
-
-def _as_planned(name: str, entry: ParameterPlan, tensor: LazyTensor) -> LazyTensor:
-    cast = lazy.cast(tensor, entry.dtype)
-    if cast is None:
-        raise SourceError(f"{name} is cast to {tensor.dtype} when loaded, and {entry.dtype} in the plan")
-    return cast
 
 
 def _places(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Place]:

@@ -22,12 +22,11 @@ from shardconv_runtime.manifest import (
     Source,
     SourceFile,
     rank_directory,
-    sha256_checksum,
 )
 from shardconv_runtime.plan import ParameterPlan, Plan
 from shardconv_runtime.saving.shard_files import PlannedShard, shard_files
-from shardconv_runtime.saving.small_files import files_to_copy, plain_config
-from shardconv_runtime.sources.checkpoint import WeightFile
+from shardconv_runtime.saving.small_files import entry_of, files_to_copy, plain_config
+from shardconv_runtime.sources.checkpoint import WeightFile, num_bytes
 from shardconv_runtime.sources.planned import as_planned, shard
 from shardconv_runtime.sources.spec import ModelSpec
 from shardconv_runtime.tensors.lazy import LazyTensor
@@ -134,7 +133,7 @@ def tool_versions() -> dict[str, str]:
 def source_of(spec: ModelSpec) -> Source:
     """What a manifest says of the model that was converted."""
     name = spec.name if spec.revision else _directory(spec).resolve().name
-    files = tuple(SourceFile(f.name, _num_bytes(f), _sha256(f)) for f in spec.weight_files)
+    files = tuple(SourceFile(f.name, num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
 
 
@@ -174,10 +173,6 @@ def _identity(file: WeightFile) -> str:
         return file.sha256 or file.commit
     stats = file.stat()
     return _sha256(file) or f"{stats.st_size} bytes of {stats.st_mtime_ns}"
-
-
-def _num_bytes(file: WeightFile) -> int:
-    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def _sha256(file: WeightFile) -> str:
@@ -256,7 +251,5 @@ def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
             (directory / path).write_text(config, encoding="utf-8")
         else:
             shutil.copyfile(file, directory / path)
-        entries.append(
-            FileEntry(path.as_posix(), (directory / path).stat().st_size, sha256_checksum(directory / path))
-        )
+        entries.append(entry_of(directory, path))
     return entries

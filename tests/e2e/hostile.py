@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 import shutil
 import struct
@@ -14,8 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from shardconv_runtime import ShardconvError
+
+FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
 
 LIMIT_S = 1.0
 """Of processor time for one call."""
@@ -194,6 +198,18 @@ _TOKENS = (
     b",",
     b"\r\n",
 )
+
+
+def examples(count: int) -> settings:
+    """How a fuzzing test runs; SHARDCONV_FUZZ=N makes N times as many examples, other ones each time."""
+    return settings(
+        max_examples=int(count * (FACTOR or 1)),
+        derandomize=not FACTOR,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def soon(read: Callable[[], object]) -> None:

@@ -19,8 +19,8 @@ import shardconv_runtime
 import torch
 import transformers
 from checkpoints import save_causal
-from hostile import Directory, damaged, header_of, mutated, soon, to_bytes, with_header
-from hypothesis import HealthCheck, Phase, given, settings
+from hostile import Directory, damaged, examples, header_of, mutated, soon, to_bytes, with_header
+from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime import codec, fingerprint, manifest, weights
 from shardconv_runtime.build import parallelize
@@ -33,23 +33,10 @@ from shardconv_runtime.plan import Plan
 import shardconv
 from shardconv.cli.entry import run
 
-FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
-
 SHARDS = {
     1: "common/model-00001-of-00001.safetensors",
     2: "rank-00000-of-00002/model-00001-of-00001.safetensors",
 }
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=int(count * (FACTOR or 1)),
-        derandomize=not FACTOR,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @pytest.fixture(scope="module")

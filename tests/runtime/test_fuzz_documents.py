@@ -7,7 +7,6 @@ tests/e2e/test_fuzz.py.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime import PlanError, codec, manifest
 from shardconv_runtime.header import read_header
@@ -23,9 +22,7 @@ from shardconv_runtime.layout_hash import layout_sha256
 from shardconv_runtime.typed_json import to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from hostile import damaged, mutated, soon, to_bytes
-
-FACTOR = float(os.environ.get("SHARDCONV_FUZZ", "0"))
+from hostile import damaged, examples, mutated, soon, to_bytes
 
 PLAN = (Path(__file__).with_name("golden_plan.json")).read_bytes()
 FILE = {"path": "rank-00001-of-00004/a", "num_bytes": 12, "checksum": "crc32:0123abcd", "rank": 1}
@@ -43,17 +40,6 @@ HEADER = {
     "v": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]},
     "w": {"dtype": "F32", "shape": [], "data_offsets": [12, 16]},
 }
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=int(count * (FACTOR or 1)),
-        derandomize=not FACTOR,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def read_plan(text: str) -> None:

@@ -57,15 +57,19 @@ def explain(repo_id: str, hub: Hub, error: Exception) -> str:
     return f"{start} it cannot be reached{at} ({type(found).__name__}); check the path or the network"
 
 
+def looks_like_path(text: str) -> bool:
+    """Whether a text is certainly not the id of a repository."""
+    return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
+
+
 def require_repo_id(text: str) -> None:
     """Refuse what cannot be the id of a repository.
 
     Raises:
         SourceError: it looks like a path.
     """
-    looks_like_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
     try:
-        if not looks_like_path:
+        if not looks_like_path(text):
             validate_repo_id(text)
             return
     except HFValidationError:

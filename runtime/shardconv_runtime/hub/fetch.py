@@ -92,8 +92,7 @@ def find(repo_id: str, hub: Hub, world_size: int) -> tuple[Repository, Manifest]
         try:
             found = Path(_download(repo_id, path + MANIFEST_NAME, hub))
         except EntryNotFoundError as error:
-            is_offline = hub.local_files_only or isinstance(error.__cause__, OfflineModeIsEnabled)
-            if isinstance(error, LocalEntryNotFoundError) and (path == "" or not is_offline):
+            if isinstance(error, LocalEntryNotFoundError) and (path == "" or not _is_offline(hub, error)):
                 raise SourceError(explain(repo_id, hub, error)) from error
             continue
         except Exception as error:
@@ -156,8 +155,7 @@ def _download(repo_id: str, path: str, hub: Hub) -> str:
                 token=hub.token,
             )
         except LocalEntryNotFoundError as error:
-            is_offline = isinstance(error.__cause__, OfflineModeIsEnabled)
-            if hub.local_files_only or is_offline or number == TRIES - 1:
+            if _is_offline(hub, error) or number == TRIES - 1:
                 raise
         except FINAL:
             raise
@@ -166,3 +164,8 @@ def _download(repo_id: str, path: str, hub: Hub) -> str:
                 raise
         time.sleep(FIRST_WAIT_S * 2**number * random.uniform(0.5, 1.0))
     raise AssertionError("the last try raises")
+
+
+def _is_offline(hub: Hub, error: Exception) -> bool:
+    """Whether nothing was asked for."""
+    return hub.local_files_only or isinstance(error.__cause__, OfflineModeIsEnabled)

@@ -24,7 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from ..errors import CheckpointError, SourceError
+from ..errors import SourceError
 from ..header import StoredTensor, parse_header
 from ..messages import brief
 from .access import FINAL, Hub, explain
@@ -99,8 +99,8 @@ def remote_files(
 
 
 @cache
-def remote_header(file: RemoteFile) -> tuple[int, dict[str, StoredTensor]]:
-    """Where the bytes of the tensors begin, and the tensors: two requests, for the header's length and text.
+def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by two requests: for the header's length, and for its text.
 
     Raises:
         CheckpointError: it is none.
@@ -113,13 +113,7 @@ def remote_header(file: RemoteFile) -> tuple[int, dict[str, StoredTensor]]:
         reader.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
-    try:
-        _, tensors = parse_header(read, file.num_bytes, str(file))
-    except CheckpointError as error:
-        reason = str(error).removesuffix("; copy or convert it again")
-        raise CheckpointError(reason) from error
-    end = max((tensor.offsets[1] for tensor in tensors.values()), default=0)
-    return file.num_bytes - end, tensors
+    return parse_header(read, file.num_bytes, str(file))[1]
 
 
 class RemoteReader:

@@ -27,10 +27,10 @@ from ..errors import CheckpointError, PlanError
 from ..everyone import Everyone, everyone
 from ..layout_hash import holds_values
 from ..loaded import Loaded, loaded
-from ..manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, sha256_checksum
+from ..manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..plan import Plan, parameter_plans
 from .shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
-from .small_files import copy_small_files, plain_config
+from .small_files import copy_small_files, entry_of, plain_config
 from .staging import Staging, begin
 from .stored_model import StoredModel, stored_model
 
@@ -225,5 +225,5 @@ def _copy_small_files(source: Loaded, target: Path) -> list[FileEntry]:
         return entries
     config = target / "config.json"
     config.write_text(plain_config(config.read_text(encoding="utf-8")), encoding="utf-8")
-    changed = FileEntry("config.json", config.stat().st_size, sha256_checksum(config))
+    changed = entry_of(target, Path(config.name))
     return [changed if entry.path == "config.json" else entry for entry in entries]

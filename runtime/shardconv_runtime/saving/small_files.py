@@ -45,6 +45,12 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
     return sorted(file.relative_to(directory) for file in found)
 
 
+def entry_of(directory: Path, path: Path) -> FileEntry:
+    """The entry in a manifest of a file that is no shard; ``path`` is relative to the directory."""
+    file = directory / path
+    return FileEntry(path.as_posix(), file.stat().st_size, sha256_checksum(file))
+
+
 def small_files(manifest: Manifest) -> list[FileEntry]:
     """What is not weights."""
     return [entry for entry in manifest.files if not entry.path.endswith(".safetensors")]

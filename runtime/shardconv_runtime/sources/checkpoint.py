@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..dtypes import TORCH_NAME
 from ..errors import CheckpointError, SourceError
-from ..header import ShardFile, StoredTensor, read_header
+from ..header import StoredTensor, data_start, read_header
 from ..hub.remote import RemoteFile, remote_header
 from .pickled import load_pickled
 
@@ -62,13 +62,16 @@ def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
         SourceError: it is not a whole safetensors file, or cannot be read.
     """
     try:
-        if isinstance(file, RemoteFile):
-            return remote_header(file)
-        tensors = read_header(file)[1]
+        tensors = remote_header(file) if isinstance(file, RemoteFile) else read_header(file)[1]
     except CheckpointError as error:
         reason = str(error).removesuffix("; copy or convert it again")
         raise SourceError(f"{reason}; download or copy it again") from error
-    return ShardFile(file, file.stat().st_size, tensors).start, tensors
+    return data_start(num_bytes(file), tensors), tensors
+
+
+def num_bytes(file: WeightFile) -> int:
+    """Size of a file, here or on the Hub."""
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def stored_dtype(file: WeightFile) -> str | None:

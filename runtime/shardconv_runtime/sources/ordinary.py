@@ -12,9 +12,9 @@ from ..chatter import quiet_libraries
 from ..errors import PlanError
 from ..hub.access import Hub
 from ..hub.fetch import plan_path
-from ..manifest import FileEntry, Manifest, Source, sha256_checksum
+from ..manifest import Manifest, Source, sha256_of
 from ..plan import Plan, parameter_plans
-from ..saving.small_files import files_to_copy
+from ..saving.small_files import entry_of, files_to_copy
 from ..tensors.lazy import LazyTensor
 from .resolve import resolve
 from .scaled import flatten
@@ -50,7 +50,8 @@ def ordinary(
         SourceError: the model cannot be read, or its weights are not those of its config.
         PlanError: the plan cannot be read, or is for another model.
     """
-    solved = codec.read(plan_path(plan, hub))
+    plan_file = plan_path(plan, hub)
+    solved = codec.read(plan_file)
     has_blocks = any(entry.block for entry in solved.parameters)
     spec = resolve(
         model,
@@ -70,13 +71,11 @@ def ordinary(
     if has_blocks and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(f"the plan is for other float8 blocks than {spec.name} has; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
-    return Ordinary(spec.directory, _manifest(spec, spec.directory, solved), solved, weights)
+    described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
+    return Ordinary(spec.directory, described, solved, weights)
 
 
-def _manifest(spec: ModelSpec, directory: Path, plan: Plan) -> Manifest:
-    entries = [
-        FileEntry(path.as_posix(), (directory / path).stat().st_size, sha256_checksum(directory / path))
-        for path in files_to_copy(directory, code=spec.trust_remote_code)
-    ]
+def _manifest(spec: ModelSpec, directory: Path, tp: int, plan_sha256: str) -> Manifest:
+    entries = [entry_of(directory, path) for path in files_to_copy(directory, code=spec.trust_remote_code)]
     name = spec.name if spec.revision else directory.resolve().name
-    return Manifest(plan.tp, codec.sha256(codec.dumps(plan)), Source(name, spec.revision), {}, tuple(entries))
+    return Manifest(tp, plan_sha256, Source(name, spec.revision), {}, tuple(entries))

@@ -71,12 +71,14 @@ def local_tensors(
     """
     entries = stored_plans(plan)
     batch: dict[str, LazyTensor] = {}
+    num_bytes = 0
     for name, entry in entries.items():
         part = shard(entry, as_planned(name, entry, weights[name]), plan.mesh, rank)
-        if batch and sum(t.num_bytes for t in batch.values()) + part.num_bytes > BATCH_BYTES:
+        if batch and num_bytes + part.num_bytes > BATCH_BYTES:
             yield from _read(batch, device)
-            batch = {}
+            batch, num_bytes = {}, 0
         batch[name] = part
+        num_bytes += part.num_bytes
     yield from _read(batch, device)
 
 
