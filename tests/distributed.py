@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 TIMEOUT_S = 300
@@ -33,7 +34,7 @@ def run_processes(
         function: importable (a top-level function of a test module); finds its rank in the environment.
         args: picklable; the same for each rank.
         env: more environment variables.
-        start_group: start the default gloo group before the call.
+        start_group: start the default gloo group before the call. All ranks have joined when one is called.
 
     Raises:
         RankFailed: some rank raised or died; the message has its traceback.
@@ -60,12 +61,13 @@ def run_outcomes(
     """For each rank its result, the text of its traceback and its exception."""
     context = multiprocessing.get_context("fork")
     port = free_port()
+    joined = context.Barrier(num_processes) if start_group else None
     processes, pipes = [], []
     for rank in range(num_processes):
         reader, writer = context.Pipe(duplex=False)
         variables = {**_torchrun_env(rank, num_processes, port), **(env or {})}
         process = context.Process(
-            target=_child, args=(writer, variables, start_group, function, args), daemon=True
+            target=_child, args=(writer, variables, joined, function, args), daemon=True
         )
         process.start()
         writer.close()
@@ -102,7 +104,7 @@ def _torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
 def _child(
     writer: Connection,
     env: dict[str, str],
-    start_group: bool,
+    joined: Barrier | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -112,8 +114,9 @@ def _child(
 
     torch.set_num_threads(1)
     try:
-        if start_group:
+        if joined is not None:
             dist.init_process_group("gloo")
+            joined.wait(TIMEOUT_S)
         outcome: tuple[Any, str | None, Any] = (function(*args), None, None)
     except BaseException as error:
         outcome = (None, traceback.format_exc(), error)

@@ -126,7 +126,7 @@ def _received(group: dist.ProcessGroup) -> Any:
     received: list[Any] = [None]
     try:
         dist.broadcast_object_list(received, group_src=0, group=control_group(group))
-    except RuntimeError as error:
+    except (RuntimeError, LaunchError) as error:
         raise LaunchError(f"rank 0 ended; its own output says why ({str(error).splitlines()[0]})") from error
     pickled, failure = received[0]
     if failure is not None:

@@ -238,6 +238,11 @@ def _start(device: torch.device, timeout_s: float | None) -> None:
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            "cannot join the other processes at MASTER_ADDR and MASTER_PORT, or one of them ended; its own "
+            f"output says why ({str(error).splitlines()[0]})"
+        ) from error
     except (ValueError, RuntimeError) as error:
         raise LaunchError(
             f"cannot start a {backend} process group from the environment: {str(error).splitlines()[0]}; "
@@ -273,16 +278,25 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
     """A group of some ranks of ``group``, made once and kept as long as ``group`` is.
 
     Only its members take part in making it, so several groups can load different models at a time.
+
+    Raises:
+        LaunchError: a member did not come.
     """
     made = _subgroups.setdefault(group, {})
     key = (backend or dist.get_backend(group), ranks)
     if key not in made:
-        made[key] = dist.new_group(
-            list(ranks),
-            backend=backend or dist.get_backend(group),
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
-            use_local_synchronization=True,
-        )
+        try:
+            made[key] = dist.new_group(
+                list(ranks),
+                backend=backend or dist.get_backend(group),
+                timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise LaunchError(
+                f"ranks {', '.join(map(str, ranks))} could not join: one of them ended, or did not come; its own "
+                f"output says why ({str(error).splitlines()[0]})"
+            ) from error
     return made[key]
 
 
