@@ -294,8 +294,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
             )
         except RuntimeError as error:
             raise LaunchError(
-                f"ranks {', '.join(map(str, ranks))} could not join: one of them ended, or did not come; its own "
-                f"output says why ({str(error).splitlines()[0]})"
+                f"ranks {', '.join(map(str, ranks))} could not join: one of them ended, or did not come; its "
+                f"own output says why ({str(error).splitlines()[0]})"
             ) from error
     return made[key]
 
