@@ -50,7 +50,7 @@ class Faults:
     retry_after_s: int | None = None
     """The ``Retry-After`` of such an answer."""
     only: str = ""
-    """Errors and truncations are for those requests alone whose ``METHOD /path`` contains this."""
+    """Errors, truncations and silence are for those requests alone whose ``METHOD /path`` contains this."""
     truncate_every: int = 0
     """Every so many bodies of files one ends early; 0: none."""
     truncate_after_bytes: int = 0
@@ -377,7 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, call: Call) -> Answer | None:
         hub = self.server.hub
-        if hub.faults.hang:
+        if hub.faults.hang and hub.faults.only in f"{call.method} {call.path}":
             self._hang()
             return None
         if hub.fault("error", f"{call.method} {call.path}"):

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from .hub.quiet import quiet_client
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence transformers' and huggingface_hub's logs, warnings and bars; restore them on leaving."""
-    from huggingface_hub.utils import logging as hub_logging
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
-    hub_verbosity = hub_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
-    had_hub_bars = not are_progress_bars_disabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    hub_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    disable_progress_bars()
     try:
-        with warnings.catch_warnings():
+        with quiet_client(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
         if had_bars:
             transformers_logging.enable_progress_bar()
-        if had_hub_bars:
-            enable_progress_bars()

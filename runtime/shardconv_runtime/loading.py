@@ -22,7 +22,8 @@ from .errors import CheckpointError, PlanError, ShardconvError
 from .forms import of_sequence, require_training
 from .generation import prepare_generation
 from .hub.access import Hub, looks_like_path
-from .hub.fetch import Repository, find, variant
+from .hub.fetch import Repository, find
+from .hub.variants import variant
 from .lazy import build_model, find_class
 from .loaded import Loaded, remember
 from .mesh import Launch

@@ -13,6 +13,7 @@ from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..verifying.verify import DamagedError, describe, verify
+from .opening import opened, require_local
 from .options import (
     hub_options,
     loudness_options,
@@ -22,6 +23,7 @@ from .options import (
     tokens_option,
     tp_option,
     trust_option,
+    where_options,
 )
 from .working import print_plan, printable, working
 
@@ -30,24 +32,25 @@ from .working import print_plan, printable, working
 @click.argument("out", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself.")
 @tokens_option
-def inspect_command(out: str, as_json: bool, tokens: int) -> None:
+@where_options
+def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub: Any) -> None:
     """Show the plan and the files of the converted directory OUT.
 
-    \b
-    Example:
-      shardconv inspect out/
-    """
-    from shardconv_runtime import manifest
+    OUT may be the id of a repository on the Hub, too: of it the plan and the manifest are downloaded, and the
+    sizes of all files compared.
 
-    found = manifest.read(out)
-    plan = manifest.read_plan(out, found)
-    for entry in found.files:
-        manifest.check_size(out, entry, "every rank" if entry.rank is None else f"rank {entry.rank}")
-    print_plan(plan, as_json, tokens)
+    \b
+    Examples:
+      shardconv inspect out/
+      shardconv inspect user/model-tp --tp 8
+    """
+    found = opened(out, tp, hub)
+    found.check_sizes()
+    print_plan(found.plan, as_json, tokens)
     if not as_json:
         from ..reporting.report import files_report
 
-        click.echo(printable("\n" + files_report(found)), nl=False)
+        click.echo(printable("\n" + files_report(found.manifest)), nl=False)
 
 
 @click.command("replan")
@@ -90,7 +93,7 @@ def replan_command(
     "--against", metavar="MODEL", help="Compare every byte with this model, a directory or a Hub id."
 )
 @click.option("--numerics", is_flag=True, help="Run all ranks in this process, and the unsharded model.")
-@hub_options
+@hub_options("MODEL")
 @trust_option("OUT and in MODEL")
 @loudness_options
 def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None:
@@ -106,6 +109,7 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
       shardconv verify out/
       shardconv verify out/ --against org/name --revision v1.0 --numerics
     """
+    require_local(out)
     try:
         with working(quiet, verbose) as progress:
             found = verify(out, progress=progress, **options)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import click
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.hub.wording import of_commands
 
 from .converted import COMMANDS as ON_CONVERTED
 from .models import COMMANDS as FROM_MODELS
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code, every error having been printed in one line."""
     try:
-        result = cli.main(args=argv, prog_name="shardconv", standalone_mode=False)
+        with of_commands():
+            result = cli.main(args=argv, prog_name="shardconv", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         return _fail(_usage_message(error))
@@ -77,7 +79,7 @@ def cli() -> None:
     \b
       shardconv plan MODEL --tp 8           what a conversion would do, from the config alone
       shardconv convert MODEL --tp 8 out/   do it
-      shardconv inspect out/                what a converted directory holds
+      shardconv inspect out/                what a converted directory holds, or a repository of one
       shardconv report out/                 the same and more as a web page, with a picture
       shardconv verify out/                 that every byte of it is right
       shardconv reshard out/ --tp 4 out-4/  the same model for another number of ranks

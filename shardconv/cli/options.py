@@ -101,12 +101,32 @@ initial_options = together(
     ),
 )
 
-hub_options = together(
-    click.option("--revision", help="Branch, tag or commit of MODEL on the Hub.  [default: main]"),
-    click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached."),
-    click.option("--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only."),
-    click.option("--token", help="Hub token for private or gated models.  [default: that of the Hub login]"),
+
+def hub_options(what: str) -> Callable[[Command], Command]:
+    """How the Hub is reached for what is named so in the help."""
+    return together(
+        click.option("--revision", help=f"Branch, tag or commit of {what} on the Hub.  [default: main]"),
+        click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached."),
+        click.option(
+            "--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only."
+        ),
+        click.option(
+            "--token", help="Hub token for private or gated models.  [default: that of the Hub login]"
+        ),
+    )
+
+
+where_options = together(
+    click.option(
+        "--tp",
+        type=int,
+        metavar="N",
+        callback=_checked(lambda tp: None if tp is None else require_tp(tp)),
+        help="Where OUT holds several, in tp-N/: the one for N ranks.",
+    ),
+    hub_options("OUT"),
 )
+"""Which of the converted directories that are in OUT, and how it is read if it is a repository."""
 
 stream_option = click.option(
     "--stream/--download",
@@ -116,7 +136,7 @@ stream_option = click.option(
 )
 
 model_options = together(
-    hub_options,
+    hub_options("MODEL"),
     click.option("--dtype", type=click.Choice(DTYPES), help="dtype of the parameters.  [default: as stored]"),
     click.option(
         "--trust-remote-code",

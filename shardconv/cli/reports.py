@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError
 
-from .options import tokens_option
+from .opening import is_on_hub, opened
+from .options import tokens_option, where_options
 
 
 @click.command("report")
@@ -17,34 +19,47 @@ from .options import tokens_option
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write it to FILE; - is standard output.  [default: OUT-report.html, beside OUT]",
+    help="Write it to FILE; - is standard output.  [default: OUT-report.html, beside OUT; here if OUT is on "
+    "the Hub]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if it is not such a report.")
 @tokens_option
-def report_command(out: str, output: str | None, overwrite: bool, tokens: int) -> None:
+@where_options
+def report_command(
+    out: str, output: str | None, overwrite: bool, tokens: int, tp: int | None, **hub: Any
+) -> None:
     """Write what inspect shows, and more, as one HTML page with a picture.
 
-    OUT is a converted directory, or a plan.json. The page needs nothing else: no network and no scripts. An
-    earlier report in FILE is replaced; anything else is not.
+    OUT is a converted directory, the id of a repository on the Hub that holds one, or a plan.json. The page
+    needs nothing else: no network and no scripts. An earlier report in FILE is replaced; anything else is
+    not.
 
     \b
     Examples:
       shardconv report out/                      # writes out-report.html
+      shardconv report user/model-tp --tp 8      # writes model-tp-8-report.html
       shardconv report plan.json -o page.html
     """
-    from shardconv_runtime import codec, manifest
+    from shardconv_runtime import codec
     from shardconv_runtime.typed_json import write_text
 
     from ..publishing.picture import picture
     from ..reporting.html_report import html_report
 
     path = Path(out)
-    found = manifest.read(path) if path.is_dir() else None
-    target = _target(path, output)
+    found = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else None
+    about = path if found is None else found.directory
+    if output is not None:
+        target = None if output == "-" else Path(output)
+    elif found is not None and found.repository is not None:
+        target = Path(f"{path.name}-{found.manifest.tp}-report.html")
+    else:
+        target = _beside(about)
     if target is not None:
-        _require_replaceable(target, path, overwrite=overwrite)
-    plan = manifest.read_plan(path, found) if found else codec.read(path)
-    page = html_report(plan, picture(plan), manifest=found, num_tokens=tokens)
+        _require_replaceable(target, about, overwrite=overwrite)
+    plan = codec.read(path) if found is None else found.plan
+    files = None if found is None else found.manifest
+    page = html_report(plan, picture(plan), manifest=files, num_tokens=tokens)
     if target is None:
         click.echo(page, nl=False)
     else:
@@ -52,10 +67,8 @@ def report_command(out: str, output: str | None, overwrite: bool, tokens: int) -
         click.echo(f"{target}: open it in a browser")
 
 
-def _target(out: Path, output: str | None) -> Path | None:
-    """Where to write; None is standard output."""
-    if output is not None:
-        return None if output == "-" else Path(output)
+def _beside(out: Path) -> Path:
+    """Where to write by default."""
     about = _directory(out) or out
     resolved = about.resolve()
     target = resolved.parent / f"{resolved.name if about.is_dir() else resolved.stem}-report.html"

@@ -23,6 +23,8 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub.errors import explain, hub_error, is_temporary
+from shardconv_runtime.hub.silence import bounded
+from shardconv_runtime.hub.wording import option
 
 from ..reporting.progress import Advance
 from .changes import HubFile, Item, Tree
@@ -116,7 +118,9 @@ class Remote:
         self._token = token or get_token()
         _require_repo_id(repo_id)
         if revision is not None and re.fullmatch(r"[0-9a-f]{40}|refs/.*", revision):
-            raise SourceError(f"--revision {revision} is no branch; give the name of one, old or new")
+            raise SourceError(
+                f"{revision} is no branch; give the name of one, old or new, as {option('revision')}"
+            )
         self._api = HfApi(token=self._token or False, library_name="shardconv")
         self._texts: dict[str, str] = {}
 
@@ -130,7 +134,8 @@ class Remote:
         """Refuse what needs a token, if there is none."""
         if not self._token:
             raise SourceError(
-                f"nobody is logged in who could push to {self.repo_id}; run hf auth login, or pass --token"
+                f"nobody is logged in who could push to {self.repo_id}; run hf auth login, or pass "
+                f"{option('token')}"
             )
 
     def tree(self) -> Tree:
@@ -165,7 +170,8 @@ class Remote:
     def card_of(self, model: str, revision: str | None) -> str | None:
         """The README.md of another repository; None: there is none to be had."""
         try:
-            return self._read(model, "README.md", revision)
+            with bounded():
+                return self._read(model, "README.md", revision)
         except Exception as error:  # the client has its own ways to say that a file is not there
             if hub_error(error) is None and not isinstance(error, SourceError | OSError | ValueError):
                 raise
@@ -190,7 +196,8 @@ class Remote:
             self.patiently(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=True))
         elif private and not tree.private:
             raise SourceError(
-                f"{self.repo_id} is there and public; make it private in its settings, or leave out --private"
+                f"{self.repo_id} is there and public; make it private in its settings, or leave out "
+                f"{option('private')}"
             )
         branch = self.revision
         if branch is not None and not tree.has_branch:
@@ -240,13 +247,16 @@ class Remote:
     def patiently(self, call: Callable[[], Value]) -> Value:
         """Call, again where that may help; any error of the client becomes ours.
 
+        A server that takes a request and does not answer is not asked again.
+
         Raises:
             SourceError: it cannot be done, and why.
         """
         wait = FIRST_WAIT_S
         for left in reversed(range(TRIES)):
             try:
-                return call()
+                with bounded():
+                    return call()
             except SourceError:  # it has been tried again already
                 raise
             except Exception as error:
@@ -260,7 +270,7 @@ class Remote:
         raise AssertionError("the last try returns or raises")
 
     def _explained(self, error: Exception) -> str:
-        text = explain(self.repo_id, self.revision, error)
+        text = explain(self.repo_id, self.revision, error, writing=True)
         return text.replace(self._token, "***") if self._token else text
 
 

@@ -55,7 +55,7 @@ COMMANDS = {
         "--quiet",
         "--verbose",
     },
-    "inspect": {"--json", "--tokens"},
+    "inspect": {"--json", "--tokens", "--tp", "--revision", "--cache-dir", "--local-files-only", "--token"},
     "replan": {"--no-check", "--sequence-parallel", "--trust-remote-code", "--quiet", "--verbose"},
     "verify": {
         "--against",
@@ -81,7 +81,16 @@ COMMANDS = {
         "--verbose",
     },
     "export": {"--format", "--max-file-size", "--memory", "--quiet", "--verbose"},
-    "report": {"--output", "--overwrite", "--tokens"},
+    "report": {
+        "--output",
+        "--overwrite",
+        "--tokens",
+        "--tp",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+    },
     "push": {"--private", "--revision", "--token", "--dry-run", "--quiet", "--verbose"},
 }
 

@@ -177,7 +177,8 @@ def test_other_numbers_of_ranks_are_named(hub: HubServer) -> None:
 
 def test_a_private_repository_needs_a_token(hub: HubServer, out: Path, want: torch.Tensor) -> None:
     hub.add_repo("user/secret", out.parent, private=True)
-    assert all("does not exist or is private" in message for message in messages("user/secret"))
+    found = messages("user/secret")
+    assert all("it does not exist, or is private" in m and m.endswith("or pass token=") for m in found), found
     require_right(want, "user/secret", token="hf_reader")
 
 

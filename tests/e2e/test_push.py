@@ -270,8 +270,8 @@ def test_who_may_not_write_is_told(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("storage is away"), r"did not arrive \(storage is away\); run the same command again"),
-        (ConnectionError("cut"), r"did not arrive \(cut\); run the same command again"),
+        (RuntimeError("storage is away"), r"did not arrive \(storage is away\); try again, it continues"),
+        (ConnectionError("cut"), r"did not arrive \(cut\); try again, it continues"),
         (ValueError("no such thing"), "the Hub refused what was asked of user/model: no such thing"),
     ],
 )

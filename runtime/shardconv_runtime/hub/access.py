@@ -1,24 +1,14 @@
-"""How the Hub is reached, and what its client's errors mean to a user."""
+"""How the Hub is reached, and what can be the id of one of its repositories."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..errors import SourceError
-from ..messages import brief
-from .errors import hub_error, status_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +19,6 @@ class Hub:
     cache_dir: str | os.PathLike[str] | None = None
     local_files_only: bool = False
     token: str | bool | None = None
-
-
-FINAL = (GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError, EntryNotFoundError)
-"""Errors that another try does not mend."""
-
-
-def explain(repo_id: str, hub: Hub, error: Exception) -> str:
-    """An error of reading a repository in words, with what to do."""
-    at = f" at revision {hub.revision}" if hub.revision else ""
-    start = f"no such directory: {repo_id}, and as a Hub id"
-    found, status = hub_error(error) or error, status_of(error)
-    if isinstance(found, GatedRepoError):
-        return f"{repo_id} is gated on the Hub; accept its terms there, then pass a token or log in"
-    if isinstance(found, RevisionNotFoundError):
-        return f"{repo_id} has no revision {hub.revision} on the Hub; check the revision"
-    if isinstance(found, RepositoryNotFoundError):
-        return f"{start} it does not exist or is private; check the spelling, or pass a token"
-    if isinstance(found, (OfflineModeIsEnabled, LocalEntryNotFoundError)):
-        return f"{start} it is not in the local cache{at}; allow downloads (no --local-files-only)"
-    if isinstance(found, EntryNotFoundError):
-        return f"{repo_id} lacks a file on the Hub{at}: {brief(found)}"
-    if status == 401:
-        return f"{start} it is not for this token{at}; log in, or pass another token"
-    if status is not None:
-        return f"{start} it cannot be read{at}: {brief(found)}; check the token and try again"
-    return f"{start} it cannot be reached{at} ({type(found).__name__}); check the path or the network"
 
 
 def looks_like_path(text: str) -> bool:

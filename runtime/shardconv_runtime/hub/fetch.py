@@ -10,19 +10,24 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from .. import manifest
-from ..errors import SourceError
+from ..errors import CheckpointError, ShardconvError, SourceError
 from ..manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..messages import brief
-from .access import FINAL, Hub, explain, require_repo_id
+from . import silence
+from .access import Hub, require_repo_id
+from .errors import FINAL, explain, has_timed_out, hub_error
+from .remote import remote_files
+from .silence import NoAnswerError, bounded
+from .variants import nothing_for, only
 
 TRIES = 5
 """How often a file is asked for; the client itself tries several times in each."""
@@ -71,40 +76,67 @@ class Repository:
                 "call goes on with what is in the cache"
             ) from error
 
+    def check_sizes(self, entries: Sequence[FileEntry]) -> None:
+        """Check that files of the directory are there and whole, as far as their sizes tell; download none.
 
-def variant(path: Path, world_size: int) -> Path:
-    """The converted directory for so many ranks in a directory: itself, or its ``tp-N/``."""
-    inner = path / f"tp-{world_size}"
-    if not (path / MANIFEST_NAME).is_file() and (inner / MANIFEST_NAME).is_file():
-        return inner
-    return path
+        Without a network there is nothing to check: what is in the cache is whole.
+
+        Raises:
+            CheckpointError: one is missing, or of another size.
+            SourceError: the Hub cannot be asked.
+        """
+        if self.hub.local_files_only:
+            return
+        names = [self.path + entry.path for entry in entries]
+        try:
+            found = remote_files(self.repo_id, self.commit, names, self.hub, must_exist=False)
+        except SourceError as error:
+            if isinstance(error.__cause__, OfflineModeIsEnabled):
+                return
+            raise
+        sizes = {file.name: file.num_bytes for file in found}
+        for entry in entries:
+            size = sizes.get(self.path + entry.path)
+            if size != entry.num_bytes:
+                is_there = "is not there" if size is None else f"has {size} bytes"
+                raise CheckpointError(
+                    f"{self.repo_id}: {self.path}{entry.path} {is_there} and should have {entry.num_bytes} "
+                    "bytes; push the converted directory again"
+                )
 
 
-def find(repo_id: str, hub: Hub, world_size: int) -> tuple[Repository, Manifest]:
-    """The converted directory for so many ranks in a repository; its manifest and plan are downloaded.
+def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Manifest]:
+    """A converted directory in a repository; its manifest and plan are downloaded.
+
+    Args:
+        repo_id: of the repository.
+        hub: how to reach it.
+        world_size: for so many ranks; None: for whatever number, if there is only one.
 
     Raises:
-        SourceError: the repository cannot be read, or holds nothing for so many ranks.
+        SourceError: the repository cannot be read, or holds nothing for so many ranks, or too much.
         CheckpointError: its manifest is malformed.
     """
     require_repo_id(repo_id)
-    for path in (f"tp-{world_size}/", ""):
-        try:
-            found = Path(_download(repo_id, path + MANIFEST_NAME, hub))
-        except EntryNotFoundError as error:
-            if isinstance(error, LocalEntryNotFoundError) and (path == "" or not _is_offline(hub, error)):
-                raise SourceError(explain(repo_id, hub, error)) from error
-            continue
-        except Exception as error:
-            raise SourceError(explain(repo_id, hub, error)) from error
-        commit = found.parts[-2 - path.count("/")]
-        repository = Repository(repo_id, commit, path, found.parent, hub)
-        try:
-            _download(repo_id, path + PLAN_NAME, replace(hub, revision=commit))
-        except Exception as error:
-            raise SourceError(explain(repo_id, hub, error)) from error
-        return repository, manifest.read(found.parent)
-    raise SourceError(_nothing_for(repo_id, hub, world_size))
+    try:
+        if world_size is None:
+            places: tuple[str, ...] = (only(repo_id, _names(repo_id, hub)),)
+        else:
+            places = (f"tp-{world_size}/", "")
+        for path in places:
+            manifest_path = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=path == places[-1])
+            if manifest_path is not None:
+                commit = manifest_path.parts[-2 - path.count("/")]
+                _download(repo_id, path + PLAN_NAME, replace(hub, revision=commit))
+                directory = manifest_path.parent
+                return Repository(repo_id, commit, path, directory, hub), manifest.read(directory)
+        assert world_size is not None, "a place that was listed has a manifest"
+        problem = nothing_for(repo_id, _names(repo_id, hub), world_size)
+    except ShardconvError:
+        raise
+    except Exception as error:
+        raise SourceError(explain(repo_id, hub.revision, error)) from error
+    raise SourceError(problem)
 
 
 def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
@@ -125,45 +157,76 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
         return Path(_download(repo_id, name, replace(hub, revision=None)))
     except Exception as error:
         raise SourceError(
-            f"no such file: {plan}, and as one of a Hub repository: {explain(repo_id, hub, error)}"
+            f"no such file: {plan}, and as one of a Hub repository: {explain(repo_id, None, error)}"
         ) from error
 
 
-def _nothing_for(repo_id: str, hub: Hub, world_size: int) -> str:
-    start = f"{repo_id} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
+def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | None:
+    """A file of a repository in the cache; None: there is none.
+
+    Args:
+        repo_id: of the repository.
+        path: of the file.
+        hub: how to reach it.
+        is_last: no other place is left: that it is not in the cache, and nothing was asked for, is an error.
+    """
     try:
-        names = HfApi(token=hub.token).list_repo_files(repo_id, revision=hub.revision)
-    except Exception as error:
-        return f"{start}: {brief(error)}"
-    sizes = [n.split("/")[0] for n in names if n.count("/") == 1 and n.endswith("/" + MANIFEST_NAME)]
-    numbers = sorted(int(s[3:]) for s in sizes if s.startswith("tp-") and s[3:].isdigit())
-    if not numbers:
-        return f"{start} or any other number; convert it, or pass plan= to load it as it is"
-    return f"{start}, but for {', '.join(map(str, numbers))}; start as many processes"
+        return Path(_download(repo_id, path, hub))
+    except LocalEntryNotFoundError as error:
+        if is_last or not _is_offline(hub, error):
+            raise
+    except EntryNotFoundError:
+        pass
+    return None
+
+
+def _names(repo_id: str, hub: Hub) -> list[str]:
+    """Of the files of a repository; of those in the cache, where nothing may be asked for."""
+    if not hub.local_files_only:
+        try:
+            with bounded():
+                return HfApi(token=hub.token).list_repo_files(repo_id, revision=hub.revision)
+        except OfflineModeIsEnabled:
+            pass
+    cache = None if hub.cache_dir is None else Path(hub.cache_dir)
+    found = Path(snapshot_download(repo_id, revision=hub.revision, cache_dir=cache, local_files_only=True))
+    return [path.relative_to(found).as_posix() for path in found.rglob("*") if path.is_file()]
 
 
 def _download(repo_id: str, path: str, hub: Hub) -> str:
     """A file of a repository in the cache; tries again where that may help."""
+    begin = time.monotonic()
     for number in range(TRIES):
         try:
-            return hf_hub_download(
-                repo_id,
-                path,
-                revision=hub.revision,
-                cache_dir=None if hub.cache_dir is None else os.fspath(hub.cache_dir),
-                local_files_only=hub.local_files_only,
-                token=hub.token,
-            )
-        except LocalEntryNotFoundError as error:
-            if _is_offline(hub, error) or number == TRIES - 1:
-                raise
-        except FINAL:
-            raise
-        except Exception:
-            if number == TRIES - 1:
+            with bounded():
+                return hf_hub_download(
+                    repo_id,
+                    path,
+                    revision=hub.revision,
+                    cache_dir=None if hub.cache_dir is None else os.fspath(hub.cache_dir),
+                    local_files_only=hub.local_files_only,
+                    token=hub.token,
+                )
+        except Exception as error:
+            if number == TRIES - 1 or not _may_help(error, hub, time.monotonic() - begin):
                 raise
         time.sleep(FIRST_WAIT_S * 2**number * random.uniform(0.5, 1.0))
     raise AssertionError("the last try raises")
+
+
+def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
+    """Whether another try to download may help, after all tries so far took so long.
+
+    The client repeats a time-out by itself, some for minutes.
+    """
+    if isinstance(error, LocalEntryNotFoundError):
+        if _is_offline(hub, error):
+            return False
+    elif isinstance(error, FINAL):
+        return False
+    return not isinstance(hub_error(error), NoAnswerError) and not (
+        has_timed_out(error) and seconds >= silence.PATIENCE_S
+    )
 
 
 def _is_offline(hub: Hub, error: Exception) -> bool:

@@ -27,13 +27,19 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from ..errors import SourceError
 from ..header import StoredTensor, parse_header
 from ..messages import brief
-from .access import FINAL, Hub, explain
+from .access import Hub
+from .errors import FINAL, explain, has_timed_out
+from .silence import bounded
+from .wording import again
 
 TRIES = 6
 """How often a range is asked for without one more byte coming before that is an error."""
 
 TIMEOUT_S = 30.0
 """Without a byte."""
+
+SILENT_TRIES = 3
+"""How many of these tries may have ended so: that is a minute and a half in which nothing came."""
 
 FIRST_WAIT_S = 0.5
 """Before the second try; each further one waits twice as long."""
@@ -85,10 +91,11 @@ def remote_files(
     try:
         for start in range(0, len(names), _PATHS_AT_ONCE):
             some = list(names[start : start + _PATHS_AT_ONCE])
-            infos = api.get_paths_info(repo_id, some, revision=commit)
+            with bounded():
+                infos = api.get_paths_info(repo_id, some, revision=commit)
             found |= {info.path: info for info in infos if isinstance(info, RepoFile)}
     except Exception as error:
-        raise SourceError(explain(repo_id, hub, error)) from error
+        raise SourceError(explain(repo_id, hub.revision, error)) from error
     missing = [name for name in names if name not in found]
     if missing and must_exist:
         raise SourceError(f"{repo_id} has no {missing[0]} at {commit[:12]}, which it should have")
@@ -136,17 +143,18 @@ class RemoteReader:
         Raises:
             SourceError: the Hub does not give them, after several tries.
         """
-        failures = 0
+        failures = silences = 0
         while len(into):
             count, problem = self._try(offset, into)
             into, offset = into[count:], offset + count
             if problem is None:
                 continue
-            failures = 1 if count else failures + 1
-            if failures == TRIES:
+            failures, silences = (1, 0) if count else (failures + 1, silences)
+            silences += has_timed_out(problem)
+            if failures == TRIES or silences == SILENT_TRIES:
                 raise SourceError(
-                    f"{self._file}: byte {offset} cannot be had after {TRIES} tries ({brief(problem)}); "
-                    "check the network and try again"
+                    f"{self._file}: byte {offset} cannot be had after {failures} tries ({brief(problem)}); "
+                    f"check the network, then {again()}"
                 ) from problem
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
 
@@ -169,7 +177,7 @@ class RemoteReader:
         except SourceError:
             raise
         except FINAL as error:
-            raise SourceError(explain(self._file.repo_id, self._file.hub, error)) from error
+            raise SourceError(explain(self._file.repo_id, self._file.commit, error)) from error
         except Exception as error:  # of the HTTP library, which differs between versions of the client
             return received, error
 

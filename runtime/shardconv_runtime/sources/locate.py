@@ -9,8 +9,10 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from ..errors import SourceError
-from ..hub.access import Hub, explain, require_repo_id
+from ..hub.access import Hub, require_repo_id
+from ..hub.errors import explain
 from ..hub.remote import RemoteFile, remote_files
+from ..hub.silence import bounded
 from .checkpoint import LAYOUTS, wanted_weights
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")
@@ -78,8 +80,8 @@ def _remote(
 
 def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
     try:
-        return Path(
-            snapshot_download(
+        with bounded():
+            found = snapshot_download(
                 repo_id,
                 revision=hub.revision,
                 cache_dir=None if hub.cache_dir is None else Path(hub.cache_dir),
@@ -87,6 +89,6 @@ def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
                 token=hub.token,
                 allow_patterns=list(patterns),
             )
-        )
+        return Path(found)
     except Exception as error:  # the HTTP library's own errors come through too
-        raise SourceError(explain(repo_id, hub, error)) from error
+        raise SourceError(explain(repo_id, hub.revision, error)) from error

@@ -1,0 +1,108 @@
+"""The converted directory that OUT is, or holds: on this machine, or on the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardconv_runtime.errors import CheckpointError, SourceError
+
+if TYPE_CHECKING:
+    from shardconv_runtime.hub.fetch import Repository
+    from shardconv_runtime.manifest import Manifest
+    from shardconv_runtime.plan import Plan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A converted directory, of which the manifest and the plan were read."""
+
+    directory: Path
+    """On the Hub: in the cache, with these two files."""
+    manifest: Manifest
+    plan: Plan
+    repository: Repository | None = None
+    """Where the rest is, if that is on the Hub."""
+
+    def check_sizes(self) -> None:
+        """Check that every file is there and whole, as far as its size tells.
+
+        Raises:
+            CheckpointError: one is not.
+            SourceError: the Hub cannot be asked.
+        """
+        from shardconv_runtime import manifest
+
+        if self.repository is None:
+            for entry in self.manifest.files:
+                reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+                manifest.check_size(self.directory, entry, reader)
+        else:
+            self.repository.check_sizes(self.manifest.files)
+
+
+def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
+    """The converted directory that OUT is, or holds for ``tp`` ranks.
+
+    Args:
+        out: a directory, or the id of a repository.
+        tp: the number of ranks; None: whatever number, if there is only one.
+        hub: the fields of ``Hub``.
+
+    Raises:
+        SourceError: the repository cannot be read; there is none for so many ranks, or several.
+        CheckpointError: there is none, or it is malformed.
+        PlanError: the plan is malformed or of another version.
+    """
+    from shardconv_runtime import manifest
+
+    repository = None
+    if is_on_hub(out):
+        from shardconv_runtime.hub.access import Hub
+        from shardconv_runtime.hub.fetch import find
+        from shardconv_runtime.hub.quiet import quiet_client
+
+        with quiet_client():
+            repository, found = find(out, Hub(**hub), tp)
+        directory = repository.directory
+    else:
+        directory = _local(Path(out), tp)
+        found = manifest.read(directory)
+    if tp not in (None, found.tp):
+        raise CheckpointError(
+            f"{out} is converted for {found.tp} ranks, not for {tp}; leave out --tp, or convert it again"
+        )
+    return Opened(directory, found, manifest.read_plan(directory, found), repository)
+
+
+def is_on_hub(out: str) -> bool:
+    """Whether OUT can only be the id of a repository, as ``user/name``."""
+    if out.count("/") != 1 or out.startswith((".", "/", "~")) or out.endswith(("/", ".json")):
+        return False
+    return not Path(out).exists()
+
+
+def require_local(out: str) -> None:
+    """Refuse the id of a repository, for a command that reads every byte.
+
+    Raises:
+        SourceError: with what to do.
+    """
+    if is_on_hub(out):
+        raise SourceError(
+            f"no such directory: {out}; a repository on the Hub is downloaded first: hf download {out} "
+            "--local-dir DIR, then give DIR, or its tp-N/"
+        )
+
+
+def _local(path: Path, tp: int | None) -> Path:
+    """The directory itself, or the one in it."""
+    from shardconv_runtime.hub.variants import only, variant
+    from shardconv_runtime.manifest import MANIFEST_NAME
+
+    if tp is not None:
+        return variant(path, tp)
+    inner = [file.relative_to(path).as_posix() for file in path.glob(f"tp-*/{MANIFEST_NAME}")]
+    return path / only(str(path), inner) if inner and not (path / MANIFEST_NAME).is_file() else path
