@@ -14,7 +14,7 @@ import torch
 from converted import llama_plan, random_llama, write_directory
 from hub_server import HubServer, Request
 from huggingface_hub import HfApi, constants, file_download
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub import fetch, silence
 from shardconv_runtime.hub import remote as ranges

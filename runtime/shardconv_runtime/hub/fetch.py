@@ -120,17 +120,12 @@ def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Ma
     require_repo_id(repo_id)
     try:
         if world_size is None:
-            places: tuple[str, ...] = (only(repo_id, _names(repo_id, hub)),)
-        else:
-            places = (f"tp-{world_size}/", "")
-        for path in places:
-            manifest_path = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=path == places[-1])
-            if manifest_path is not None:
-                commit = manifest_path.parts[-2 - path.count("/")]
-                _download(repo_id, path + PLAN_NAME, replace(hub, revision=commit))
-                directory = manifest_path.parent
-                return Repository(repo_id, commit, path, directory, hub), manifest.read(directory)
-        assert world_size is not None, "a place that was listed has a manifest"
+            path = only(repo_id, _names(repo_id, hub))
+            return _with_plan(repo_id, path, Path(_download(repo_id, path + MANIFEST_NAME, hub)), hub)
+        for path in (f"tp-{world_size}/", ""):
+            found = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=not path)
+            if found is not None:
+                return _with_plan(repo_id, path, found, hub)
         problem = nothing_for(repo_id, _names(repo_id, hub), world_size)
     except ShardconvError:
         raise
@@ -159,6 +154,13 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
         raise SourceError(
             f"no such file: {plan}, and as one of a Hub repository: {explain(repo_id, None, error)}"
         ) from error
+
+
+def _with_plan(repo_id: str, path: str, manifest_path: Path, hub: Hub) -> tuple[Repository, Manifest]:
+    """The converted directory at ``path`` of a repository, whose manifest is in the cache."""
+    directory, commit = manifest_path.parent, manifest_path.parts[-2 - path.count("/")]
+    _download(repo_id, path + PLAN_NAME, replace(hub, revision=commit))
+    return Repository(repo_id, commit, path, directory, hub), manifest.read(directory)
 
 
 def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | None:
