@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .collectives import (
     Communicator,
@@ -36,6 +37,8 @@ Step = Callable[[Tensor], Tensor]
 
 _Path = tuple[str, ...]
 
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+"""How the names of those attributes of a module begin that say what its forward hooks are."""
 
 GRADIENT_STEPS = ("grad_all_reduce", "grad_divide")
 """Steps that do nothing but to a gradient."""
@@ -157,15 +160,31 @@ def attach(
     inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
     if inputs:
         before = _Before([_input_action(b, comm, signature, mask, training) for b in inputs])
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        renumber(module, module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     if outputs:
         after = _After([(_output_path(b.slot), _output_step(b, comm, mask, training)) for b in outputs])
-        module.register_forward_hook(after, prepend=True)
+        renumber(module, module.register_forward_hook(after, prepend=True))
+
+
+def renumber(module: nn.Module, handle: RemovableHandle) -> None:
+    """Give a forward hook of ``module`` a number that it has in all layers alike; ``handle`` is spent.
+
+    Torch numbers the hooks of all modules on and on, and notes by number how each is called. Dynamo guards on
+    these notes: with torch's numbers, what was compiled for one layer would be of no use to the next one.
+    There is no public way to choose them; this function alone knows of the tables.
+    """
+    tables = [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
+    number = min((0, *(key for table in tables for key in table))) - 1  # torch's are not negative
+    for table in tables:
+        if handle.id in table:
+            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
+            table.clear()
+            table.update(entries)
 
 
 def attach_output(module: nn.Module, slot: str, function: Step) -> None:
     """Run one more step on what a module returns at a slot."""
-    module.register_forward_hook(_After([(_output_path(slot), function)]))
+    renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
 
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..boundary import renumber
 from ..collectives import Communicator, apply, unchanged
 from ..errors import PlanError
 from ..layout_hash import holds_values
@@ -121,8 +122,9 @@ def attach_gates(module: nn.Module, gated: Sequence[Gated]) -> None:
     """Put parameters, of a module or of modules inside of it, behind their gates while it runs."""
     if gated:
         swap = _Swap(tuple(gated))
-        module.register_forward_pre_hook(swap.before, prepend=True)
-        module.register_forward_hook(swap.after, always_call=True)  # recomputation ends a forward pass early
+        renumber(module, module.register_forward_pre_hook(swap.before, prepend=True))
+        # Always, since recomputation ends a forward pass early.
+        renumber(module, module.register_forward_hook(swap.after, always_call=True))
 
 
 class _Swap:

@@ -17,11 +17,12 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..boundary import renumber
 from ..collectives import Communicator
 from ..errors import PlanError
 from ..names import expand_all
@@ -56,13 +57,21 @@ def attach_draws(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator
             except AttributeError as error:
                 raise PlanError(f"{name}: the plan has this module, the model has not") from error
             hooks = _Boundary(streams, name, plan, _probabilities(module))
-            module.register_forward_pre_hook(hooks.before, prepend=True)
-            module.register_forward_hook(hooks.after, always_call=True)
+            renumber(module, module.register_forward_pre_hook(hooks.before, prepend=True))
+            renumber(module, module.register_forward_hook(hooks.after, always_call=True))
     model.register_forward_pre_hook(streams.begin, prepend=True)
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 State = tuple[Tensor, ...]
 """Of the generators: the CPU's, and the device's."""
+
+
+def _not_compiled(function: _Function) -> _Function:
+    """Graphs end before ``function``."""
+    disable: Any = torch.compiler.disable
+    return cast("_Function", disable(function, reason="random numbers that differ between ranks"))
 
 
 class _Running(threading.local):
@@ -80,11 +89,15 @@ def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
     Where the modules around a recomputed part do not run again, their streams have to be taken up.
     """
     streams = _running.streams
-    if streams is None:
-        return forward
+    return forward if streams is None else _resumable(forward, streams)
+
+
+@_not_compiled
+def _resumable(forward: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:
     found = streams.position()
     calls = 0
 
+    @_not_compiled
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
@@ -139,7 +152,7 @@ class _Streams:
         if self.frames:
             self._drop()
 
-    @torch.compiler.disable(reason="random numbers that differ between ranks")  # type: ignore[untyped-decorator, no-untyped-call, unused-ignore]
+    @_not_compiled
     def enter(self, name: str, plan: DrawPlan) -> None:
         """A module begins.
 
@@ -152,7 +165,7 @@ class _Streams:
         self._change(plan.axes)
         self._note()
 
-    @torch.compiler.disable(reason="random numbers that differ between ranks")  # type: ignore[untyped-decorator, no-untyped-call, unused-ignore]
+    @_not_compiled
     def leave(self, name: str, plan: DrawPlan) -> None:
         """A module has returned, or failed.
 
