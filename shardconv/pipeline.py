@@ -52,7 +52,7 @@ from .solving.gradients import solve_gradients
 from .solving.sequence import solve_sequence
 from .solving.solve import Assignment, solve
 from .tracing.fold import Folded, fold
-from .tracing.inputs import TraceInputs, trace_inputs
+from .tracing.inputs import EXTRA_OUTPUTS, TraceInputs, trace_inputs
 from .tracing.tape import Tape, draws, starred
 
 MAX_ROUNDS = 32
@@ -242,7 +242,7 @@ def _solved(problem: _Problem) -> tuple[Plan, Solution]:
     for _ in range(MAX_ROUNDS):
         try:
             solution = problem.solution(solve(analysis, problem.tp, forbidden, folded), ruled_out)
-            plan = _plan(problem.spec, problem.tp, problem.model, solution)
+            plan = _plan(problem, solution)
             require_whole_blocks(solution, plan.parameters, problem.blocks)
             if parallel:
                 notes = (*plan.notes, *parallel.notes(solution.layouts))
@@ -350,10 +350,13 @@ def _local_sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
     return tuple(sizes) if len(set(sizes)) > 1 else (sizes[0],)
 
 
-def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Plan:
+def _plan(problem: _Problem, solution: Solution) -> Plan:
+    spec, tp, model, inputs = problem.spec, problem.tp, problem.model, problem.inputs
     analysis = solution.analysis
     refusal = solution.gradients.refusal
     modules = annotate.module_plans(solution)
+    extra_outputs = tuple(name for name in EXTRA_OUTPUTS if inputs.options.get(name))
+    training = TrainingPlan(draws=draw_plans(solution, model), extra_outputs=extra_outputs)
     return Plan(
         tp=tp,
         mesh=solution.layouts.mesh,
@@ -368,7 +371,7 @@ def _plan(spec: ModelSpec, tp: int, model: nn.Module, solution: Solution) -> Pla
         modules=modules,
         tied=annotate.tied_names(model),
         logits=annotate.logits_info(solution, modules),
-        training=None if refusal else TrainingPlan(draws=draw_plans(solution, model)),
+        training=None if refusal else training,
         notes=(*([INFERENCE_ONLY + refusal] if refusal else ()), *_notes(solution)),
     )
 

@@ -32,6 +32,7 @@ from .plan import (
 )
 from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, WHY_NO_STATES, refuse
 from .slices import size
+from .training.bypassed import watch_first_pass
 from .training.gates import Gated, GradientGate, attach_gates
 from .training.loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .training.random_draws import attach_draws
@@ -80,7 +81,8 @@ def parallelize(
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
         refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
-        for argument in ("output_hidden_states", "output_router_logits"):
+        known = plan.training.extra_outputs if plan.training is not None else ()
+        for argument in {"output_hidden_states", "output_router_logits"}.difference(known):
             if sequence_parallel or training:
                 refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     _check_names(model, plan, parameters)
@@ -91,6 +93,7 @@ def parallelize(
         assert plan.training is not None
         _attach_gates(model, plan, parameters, comm)
         attach_draws(model, plan.training.draws, comm)
+        watch_first_pass(model, modules)
     if gather is not None:
         assert plan.logits is not None
         if gather_logits is not False:

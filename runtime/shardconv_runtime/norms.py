@@ -52,17 +52,10 @@ class ShardedNorm(nn.Module):
         for name in (info.weight, info.bias):
             if name:
                 self.register_parameter(name, _parameter(replaced, name))
+        for name in vars(replaced):
+            if not hasattr(self, name):
+                setattr(self, name, _Withheld(name))
         self.train(replaced.training)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"{name} of a norm whose statistic the ranks share was read from outside: some code, which "
-                "was not traced, computes this norm itself (a fused kernel for training without a cache, "
-                "say); call the model with use_cache=True and without activation checkpointing"
-            ) from error
 
     def extra_repr(self) -> str:
         """Kind, global size, eps."""
@@ -130,6 +123,39 @@ class ShardedNorm(nn.Module):
             bias = getattr(self, self.info.bias)
             y = y + (bias.to(y.dtype) if early else bias)
         return y.to(dtype) if early else y
+
+
+class _Withheld:
+    """What an attribute of the replaced norm is to other code: to be handed around, but not to be used.
+
+    Code that computes the norm by itself, in a fused kernel, would compute that of the rank's part.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *args: object) -> Any:
+        raise PlanError(
+            f"{self._name} of a norm whose statistic the ranks share was used from outside: some code, which "
+            "was not traced, computes this norm itself (a fused kernel for training without a cache, say); "
+            "call the model with use_cache=True and without activation checkpointing, or without that kernel"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = __rpow__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Of an operator that is given one."""
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, cls):
+                each._refuse()
+        cls("an attribute")._refuse()
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter:

@@ -223,6 +223,8 @@ class TrainingPlan:
     """The loss is computed from the ranks' shards of the logits; else from gathered ones, by the model."""
     draws: tuple[DrawPlan, ...] = ()
     """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
+    extra_outputs: tuple[str, ...] = ()
+    """Arguments of the forward pass, as ``output_router_logits``, whose outputs may be part of a loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,13 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
     model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
+    """Whether an argument that was given ``value``, or else the model's config, asks for something."""
+    if value is None:
+        value = getattr(getattr(model, "config", None), argument, None)
+    return value is not None and value is not False
+
+
 class _Refused:
     """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
 
@@ -55,7 +62,5 @@ class _Refused:
             value = args[self._position]
         else:
             value = kwargs.get(self._argument)
-        if value is None:
-            value = getattr(getattr(module, "config", None), self._argument, None)
-        if value is not None and value is not False:
+        if is_asked_for(module, self._argument, value):
             raise PlanError(f"{self._argument} was given to a model {self._why}")

@@ -19,7 +19,7 @@ from shardconv_runtime.collectives import Communicator
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.slices import axes_of, ranges, size
-from shardconv_runtime.training.sequence import attach_sequence
+from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
 from ..proving.exact import Float64, WithoutDropout
@@ -108,6 +108,8 @@ def may_be_padded(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: M
         mask = torch.ones_like(mask)
         mask[0, -2:] = 0
         inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
+    options = {name: value for name, value in inputs.options.items() if name not in FLAT_OUTPUTS}
+    inputs = replace(inputs, options=options)
     weights = RandomWeights(plan)
     simulation = Simulation(plan, model, inputs, planned_alike(plan, bypassed), weights)
     room = min(MAX_SIMULATED_BYTES, available_bytes() // 2)

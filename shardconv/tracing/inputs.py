@@ -23,6 +23,8 @@ from .modalities import IMAGES, SOUNDS, STATES, Form, Maker, first_int, nodes
 from .tape import Mark, Tape
 from .trace import trace
 
+EXTRA_OUTPUTS = ("output_router_logits",)
+"""Arguments that ask for outputs which losses are made of, beside what a model returns without them."""
 _TYPE_IDS = {"image": 1, "audio": 3}
 """What ``mm_token_type_ids`` says of tokens that stand for an image or a sound."""
 _LONGEST = 4096
@@ -68,10 +70,14 @@ def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tupl
         SolveError: it cannot be traced with anything that is known how to make.
     """
     maker = _InputMaker(model, keep, seed)
-    makers = [maker, _InputMaker(model, keep, seed, cache=False)] if maker.cache else [maker]
+    makers = [
+        _InputMaker(model, keep, seed, cache=cache, extras=extras)
+        for extras in dict.fromkeys((maker.extras, ()))
+        for cache in dict.fromkeys((maker.cache, False))
+    ]
     attempts = [(each, choice) for choice in maker.choices() for each in makers]
     if maker.tokens:
-        attempts.append((_InputMaker(model, keep, seed, batch=1, cache=False), _Choice()))
+        attempts.append((_InputMaker(model, keep, seed, batch=1, cache=False, extras=()), _Choice()))
     problems: list[tuple[_Choice, Exception]] = []
     for each, choice in attempts:
         found = _attempt(each, choice, problems)
@@ -120,13 +126,20 @@ class _InputMaker:
     """Makes the inputs of one model for one seed."""
 
     def __init__(
-        self, model: nn.Module, keep: Collection[str], seed: int, batch: int = 0, cache: bool = True
+        self,
+        model: nn.Module,
+        keep: Collection[str],
+        seed: int,
+        batch: int = 0,
+        cache: bool = True,
+        extras: Collection[str] = EXTRA_OUTPUTS,
     ) -> None:
         self.model = model
         self.keep = keep
         self.config = getattr(model, "config", None)
         self.parameters = inspect.signature(model.forward).parameters
         self.cache = cache and "use_cache" in self.parameters
+        self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
         self.tokens = self._token_parameter()
         self.batch, self.length = _sizes(model)
@@ -191,7 +204,13 @@ class _InputMaker:
 
     def _options(self) -> dict[str, Any]:
         """With a cache: its sizes may be read off attributes that no other code reads."""
-        return {"use_cache": self.cache} if "use_cache" in self.parameters else {}
+        cache = {"use_cache": self.cache} if "use_cache" in self.parameters else {}
+        return cache | dict.fromkeys(self.extras, True)
+
+    def _can_return(self, name: str) -> bool:
+        """Whether the model knows an argument that asks for more outputs."""
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return (takes_any or name in self.parameters) and any(hasattr(n, name) for n in nodes(self.config))
 
     def refusal(self, names: Iterable[str]) -> SolveError:
         """Nothing is known of these parameters."""

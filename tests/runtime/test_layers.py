@@ -501,6 +501,28 @@ def test_low_precision_layer_norm_computes_in_float32_like_torch() -> None:
     assert torch.equal(norm(x), original(x))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda eps, x: x + eps,
+        lambda eps, x: eps * 2,
+        lambda eps, x: float(eps),
+        lambda eps, x: eps == 1e-5,
+        lambda eps, x: bool(eps),
+        lambda eps, x: torch.add(x, eps),
+        lambda eps, x: torch.nn.functional.layer_norm(x, (8,), eps=eps),
+    ],
+)
+def test_code_that_computes_a_split_norm_by_itself_is_refused(use: Any) -> None:
+    """It may hand what it reads to code that does nothing, as the fallback of a fused kernel."""
+    norm = ShardedNorm(rms_info((0,), 8), RMSNorm(8), ProcessCommunicator(0, (1,), {}))
+    for each in (norm.offset, copy.deepcopy(norm).offset):
+        with pytest.raises(PlanError, match=r"offset of a norm .* was used from outside: some code"):
+            use(each, torch.ones(2, 8))
+    with pytest.raises(AttributeError):
+        norm.other  # noqa: B018
+
+
 def test_a_norm_without_its_weight_is_refused() -> None:
     with pytest.raises(PlanError, match="has no parameter 'scale'"):
         ShardedNorm(rms_info((), 4), nn.LayerNorm(4), ProcessCommunicator(0, (1,), {}))

@@ -21,7 +21,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
 from shardconv_runtime.sources.spec import ModelSpec
-from shardconv_runtime.training.sequence import attach_sequence
+from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
 from shardconv.checking.filled import fill, local_weights
@@ -53,6 +53,8 @@ class Form:
         return " + ".join(name for name, chosen in names.items() if chosen) or "plain"
 
 
+ROUTERS = "routers"
+"""Variant: the outputs of routers are part of the loss."""
 FORMS = tuple(Form(s, p, c) for s in (False, True) for p in (False, True) for c in (False, True))
 
 
@@ -73,7 +75,7 @@ class Trained:
 
 
 def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] = FORMS) -> Iterator[Trained]:
-    """Plan a model for ``tp`` ranks and judge its gradients in each form."""
+    """Plan a model for ``tp`` ranks and judge its gradients in each form; of all outputs if ``ROUTERS``."""
     about = (model.type, variant, tp)
     spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
     no_sequence = ""
@@ -90,8 +92,10 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
         note = next(n for n in plan.notes if n.startswith("for inference only"))
         yield Trained(*about, "", "refused", note)
         return
+    if variant == ROUTERS and not plan.training.extra_outputs:
+        return  # it has none
     try:
-        trial = _Trial(plan, model)
+        trial = _Trial(plan, model, all_outputs=variant == ROUTERS)
     except Exception as error:
         yield Trained(*about, "", "not judged", _line(error))
         return
@@ -115,7 +119,7 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
 class _Trial:
     """One model with its weights and inputs, and the gradients of the unsharded model."""
 
-    def __init__(self, plan: Plan, model: ZooModel, seed: int = 1) -> None:
+    def __init__(self, plan: Plan, model: ZooModel, seed: int = 1, *, all_outputs: bool = False) -> None:
         self.plan = plan
         entries = parameter_plans(plan)
         self.whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
@@ -125,13 +129,16 @@ class _Trial:
         stored = {n: t for n, t in stored_tensors(self.whole) if n in entries}
         self.weights = {n: random_weight(t, generator) for n, t in stored.items()}
         single = build_model(model.model_class, copy.deepcopy(model.config), torch.float32)
-        self.inputs = make_inputs(single, seed=seed).to(torch.float64)
+        made = make_inputs(single, seed=seed).to(torch.float64)
+        asked = {n: v for n, v in made.options.items() if all_outputs or n not in FLAT_OUTPUTS}
+        self.inputs = replace(made, options=asked)
         mask = self.inputs.tensors.get("attention_mask")
         if mask is not None:  # as texts are padded for training: no token has nothing but padding to look at
             mask.fill_(1)
             mask[0, -2:] = 0
         sequence = plan.training.sequence if plan.training is not None else None
-        if sequence is not None and (not sequence.may_pad or self._changes_when_padded()):
+        may_pad = sequence is not None and sequence.may_pad and not all_outputs
+        if sequence is not None and (not may_pad or self._changes_when_padded()):
             self.inputs = _cut(self.inputs, plan.tp)
         if plan.training is not None and plan.training.parallel_loss:
             self.inputs = self.inputs.with_labels()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..boundary import forward_signature, replace_at
 from ..errors import PlanError
+from ..refusals import is_asked_for
 
 IGNORED = -100
 """What the losses of transformers ignore."""
@@ -28,6 +29,9 @@ _PADDING: Mapping[str, int] = {
     "shift_labels": IGNORED,
 }
 """Arguments ``[B, S]``, and what is put at their ends."""
+
+FLAT_OUTPUTS = ("output_router_logits",)
+"""Arguments that ask for outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
 
 
 def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> None:
@@ -78,8 +82,19 @@ class _Padding:
                 f"length that {self._num_ranks} divides"
             )
         if missing:
+            self._refuse_flat_outputs(module, given, length)
             self._pad(given, tokens, length, missing)
         return (), given
+
+    def _refuse_flat_outputs(self, module: nn.Module, given: Mapping[str, Any], length: int) -> None:
+        """Outputs whose tokens are not a dim of their own, so that the added ones cannot be cut off."""
+        for name in FLAT_OUTPUTS:
+            if is_asked_for(module, name, given.get(name)):
+                raise PlanError(
+                    f"{name} was asked for, and {length} tokens cannot be split over {self._num_ranks} ranks "
+                    "without padding, which could not be cut off it; give a length that "
+                    f"{self._num_ranks} divides"
+                )
 
     def _pad(self, given: dict[str, Any], tokens: Tensor, length: int, missing: int) -> None:
         if given.get("logits_to_keep"):

@@ -195,7 +195,7 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def scatter(b: Builder, op: Op, args: Arguments) -> None:
-    """``scatter``: writes along one dim by ids."""
+    """``scatter``, ``scatter_add``: writes along one dim by ids."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     others = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
@@ -255,7 +255,7 @@ RULES = {
     "aten.index_select": index_select,
     "aten.index": index,
     "aten.gather": gather,
-    "aten.scatter": scatter,
+    **dict.fromkeys(("aten.scatter", "aten.scatter_add"), scatter),
     "aten.index_add": index_add,
     "aten.index_put": index_put,
 }
