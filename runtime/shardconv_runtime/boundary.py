@@ -166,8 +166,8 @@ def attach(
         renumber(module, module.register_forward_hook(after, prepend=True))
 
 
-def renumber(module: nn.Module, handle: RemovableHandle) -> None:
-    """Give a forward hook of ``module`` a number that it has in all layers alike; ``handle`` is spent.
+def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Give a forward hook of ``module`` a number that it has in all layers alike; ``handle`` follows.
 
     Torch numbers the hooks of all modules on and on, and notes by number how each is called. Dynamo guards on
     these notes: with torch's numbers, what was compiled for one layer would be of no use to the next one.
@@ -180,6 +180,8 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> None:
             entries = [(number if key == handle.id else key, value) for key, value in table.items()]
             table.clear()
             table.update(entries)
+    handle.id = number
+    return handle
 
 
 def attach_output(module: nn.Module, slot: str, function: Step) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..boundary import renumber
 from ..errors import PlanError
 from ..plan import ModulePlan
 
@@ -45,9 +46,9 @@ class _Watch:
         self._fqn = fqn
         self._is_split = self._is_summed = False
         self._handles: list[RemovableHandle] = [
-            *(layer.register_forward_hook(self._split) for layer in columns),
-            *(layer.register_forward_hook(self._sum) for layer in rows),
-            parent.register_forward_hook(self._end),
+            *(renumber(layer, layer.register_forward_hook(self._split)) for layer in columns),
+            *(renumber(layer, layer.register_forward_hook(self._sum)) for layer in rows),
+            renumber(parent, parent.register_forward_hook(self._end)),
         ]
 
     def _split(self, *_: Any) -> None:
