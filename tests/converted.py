@@ -12,11 +12,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from shardconv_runtime import codec, manifest
+from shardconv_runtime.dims import Dim, Leaf, Product
 from shardconv_runtime.fingerprint import code_info
 from shardconv_runtime.layout_hash import holds_values, is_common, layout_sha256
 from shardconv_runtime.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
 from shardconv_runtime.plan import Boundary, Edit, ModulePlan, ParameterPlan, Plan, parameter_plans
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, ranges
+from shardconv_runtime.slices import Mesh, ranges
 from small_models import hand_plan, small_config
 from torch import Tensor, nn
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.plan import Boundary, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.slices import Leaf
 from shardconv_runtime.sources.spec import ModelSpec
 from small_models import hand_plan, small_config
 from zoo.models import build

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from shardconv_runtime.dims import Dim, Leaf, Product
 from shardconv_runtime.names import compress
 from shardconv_runtime.plan import (
     Boundary,
@@ -19,7 +20,6 @@ from shardconv_runtime.plan import (
     ParameterPlan,
     Plan,
 )
-from shardconv_runtime.slices import Dim, Leaf, Product
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP, VOCAB = 4, 2, 8, 32, 48, 101
 

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .dims import Dim, Leaf, Sum, leaves, segments, size, to_text
 from .errors import PlanError
 from .plan import ParameterPlan, Plan, by_name
-from .slices import Dim, Leaf, Mesh, Range, Sum, leaves, ranges, segments, size, to_text
+from .slices import Mesh, Range, ranges
 
 if TYPE_CHECKING:
     import torch

@@ -28,10 +28,11 @@ from .collectives import (
     Resharding,
     Slice,
 )
+from .dims import Dim, open_parts, size
 from .errors import PlanError
 from .plan import Boundary, ModulePlan
 from .plan_checks import LOCAL_ROWS
-from .slices import Dim, open_parts, ranges, size
+from .slices import ranges
 
 Step = Callable[[Tensor], Tensor]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .boundary import RowIds, Step, attach, attach_output, forward_signature, in_use, step
 from .collectives import Communicator, Slice
+from .dims import size
 from .edits import apply_edits, raise_flags
 from .errors import PlanError
 from .forms import of_sequence, require_training
@@ -31,7 +32,6 @@ from .plan import (
     parameter_plans,
 )
 from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, WHY_NO_STATES, refuse
-from .slices import size
 from .training.bypassed import watch_first_pass
 from .training.gates import Gated, GradientGate, attach_gates
 from .training.loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss

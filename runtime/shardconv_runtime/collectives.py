@@ -20,9 +20,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from .dims import Dim, axes_of, segments, size
 from .errors import PlanError
 from .parts import parts_of
-from .slices import Dim, Mesh, axes_of, group_of, local_size, segments, size
+from .slices import Mesh, group_of, local_size
 
 _functional = torch.ops._c10d_functional
 

@@ -10,9 +10,10 @@ import hashlib
 import math
 
 from .blocks import stored_entries
+from .dims import axes_of, size
 from .names import expand_all
 from .plan import ParameterPlan, Plan
-from .slices import Mesh, axes_of, coordinates, ranges, size
+from .slices import Mesh, coordinates, ranges
 
 
 def layout_sha256(plan: Plan) -> str:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import AllReduce, Communicator, ProcessCommunicator
+from .dims import axes_of
 from .errors import LaunchError
 from .plan import Boundary, ModulePlan, Plan
-from .slices import Mesh, axes_of, group_of
+from .slices import Mesh, group_of
 from .training.gates import sums
 
 JOIN_TIMEOUT_S = 300

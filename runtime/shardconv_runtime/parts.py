@@ -14,20 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dims import Dim, Leaf, axes_of, to_text
 from .errors import PlanError
-from .slices import (
-    Dim,
-    Leaf,
-    Mesh,
-    Range,
-    axes_of,
-    coordinates,
-    gather_index,
-    group_of,
-    local_segments,
-    ranges,
-    to_text,
-)
+from .slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .dims import Dim, size
 from .errors import PlanError
 from .names import MAX_NAMES, expand_all
-from .slices import Dim, Mesh, local_size, size
+from .slices import Mesh, local_size
 
 VERSION = 1
 FORMAT = "shardconv.plan"

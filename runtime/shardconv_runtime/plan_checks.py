@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from .blocks import VALUES_DTYPE, check_blocks
+from .dims import Dim, Leaf, axes_of, open_parts, to_text
 from .dtypes import STORED_NAME
 from .errors import PlanError
 from .names import MAX_NAME_LENGTH, expand_all
@@ -24,7 +25,7 @@ from .plan import (
     module_plans,
     parameter_plans,
 )
-from .slices import Dim, Leaf, Mesh, axes_of, num_ranges, open_parts, to_text, validate_tensor
+from .slices import Mesh, num_ranges, validate_tensor
 from .typed_json import MalformedError
 
 BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from .dims import Dim, Leaf, Product, Sum, parse, to_text
 from .errors import PlanError
-from .slices import Dim, Leaf, Product, Sum, parse, to_text
 
 MAX_BYTES = 256 * 2**20
 """Largest document that is read."""

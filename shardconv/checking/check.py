@@ -16,9 +16,10 @@ from textwrap import shorten
 import torch
 from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import axes_of, size
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import axes_of, ranges, size
+from shardconv_runtime.slices import ranges
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 

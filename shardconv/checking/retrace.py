@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import Dim, axes_of
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Plan
-from shardconv_runtime.slices import Dim, axes_of, local_size, ranges
+from shardconv_runtime.slices import local_size, ranges
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -25,11 +25,12 @@ from itertools import product
 from pathlib import Path
 
 from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan
 from shardconv_runtime.saving.shard_files import split
-from shardconv_runtime.slices import Leaf, ranges
+from shardconv_runtime.slices import ranges
 from shardconv_runtime.tensors import lazy
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy import LazyTensor, Shape

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.dims import to_text
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
 from shardconv_runtime.layout_hash import layout_sha256
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import Plan, global_shape
-from shardconv_runtime.slices import to_text
 
 from ..reporting.progress import Progress, Silent
 

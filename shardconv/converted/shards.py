@@ -10,13 +10,14 @@ from pathlib import Path
 
 from shardconv_runtime import manifest
 from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.dims import Dim, axes_of
 from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.header import ShardFile
 from shardconv_runtime.layout_hash import is_common, layout_sha256
 from shardconv_runtime.manifest import FileEntry, Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.slices import Dim, Mesh, Range, axes_of, gather_index, group_of
+from shardconv_runtime.slices import Mesh, Range, gather_index, group_of
 from shardconv_runtime.tensors import lazy
 from shardconv_runtime.tensors.lazy import LazyTensor
 

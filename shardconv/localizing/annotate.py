@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardconv_runtime import slices
 from shardconv_runtime.build import stored_tensors
+from shardconv_runtime.dims import Dim, Leaf, axes_of
 from shardconv_runtime.names import compress, expand_all
 from shardconv_runtime.plan import (
     Boundary,
@@ -24,7 +24,6 @@ from shardconv_runtime.plan import (
     NormInfo,
     ParameterPlan,
 )
-from shardconv_runtime.slices import Dim
 from torch import nn
 
 from ..analysing import axes
@@ -119,11 +118,11 @@ def _parameter(solution: Solution, tid: int | None, tensor: Any) -> ParameterPla
     dtype = str(tensor.dtype).removeprefix("torch.")
     analysis = solution.analysis
     if tid is None or tid not in analysis.dims:
-        dims: tuple[Dim, ...] = tuple(slices.Leaf(n) for n in tensor.shape)
+        dims: tuple[Dim, ...] = tuple(Leaf(n) for n in tensor.shape)
         return ParameterPlan((), dims, dtype, reason="the traced forward pass does not use it")
     dims = solution.layouts.dims(tid)
     partial = solution.layouts.assignment.partial_axes(analysis.partial[tid])
-    sharded = any(slices.axes_of(d) for d in dims)
+    sharded = any(axes_of(d) for d in dims)
     reason = "" if sharded or partial or not solution.layouts.mesh else _reason(solution, tid)
     return ParameterPlan((), dims, dtype, partial, reason, grad_axes=solution.gradients.axes(tid))
 
@@ -159,7 +158,7 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
     for event in solution.analysis.tape.events:
         if isinstance(event, Mark) and event.is_output and _fqn(solution, event) == fqn:
             last = solution.layouts.dims(event.target)[-1]
-            if _reduced_axes(solution, event) == entry.partial and not slices.axes_of(last):
+            if _reduced_axes(solution, event) == entry.partial and not axes_of(last):
                 grad_axes = {*entry.grad_axes, *_bias_gradient(solution, event)}
                 reason = "added once, after the reduction"
                 return replace(entry, partial=(), reason=reason, grad_axes=tuple(sorted(grad_axes)))
@@ -169,7 +168,7 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
 
 def _bias_gradient(solution: Solution, mark: Mark) -> list[int]:
     """Mesh axes over which the gradient of what is added behind a reduction is Partial."""
-    scattered = {a for d in solution.layouts.dims(mark.target) for a in slices.axes_of(d)}
+    scattered = {a for d in solution.layouts.dims(mark.target) for a in axes_of(d)}
     partial = solution.gradients.axes(mark.target)
     return [a for a in _reduced_axes(solution, mark) if a in scattered or a in partial]
 
@@ -252,7 +251,7 @@ def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
                 entries.setdefault(_fqn(solution, event), _Entry()).category = category
     for lookup in analysis.lookups:
         rows = layouts.dim(analysis.dims[lookup.table][0])
-        if slices.axes_of(rows):
+        if axes_of(rows):
             entry = entries.setdefault(analysis.tape.calls[lookup.call].fqn, _Entry())
             if entry.category != "vocab" or not entry.inputs:
                 entry.category = "vocab"
@@ -267,7 +266,7 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
     for site, count in solution.analysis.experts:
         layout = solution.layouts.dim(count)
         entry = entries.get(site.where.fqn, _Entry())
-        if slices.axes_of(layout) and entry.category != "experts":
+        if axes_of(layout) and entry.category != "experts":
             entries[site.where.fqn] = entry
             entry.category, entry.flags = "experts", site.split.flags
             op = "local_rows_or_end" if site.split.past_end else "local_rows"
@@ -368,10 +367,10 @@ def _steps(solution: Solution, mark: Mark) -> list[Boundary]:
         for i, (x, y) in enumerate(zip(analysis.dims[mark.source], analysis.dims[mark.target], strict=True))
     ]
     changed = [(i, before, after) for i, before, after in pairs if before != after]
-    gathered = [(i, before) for i, before, _ in changed if slices.axes_of(before)]
-    sliced = [(i, after) for i, _, after in changed if slices.axes_of(after)]
+    gathered = [(i, before) for i, before, _ in changed if axes_of(before)]
+    sliced = [(i, after) for i, _, after in changed if axes_of(after)]
     for slot in mark.slots:
-        if reduced and not gathered and [slices.axes_of(d) for _, d in sliced] == [frozenset(reduced)]:
+        if reduced and not gathered and [axes_of(d) for _, d in sliced] == [frozenset(reduced)]:
             out.append(_step(slot, "reduce_scatter", *sliced[0], width))
         else:
             if reduced:
@@ -393,7 +392,7 @@ def _step(
     grad_axes: Collection[int] = (),
     local_grad_axes: Collection[int] = (),
 ) -> Boundary:
-    whole, local = (_among(each, slices.axes_of(layout)) for each in (grad_axes, local_grad_axes))
+    whole, local = (_among(each, axes_of(layout)) for each in (grad_axes, local_grad_axes))
     return Boundary(slot, op, (), dim, layout, per_token, whole, local)
 
 

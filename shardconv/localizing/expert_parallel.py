@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardconv_runtime import slices
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.errors import SolveError
 from torch import nn
 
@@ -81,7 +82,7 @@ class ExpertParallel:
             layout = layouts.dim(count)
             ranks = range(math.prod(layouts.mesh))
             local = tuple(slices.local_size(layout, layouts.mesh, rank) for rank in ranks)
-            if slices.axes_of(layout):
+            if axes_of(layout):
                 for path, attribute in site.split.edits:
                     fqn = f"{site.where.fqn}.{path}" if path else site.where.fqn
                     shown = local[:1] if len(set(local)) == 1 else local
@@ -98,7 +99,7 @@ class ExpertParallel:
         num_ranks = math.prod(layouts.mesh)
         for owner, count in self._counts():
             layout = layouts.dim(count)
-            split = math.prod(layouts.mesh[a] for a in slices.axes_of(layout))
+            split = math.prod(layouts.mesh[a] for a in axes_of(layout))
             if num_ranks > 1 and split == 1:
                 raise SolveError(
                     f"--experts ep: the {count.size} experts of {owner} cannot be split over {num_ranks} "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 
 from shardconv_runtime import slices
-from shardconv_runtime.slices import Dim, Leaf, Product, Sum
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, axes_of, leaves
 
 from ..analysing import axes
 from ..analysing.analysis import Analysis
@@ -69,13 +69,13 @@ class Layouts:
 
     def is_sharded(self, tid: int) -> bool:
         """Whether ranks hold different parts of a tensor."""
-        return any(slices.axes_of(d) for d in self.dims(tid))
+        return any(axes_of(d) for d in self.dims(tid))
 
     def ranks_differ(self) -> bool:
         """Whether some size is uneven, so that local shapes depend on the rank."""
         for dims in self.analysis.dims.values():
             for node in dims:
-                for leaf in slices.leaves(self.dim(node)):
+                for leaf in leaves(self.dim(node)):
                     if leaf.size % math.prod(self.mesh[axis] for axis in leaf.axes):
                         return True
         return False

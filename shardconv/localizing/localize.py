@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardconv_runtime import slices
+from shardconv_runtime import dims, slices
 from torch.utils import _pytree as pytree
 
 from ..analysing.analysis import Analysis
@@ -159,7 +159,7 @@ class _Localizer:
         for dim, layout in zip(self.analysis.dims[tid], self.layouts.dims(tid), strict=True):
             if dim.size == value:
                 yield slices.local_size(layout, self.layouts.mesh, self.rank)
-            for leaf in slices.leaves(layout):
+            for leaf in dims.leaves(layout):
                 if leaf.size == value:
                     yield slices.local_size(leaf, self.layouts.mesh, self.rank)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from html import escape
 
 from shardconv_runtime.blocks import factors_entry
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.plan import Plan, global_shape
-from shardconv_runtime.slices import axes_of
 
 from ..reporting.report import human_bytes, human_count
 from ..reporting.summary import COMMUNICATING, Summary, summarize

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardconv_runtime.dims import Dim, axes_of, size
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.slices import Dim, axes_of, size
 
 from .cuts import Coordinates, Holders, Piece, holders, pieces
 from .outline import Cell

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardconv_runtime.dims import to_text
 from shardconv_runtime.manifest import FileEntry, Manifest
 from shardconv_runtime.plan import Edit, Plan, global_shape, local_shape
-from shardconv_runtime.slices import to_text
 
 from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, summarize
 

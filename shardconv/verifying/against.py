@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from shardconv_runtime import manifest
 from shardconv_runtime.blocks import SUFFIX, stored_plans
+from shardconv_runtime.dims import Dim
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.manifest import Manifest
 from shardconv_runtime.plan import ParameterPlan, Plan, global_shape
-from shardconv_runtime.slices import Dim, Mesh, ranges
+from shardconv_runtime.slices import Mesh, ranges
 from shardconv_runtime.sources.planned import as_planned, shard
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.scaled import flatten

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.boundary import forward_signature
+from shardconv_runtime.dims import Dim, axes_of, size, to_text
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.lazy import build_model
@@ -28,7 +29,7 @@ from shardconv_runtime.plan import (
     module_plans,
     parameter_plans,
 )
-from shardconv_runtime.slices import Dim, Range, axes_of, ranges, size, to_text
+from shardconv_runtime.slices import Range, ranges
 from shardconv_runtime.sources.resolve import resolve
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping

@@ -11,9 +11,9 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, axes_of, leaves, size
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Boundary, Edit, LogitsInfo, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.slices import Dim, Leaf, Product, Sum, axes_of, leaves, size
 
 Mutation = Callable[[Plan, Random], Plan]
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum
 from shardconv_runtime.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum
+from shardconv_runtime.slices import Mesh
 from torch import Tensor
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")

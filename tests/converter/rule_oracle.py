@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from shardconv_runtime import slices
-from shardconv_runtime.slices import Dim
+from shardconv_runtime.dims import Dim, size, to_text
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -243,7 +243,7 @@ def _real(x: Tensor) -> Tensor:
 
 def _describe(op: Op, layouts: Layouts) -> str:
     def show(tid: int) -> str:
-        dims = " ".join(slices.to_text(d) if slices.size(d) else "0" for d in layouts.dims(tid))
+        dims = " ".join(to_text(d) if size(d) else "0" for d in layouts.dims(tid))
         return f"[{dims}{'; partial' if _is_partial(layouts, tid) else ''}]"
 
     numbers = [a for a in op.args if not isinstance(a, Ref)]

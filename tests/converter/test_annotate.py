@@ -6,8 +6,8 @@ import models
 import pytest
 from shardconv_runtime import codec
 from shardconv_runtime.boundary import in_use
+from shardconv_runtime.dims import to_text
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import to_text
 
 SHAPES = [
     models.OddModel,

@@ -8,9 +8,9 @@ from typing import Any
 
 import models
 import pytest
+from shardconv_runtime.dims import Leaf, Product, Sum, to_text
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.plan import Boundary, Edit, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.slices import Leaf, Product, Sum, to_text
 from torch import nn
 
 from shardconv import pipeline

@@ -17,9 +17,9 @@ import transformers
 from made_inputs import make_inputs
 from models import OddConfig, OddModel, spec
 from shardconv_runtime import codec
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.plan import ModulePlan, Plan, global_shape, module_plans, parameter_plans
-from shardconv_runtime.slices import axes_of
 from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 

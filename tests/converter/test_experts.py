@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from made_inputs import make_inputs
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import axes_of, ranges
+from shardconv_runtime.slices import ranges
 from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 

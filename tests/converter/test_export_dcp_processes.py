@@ -15,8 +15,8 @@ from distributed import run_processes
 from export_cases import CASES, Exported, convert, same
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import axes_of
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardconv_runtime.dims import Dim, Leaf
 from shardconv_runtime.manifest import Source
 from shardconv_runtime.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
-from shardconv_runtime.slices import Dim, Leaf
 from shardconv_runtime.tensors import gathered, lazy
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor

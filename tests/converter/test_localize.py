@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import models
 import pytest
+from shardconv_runtime.dims import Leaf, to_text
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import Leaf, to_text
 
 
 def edits(plan: Plan, fqn: str) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -25,10 +25,11 @@ from mutations import MUTATIONS, mutations
 from shardconv_runtime import codec
 from shardconv_runtime.build import owner_of, parallelize, retie, stored_tensors
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import Leaf, Sum
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import LogitsInfo, Plan, module_plans, parameter_plans
-from shardconv_runtime.slices import Leaf, Sum, ranges
+from shardconv_runtime.slices import ranges
 from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput

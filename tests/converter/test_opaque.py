@@ -11,9 +11,9 @@ import models
 import numpy as np
 import pytest
 import torch
+from shardconv_runtime.dims import axes_of
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import axes_of
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 

@@ -12,8 +12,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.plan import ParameterPlan, Plan
-from shardconv_runtime.slices import Dim, Leaf, Product, Sum, ranges, size
+from shardconv_runtime.slices import ranges
 from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 

@@ -13,10 +13,11 @@ from quantised_checkpoints import dense_config, experts_config, save_quantised, 
 from safetensors.torch import load_file, save_file
 from shardconv_runtime import codec, manifest
 from shardconv_runtime.blocks import SUFFIX, VALUES_DTYPE, check_blocks, dequantised, factors_entry
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.errors import PlanError, SourceError
 from shardconv_runtime.layout_hash import is_common
 from shardconv_runtime.plan import ParameterPlan, parameter_plans
-from shardconv_runtime.slices import Dim, Leaf, Product, Sum, ranges, size
+from shardconv_runtime.slices import ranges
 from shardconv_runtime.sources.resolve import resolve
 from shardconv_runtime.sources.scaled import with_blocks
 from shardconv_runtime.tensors.copying import read_tensor

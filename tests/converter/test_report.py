@@ -7,8 +7,8 @@ import re
 import time
 
 import pytest
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.plan import ModulePlan, NormInfo, ParameterPlan, Plan
-from shardconv_runtime.slices import Leaf
 from small_models import hand_plan, small_config
 
 from shardconv.reporting.report import human_bytes, human_count, report

@@ -58,7 +58,7 @@ def analysed(*layers: nn.Module) -> Analysis:
 
 def layouts(analysis: Analysis, tp: int, forbidden: list[axes.Node] | None = None) -> dict[str, str]:
     """Layout of each parameter, as the plan writes it."""
-    from shardconv_runtime.slices import to_text
+    from shardconv_runtime.dims import to_text
 
     found = Layouts(analysis, solve(analysis, tp, forbidden or ()))
     tensors = analysis.tape.tensors

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from shardconv_runtime import codec
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import Boundary, Edit, ModulePlan, Plan
-from shardconv_runtime.slices import Leaf
 from torch import nn
 from tp_plan_cases import (
     HIDDEN,

@@ -19,11 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardconv_runtime import codec, manifest
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.header import ShardFile, read_header
 from shardconv_runtime.layout_hash import layout_sha256
 from shardconv_runtime.plan import ParameterPlan, Plan, parameter_plans
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, coordinates, size
+from shardconv_runtime.slices import Mesh, coordinates
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import transformers
+from shardconv_runtime.dims import Dim, Leaf, Product, size
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Boundary, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.slices import Dim, Leaf, Product, size
 
 import shardconv
 from shardconv.writing.tp_plan import skeleton

@@ -16,8 +16,8 @@ from hostile import Directory, header_of, to_bytes, with_header
 from shardconv_runtime import CheckpointError, PlanError, ShardconvError, manifest
 from shardconv_runtime.boundary import RowIds
 from shardconv_runtime.collectives import ProcessCommunicator
+from shardconv_runtime.dims import parse
 from shardconv_runtime.edits import raise_flags
-from shardconv_runtime.slices import parse
 
 import shardconv
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from shardconv_runtime.boundary import step
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import Leaf, parse, size
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import Boundary, ParameterPlan
-from shardconv_runtime.slices import Leaf, Mesh, local_segments, parse, size
+from shardconv_runtime.slices import Mesh, local_segments
 from shardconv_runtime.training.gates import Gated, GradientGate, attach_gates, sums
 from torch import Tensor, nn
 

@@ -12,12 +12,13 @@ import transformers
 from converted import fill, llama_plan, random_llama
 from shardconv_runtime.build import parallelize
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.edits import apply_edits
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.plan import Edit, ModulePlan, Plan, local_shape, parameter_plans
-from shardconv_runtime.slices import Leaf, Mesh
+from shardconv_runtime.slices import Mesh
 from small_models import small_config
 from torch import Tensor, nn
 from transformers import PreTrainedConfig

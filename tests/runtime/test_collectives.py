@@ -19,10 +19,11 @@ from shardconv_runtime.collectives import (
     Reduce,
     Slice,
 )
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.mesh import Launch, _axes_group
 from shardconv_runtime.parts import Select
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, group_of, parse, ranges, size
+from shardconv_runtime.slices import Mesh, group_of, ranges
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 

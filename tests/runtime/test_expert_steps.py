@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from shardconv_runtime import codec
 from shardconv_runtime.boundary import RowIds, attach, forward_signature
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.edits import apply_edits, raise_flags
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import Boundary, CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
-from shardconv_runtime.slices import Leaf, Mesh, local_size, ranges
+from shardconv_runtime.slices import Mesh, local_size, ranges
 from torch import Tensor, nn
 
 from shardconv.proving.simulate import run_ranks

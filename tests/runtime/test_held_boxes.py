@@ -11,10 +11,11 @@ import torch
 from converted import local_part
 from hypothesis import given
 from hypothesis import strategies as st
+from shardconv_runtime.dims import Dim, Leaf, Product, Sum, parse
 from shardconv_runtime.layout_hash import holds_values
 from shardconv_runtime.plan import ParameterPlan, global_shape
 from shardconv_runtime.saving.held_boxes import Box, Window, held_boxes, owned_boxes, whole_window
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum, parse
+from shardconv_runtime.slices import Mesh
 from torch import Tensor
 
 MESHES: tuple[Mesh, ...] = ((), (2,), (3,), (2, 2), (2, 3))

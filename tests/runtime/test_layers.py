@@ -14,6 +14,7 @@ from distributed import comm_counts, run_processes
 from shardconv_runtime.boundary import RowIds, attach, forward_signature, replace_at
 from shardconv_runtime.build import parallelize
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.dims import Dim, Leaf, parse
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.layers import ColumnParallelLinear, RowParallelLinear
 from shardconv_runtime.norms import ShardedNorm
@@ -26,7 +27,7 @@ from shardconv_runtime.plan import (
     ParameterPlan,
     Plan,
 )
-from shardconv_runtime.slices import Dim, Leaf, Mesh, parse, ranges
+from shardconv_runtime.slices import Mesh, ranges
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

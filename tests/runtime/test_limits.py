@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardconv_runtime import CheckpointError, PlanError, codec, header, manifest, names, slices, typed_json
+from shardconv_runtime import (
+    CheckpointError,
+    PlanError,
+    codec,
+    dims,
+    header,
+    manifest,
+    names,
+    slices,
+    typed_json,
+)
 from shardconv_runtime import plan_checks as checks
 
 GOLDEN = json.loads((Path(__file__).with_name("golden_plan.json")).read_text())
@@ -70,7 +80,7 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
         (
             parameter(dims=["+".join(["1"] * 4096)]),
             parameter(dims=["+".join(["1"] * 4097)]),
-            f"more than {slices.MAX_LEAVES} leaves",
+            f"more than {dims.MAX_LEAVES} leaves",
         ),
         (
             many(2, "1000*2@0", 1),
@@ -144,7 +154,7 @@ def test_long_headers(tmp_path: Path) -> None:
     [
         *(header.MAX_HEADER_BYTES, header.MAX_NAME_LENGTH, header.MAX_DIMS, typed_json.MAX_CONTAINERS),
         *(checks.MAX_TP, checks.MAX_MESH_AXES, names.MAX_NAMES, names.MAX_NAME_LENGTH, codec.MAX_SIGNS),
-        *(slices.MAX_LEAVES, slices.MAX_RANGES, checks.MAX_RANGES_IN_ALL, checks.MAX_PATH_STEPS),
+        *(dims.MAX_LEAVES, slices.MAX_RANGES, checks.MAX_RANGES_IN_ALL, checks.MAX_PATH_STEPS),
         *(checks.MAX_STEP_LENGTH, checks.MAX_TEXT_LENGTH),
     ],
 )

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 import transformers
 from distributed import comm_counts, run_processes
 from shardconv_runtime.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.dims import Dim, Leaf, parse, size
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.slices import Dim, Leaf, Mesh, group_of, parse, ranges, size
+from shardconv_runtime.slices import Mesh, group_of, ranges
 from shardconv_runtime.training.loss import (
     LossInputError,
     VocabParallelCrossEntropy,

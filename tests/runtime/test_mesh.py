@@ -8,9 +8,9 @@ import pytest
 import torch
 from converted import llama_plan
 from shardconv_runtime import agreement, mesh
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.errors import LaunchError
 from shardconv_runtime.plan import Boundary, ModulePlan, NormInfo
-from shardconv_runtime.slices import Leaf
 from small_models import small_config
 
 

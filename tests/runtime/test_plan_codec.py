@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime import codec
+from shardconv_runtime.dims import parse
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.plan import (
     Boundary,
@@ -30,7 +31,6 @@ from shardconv_runtime.plan import (
     module_plans,
     parameter_plans,
 )
-from shardconv_runtime.slices import parse
 
 GOLDEN = Path(__file__).with_name("golden_plan.json")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan-format.md"

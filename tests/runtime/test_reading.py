@@ -21,13 +21,13 @@ from converted import llama_plan, random_llama, write_directory
 from safetensors.torch import load_file, save_file
 from shardconv_runtime import loading, read_ahead, weights
 from shardconv_runtime.blocks import dequantised
+from shardconv_runtime.dims import Leaf
 from shardconv_runtime.dtypes import STORED_NAME
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.header import ShardFile, read_header
 from shardconv_runtime.plan import ParameterPlan
 from shardconv_runtime.read_ahead import ReadAhead
 from shardconv_runtime.reading import ALIGNMENT, Event, mapped, staged
-from shardconv_runtime.slices import Leaf
 from torch import Tensor
 
 Read = Callable[[Sequence[ShardFile]], Generator[tuple[str, Tensor]]]

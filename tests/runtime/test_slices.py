@@ -10,8 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime import slices
+from shardconv_runtime.dims import (
+    MAX_DEPTH,
+    Dim,
+    Leaf,
+    Product,
+    Sum,
+    axes_of,
+    open_parts,
+    parse,
+    size,
+    to_text,
+)
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.slices import Dim, Leaf, Mesh, Product, Sum
+from shardconv_runtime.slices import Mesh
 
 MESHES = [(), (1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (4, 3), (2, 2, 2), (3, 2, 2), (1, 4)]
 
@@ -48,13 +60,13 @@ def holds(dim: Dim, mesh: Mesh, coords: tuple[int, ...], position: int) -> tuple
         return first <= position < first + shares[part], frozenset(dim.axes)
     if isinstance(dim, Sum):
         for segment in dim.segments:
-            if position < slices.size(segment):
+            if position < size(segment):
                 return holds(segment, mesh, coords, position)
-            position -= slices.size(segment)
+            position -= size(segment)
         raise AssertionError("position outside of the sum")
     held, axes = True, frozenset[int]()
     for factor in reversed(dim.factors):
-        position, inner = divmod(position, slices.size(factor))
+        position, inner = divmod(position, size(factor))
         answer, more = holds(factor, mesh, coords, inner)
         held, axes = held and answer, axes | more
     return held, axes
@@ -73,9 +85,9 @@ def test_ranges_are_what_the_tree_means(case: tuple[Dim, Mesh]) -> None:
     held = {rank: positions(dim, mesh, rank) for rank in ranks}
     for rank in ranks:
         coords = slices.coordinates(mesh, rank)
-        assert held[rank] == [i for i in range(slices.size(dim)) if holds(dim, mesh, coords, i)[0]]
+        assert held[rank] == [i for i in range(size(dim)) if holds(dim, mesh, coords, i)[0]]
         assert len(held[rank]) == slices.local_size(dim, mesh, rank)
-    for position in range(slices.size(dim)):
+    for position in range(size(dim)):
         axes = holds(dim, mesh, (0,) * len(mesh), position)[1]
         copies = math.prod(extent for a, extent in enumerate(mesh) if a not in axes)
         assert sum(position in held[rank] for rank in ranks) == copies
@@ -95,7 +107,7 @@ def test_ranges_ascend_and_are_maximal(case: tuple[Dim, Mesh]) -> None:
 @given(cases())
 def test_text_round_trip(case: tuple[Dim, Mesh]) -> None:
     dim, _ = case
-    assert slices.parse(slices.to_text(dim)) == dim
+    assert parse(to_text(dim)) == dim
 
 
 @settings(deadline=None)
@@ -103,7 +115,7 @@ def test_text_round_trip(case: tuple[Dim, Mesh]) -> None:
 def test_gather_index_rebuilds_the_dim(case: tuple[Dim, Mesh], data: st.DataObject) -> None:
     dim, mesh = case
     extra = data.draw(st.frozensets(st.sampled_from(range(len(mesh))))) if mesh else frozenset[int]()
-    axes = slices.axes_of(dim) | extra
+    axes = axes_of(dim) | extra
     index = slices.gather_index(dim, mesh, axes if extra else None)
     members = slices.group_of(mesh, axes, data.draw(st.integers(0, math.prod(mesh) - 1)))
     pieces = [positions(dim, mesh, rank) for rank in members]
@@ -112,7 +124,7 @@ def test_gather_index_rebuilds_the_dim(case: tuple[Dim, Mesh], data: st.DataObje
     for used, parts in ((None, pieces), (stride, [[*p, *[-1] * (stride - len(p))] for p in pieces])):
         joined = [i for part in parts for i in part]
         found = [i for start, stop in index.ranges(used) for i in joined[start:stop]]
-        assert found == list(range(slices.size(dim)))
+        assert found == list(range(size(dim)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +140,7 @@ def test_gather_index_rebuilds_the_dim(case: tuple[Dim, Mesh], data: st.DataObje
     ],
 )
 def test_gather_index_knows_the_trivial_case(text: str, mesh: Mesh, trivial: bool, even: bool) -> None:
-    index = slices.gather_index(slices.parse(text), mesh)
+    index = slices.gather_index(parse(text), mesh)
     assert (index.is_trivial, index.is_even) == (trivial, even)
 
 
@@ -146,21 +158,21 @@ def test_gather_over_too_few_axes_is_refused() -> None:
 
 def test_large_sizes_stay_ranges() -> None:
     begin = time.perf_counter()
-    fused = slices.parse("128256@0*4096 + 8@0*128*4096")
+    fused = parse("128256@0*4096 + 8@0*128*4096")
     for rank in range(8):
         assert len(slices.ranges(fused, (8,), rank)) == 2
     assert len(slices.gather_index(fused, (8,)).pieces) == 16
-    assert len(slices.ranges(slices.parse("128256*4096@0"), (8,), 3)) == 128256
+    assert len(slices.ranges(parse("128256*4096@0"), (8,), 3)) == 128256
     assert time.perf_counter() - begin < 10
 
 
 def test_ranges_without_bound_are_refused() -> None:
     with pytest.raises(PlanError, match="split an outer factor"):
-        slices.ranges(slices.parse("1000000000*2@0"), (2,), 0)
+        slices.ranges(parse("1000000000*2@0"), (2,), 0)
 
 
 def test_uneven_shares_first_ranks_take_more() -> None:
-    dim = slices.parse("9@0*64")
+    dim = parse("9@0*64")
     assert [slices.ranges(dim, (4,), rank) for rank in range(4)] == [
         ((0, 192),),
         ((192, 320),),
@@ -189,19 +201,19 @@ def test_ranks_and_coordinates() -> None:
 )
 def test_parse_refuses(text: str) -> None:
     with pytest.raises(PlanError):
-        slices.parse(text)
+        parse(text)
 
 
 def test_parse_reads_what_the_grammar_allows() -> None:
-    assert slices.parse("(4)") == Leaf(4)
-    assert slices.parse(" 32@0*128+8@0 * 128 ") == Sum(
+    assert parse("(4)") == Leaf(4)
+    assert parse(" 32@0*128+8@0 * 128 ") == Sum(
         (Product((Leaf(32, (0,)), Leaf(128))), Product((Leaf(8, (0,)), Leaf(128))))
     )
-    assert slices.parse("2*(3 + 1@0.1)") == Product((Leaf(2), Sum((Leaf(3), Leaf(1, (0, 1))))))
+    assert parse("2*(3 + 1@0.1)") == Product((Leaf(2), Sum((Leaf(3), Leaf(1, (0, 1))))))
 
 
 def test_single_parts_are_written_as_the_part() -> None:
-    assert slices.to_text(Product((Sum((Product((Leaf(4, (0,)),)),)), Leaf(2)))) == "4@0*2"
+    assert to_text(Product((Sum((Product((Leaf(4, (0,)),)),)), Leaf(2)))) == "4@0*2"
 
 
 @pytest.mark.parametrize(
@@ -224,14 +236,14 @@ def test_validate_refuses(dim: Dim, message: str) -> None:
 
 def test_validate_refuses_deep_trees() -> None:
     dim: Dim = Leaf(1)
-    for _ in range(slices.MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         dim = Sum((dim, Leaf(1)))
     with pytest.raises(PlanError, match="deeper"):
         slices.validate(dim, (2,))
 
 
 def test_segments_may_share_an_axis_but_dims_may_not() -> None:
-    fused = slices.parse("32@0*128 + 8@0*128")
+    fused = parse("32@0*128 + 8@0*128")
     slices.validate_tensor((fused, Leaf(4096)), (2,))
     slices.validate_tensor((fused, Leaf(4096, (1,))), (2, 2))
     with pytest.raises(PlanError, match="axis 0 splits more than one dim"):
@@ -240,20 +252,20 @@ def test_segments_may_share_an_axis_but_dims_may_not() -> None:
 
 @pytest.mark.parametrize("text", ["?*8@0", "8@0*?", "4*?*8@0"])
 def test_an_open_factor_leaves_the_known_parts(text: str) -> None:
-    dim = slices.parse(text)
-    assert slices.to_text(dim) == text
-    parts = slices.open_parts(dim)
+    dim = parse(text)
+    assert to_text(dim) == text
+    parts = open_parts(dim)
     assert parts is not None
     outer, _, inner = text.partition("?")
-    known = [slices.size(slices.parse(t.strip("*"))) if t else 1 for t in (outer, inner)]
-    assert [slices.size(p) for p in parts] == known
+    known = [size(parse(t.strip("*"))) if t else 1 for t in (outer, inner)]
+    assert [size(p) for p in parts] == known
 
 
 def test_a_known_dim_has_no_open_part() -> None:
-    assert slices.open_parts(slices.parse("4@0*8")) is None
+    assert open_parts(parse("4@0*8")) is None
 
 
 @pytest.mark.parametrize("text", ["?*?*8@0", "?*8@0 + 3", "(?*2 + 4)*8@0"])
 def test_an_open_factor_in_another_place_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="only one factor"):
-        slices.open_parts(slices.parse(text))
+        open_parts(parse(text))

@@ -18,10 +18,10 @@ import torch
 from made_inputs import make_inputs
 from shardconv_runtime.build import parallelize, stored_tensors
 from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.dims import axes_of, size
 from shardconv_runtime.lazy import build_model
 from shardconv_runtime.names import expand_all
 from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.slices import axes_of, size
 from shardconv_runtime.sources.spec import ModelSpec
 from torch import Tensor, nn
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from ..boundary import renumber
 from ..collectives import Communicator, apply, unchanged
+from ..dims import Dim
 from ..errors import PlanError
 from ..layout_hash import holds_values
 from ..plan import ParameterPlan
-from ..slices import Dim, Mesh, Range, local_segments
+from ..slices import Mesh, Range, local_segments
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ..boundary import RowIds
 from ..collectives import Communicator
+from ..dims import Dim, axes_of, size, to_text
 from ..errors import ShardconvError
-from ..slices import Dim, Range, axes_of, gather_index, local_size, size, to_text
+from ..slices import Range, gather_index, local_size
 
 CHUNK_ELEMENTS = 2**24
 """Logits that are held in float32 at a time: 64 MiB, enough to keep an accelerator busy."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..boundary import Step, forward_signature, replace_at
 from ..collectives import Communicator, Gather
+from ..dims import Dim
 from ..errors import PlanError
-from ..slices import Dim
 from .loss import VocabParallelCrossEntropy, parallel_loss
 
 GATHERED, LOCAL, NONE = "gathered", "local", "none"
