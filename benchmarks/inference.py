@@ -42,6 +42,7 @@ STEPS_SHAPE = Shape(hidden=1024, intermediate=4096, heads=16, kv_heads=8, vocab=
 SMALL_SHAPE = Shape(hidden=256, intermediate=1024, heads=8, kv_heads=4, vocab=4000, layers=4)
 VARIANTS = {
     "shardconv": "shardconv_runtime.load",
+    "plan": "shardconv_runtime.load by a plan, not converted",
     "safetensors": "safetensors load_file",
     "whole": "from_pretrained, whole",
     "tensor parallel": "from_pretrained, tensor parallelism",
@@ -159,7 +160,8 @@ def _load(bench: Bench, variant: str, source: Path, converted: Path, ranks: int,
     (read_all if cache == "warm" else evict)(files)
     if cache == "warm" and resident_share(files) < 0.99:
         bench.note("less than 99% of the files stayed in the page cache: warm is not warm, memory is short")
-    found = bench.ranks(ranks, "load", variant, str(directory), result=3)
+    plan = ("--plan", str(converted / "plan.json")) if variant == "plan" else ()
+    found = bench.ranks(ranks, "load", variant, str(directory), *plan, result=3)
     if cache == "cold" and max(sample["cached_share"] for sample in found) > 0.01:
         bench.note("more than 1% of the files was cached when a cold load began: cold is not cold")
     if late := sorted({name for sample in found for name in sample["imported"]}):
@@ -178,7 +180,7 @@ def _load_row(
 ) -> dict[str, str]:
     tp, cache, variant = key
     ratios = [a["touched_s"] / b["touched_s"] for a, b in zip(samples, floor, strict=True)]
-    own = variant == "shardconv"
+    own = variant in ("shardconv", "plan")
     cold = cache == "cold"
     return {
         "tp": "1" if variant == "whole" else str(tp),

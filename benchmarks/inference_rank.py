@@ -68,8 +68,8 @@ def model_class(directory: Path) -> Any:
 # ---------------------------------------------------------------------------------------------- loading
 
 
-def load_converted(directory: Path) -> tuple[Any, float]:
-    """This rank's model, and the seconds in which weights were read (mapped, on the CPU)."""
+def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
+    """This rank's model, cut by a plan if it is not converted, and the seconds of reading."""
     from shardconv_runtime import loading, weights
 
     seconds = 0.0
@@ -83,7 +83,7 @@ def load_converted(directory: Path) -> tuple[Any, float]:
 
     weights.read = timed
     try:
-        return loading.load(directory, device="cpu"), seconds
+        return loading.load(directory, plan=plan, device="cpu"), seconds
     finally:
         weights.read = read
 
@@ -116,7 +116,7 @@ def rank_files(directory: Path) -> list[Path]:
     return sorted(path for folder in folders for path in (directory / folder).glob("*.safetensors"))
 
 
-def measure_load(variant: str, directory: Path) -> dict[str, Any]:
+def measure_load(variant: str, directory: Path, plan: Path | None) -> dict[str, Any]:
     """Seconds until the load returns and until every page was touched, and what the system read for it."""
     from_shards = variant in ("shardconv", "safetensors")
     files = rank_files(directory) if from_shards else sorted(directory.glob("*.safetensors"))
@@ -126,8 +126,8 @@ def measure_load(variant: str, directory: Path) -> dict[str, Any]:
     modules = set(sys.modules)
     barrier()
     before, start, reading = counters(), time.perf_counter(), math.nan
-    if variant == "shardconv":
-        loaded, reading = load_converted(directory)
+    if variant in ("shardconv", "plan"):
+        loaded, reading = load_converted(directory, plan)
     elif variant == "safetensors":
         loaded = load_safetensors(directory)
     else:
@@ -327,6 +327,7 @@ def main() -> None:
     loading.add_argument("variant")
     loading.add_argument("directory", type=Path)
     loading.add_argument("result", type=Path)
+    loading.add_argument("--plan", type=Path, help="Of a directory that is not converted.")
     steps = commands.add_parser("steps")
     for name in ("converted", "source", "result"):
         steps.add_argument(name, type=Path)
@@ -337,7 +338,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if options.command == "load":
-        result = measure_load(options.variant, options.directory)
+        result = measure_load(options.variant, options.directory, options.plan)
     else:
         with torch.no_grad():  # as ``generate`` has it
             result = measure_steps(options.converted, options.source, options)

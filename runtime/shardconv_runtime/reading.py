@@ -28,6 +28,7 @@ from torch import Tensor
 from .dtypes import TORCH_NAME
 from .errors import CheckpointError
 from .header import ShardFile, StoredTensor
+from .tensors.windows import tensor_at
 
 BUFFER_BYTES = 16 << 20
 """Of each staging buffer: the copy to the device takes about a millisecond, next to which its start is
@@ -285,10 +286,5 @@ def _size(stored: StoredTensor) -> int:
 
 
 def _tensor(storage: torch.UntypedStorage, begin: int, stored: StoredTensor) -> Tensor:
-    """The tensor whose bytes begin at ``begin``; its storage is this stretch, and keeps the memory alive."""
-    tensor = torch.empty(0, dtype=getattr(torch, TORCH_NAME[stored.dtype]), device=storage.device)
-    if not _size(stored):
-        return tensor.reshape(stored.shape)
-    stretch: Any = storage[begin : begin + _size(stored)]  # the stub knows of single bytes only
-    filled: Tensor = tensor.set_(stretch, 0, stored.shape)  # type: ignore[call-overload]
-    return filled
+    """The stored tensor whose bytes begin at ``begin``."""
+    return tensor_at(storage, begin, _size(stored), getattr(torch, TORCH_NAME[stored.dtype]), stored.shape)

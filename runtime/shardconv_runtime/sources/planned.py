@@ -15,6 +15,7 @@ from ..slices import Mesh, ranges
 from ..tensors import lazy
 from ..tensors.copying import read_tensors
 from ..tensors.lazy import LazyTensor
+from ..tensors.windows import Windows
 
 BATCH_BYTES = 1 << 28
 """Of tensors that are read at once; a larger tensor is read alone."""
@@ -55,7 +56,7 @@ def shard(entry: ParameterPlan, tensor: LazyTensor, mesh: Mesh, rank: int) -> La
 def local_tensors(
     plan: Plan, weights: Mapping[str, LazyTensor], rank: int, device: torch.device
 ) -> Generator[tuple[str, Tensor]]:
-    """Read what ``rank`` holds, batch by batch.
+    """What ``rank`` holds: for the CPU mapped if it lies in a local file as it is, else read, in batches.
 
     Args:
         plan: how each parameter is laid out.
@@ -70,10 +71,15 @@ def local_tensors(
         SourceError: a weight does not have the shape that the plan says, or cannot be read.
     """
     entries = stored_plans(plan)
+    windows = Windows() if device.type == "cpu" else None
     batch: dict[str, LazyTensor] = {}
     num_bytes = 0
     for name, entry in entries.items():
         part = shard(entry, as_planned(name, entry, weights[name]), plan.mesh, rank)
+        window = windows.window(part) if windows is not None else None
+        if window is not None:
+            yield name, window
+            continue
         if batch and num_bytes + part.num_bytes > BATCH_BYTES:
             yield from _read(batch, device)
             batch, num_bytes = {}, 0
