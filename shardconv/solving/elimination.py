@@ -7,6 +7,7 @@ the graph, which is small here. Where it is not, the search conditions on the va
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,8 +65,12 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
     neighbours = {v: {u for key in keys for u in key} - {v} for v, keys in touching.items()}
     steps: list[tuple[int, tuple[int, ...], Table]] = []
     constant = 0.0
+    waiting = [(len(others), v) for v, others in neighbours.items()]
+    heapq.heapify(waiting)
     while neighbours:
-        variable = min(neighbours, key=lambda v: (len(neighbours[v]), v))
+        degree, variable = heapq.heappop(waiting)
+        if variable not in neighbours or degree != len(neighbours[variable]):
+            continue  # it was put back with the degree that it has now
         scope = tuple(sorted(neighbours[variable] | {variable}))
         if len(scope) > MAX_WIDTH:
             constant += _condition(tables, neighbours, solution)
@@ -82,6 +87,7 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
         for other in rest:
             neighbours[other] |= set(rest) - {other}
             neighbours[other].discard(variable)
+            heapq.heappush(waiting, (len(neighbours[other]), other))
         del neighbours[variable], touching[variable]
         if rest:
             tables[rest] = message + tables[rest] if rest in tables else message
