@@ -26,7 +26,7 @@ from shardconv import cli
 from shardconv.publishing import remote
 
 REPO = "user/model"
-SHORT_S, LIMIT_S = 0.3, 6.0
+SHORT_S, LIMIT_S = 0.8, 16.0
 """The time-outs of the tests, and how long any of the calls may take with them."""
 
 
