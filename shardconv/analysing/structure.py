@@ -68,18 +68,20 @@ def num_tokens(tape: Tape) -> int:
 def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
     """Shapes of the floating point tensors that cross a module's boundary.
 
-    Each once, however often its module is called, and once for the numbered parts of one layer, or for what
-    is gathered from all layers: a loop over experts is no majority, nor are the routers that a model returns.
+    Each once, however often its module is called, and once for the numbered parts of one layer: a loop over
+    experts is no majority.
     """
-    marks = [(*_alike(tape.calls[e.call].fqn, e.slots), e.source) for e in tape.events if isinstance(e, Mark)]
+    marks = [
+        (_in_layer(tape.calls[e.call].fqn), e.slots, e.source) for e in tape.events if isinstance(e, Mark)
+    ]
     shapes = {(fqn, slots, tape.tensors[t].shape): tape.tensors[t].dtype for fqn, slots, t in marks}
     return (shape for (_, _, shape), dtype in shapes.items() if shape and dtype.is_floating_point)
 
 
-def _alike(fqn: str, slots: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """A module and slots of it, with stars for all numbers but the first."""
+def _in_layer(fqn: str) -> str:
+    """``fqn`` with stars for all numbers but the first."""
     match = re.match(r"(.*?\b\d+\.)(.*)", fqn)
-    return (match[1] + starred(match[2]), slots) if match else (fqn, tuple(map(starred, slots)))
+    return match[1] + starred(match[2]) if match else fqn
 
 
 def frozen_leaves(analysis: Analysis) -> set[int]:

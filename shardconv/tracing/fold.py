@@ -4,8 +4,7 @@ The calls of numbered siblings (``layers.0``, ``layers.1`` …) are compared by 
 operators, arguments, shapes, traced ints, and where their operands come from. Layers that do the same
 are of one kind; class names and attributes are not trusted. Of a run of layers, those stay that show a
 new transition from one kind to the next. A dropped run is replaced by the layer before it, which is of
-the kind of the last one dropped. What else is read of all layers of a kind (the outputs of routers), is
-read of the layer that stands for them.
+the kind of the last one dropped.
 
 All layers of a kind must get the same answer, so the copies that stay are tied, tensor by tensor.
 """
@@ -72,7 +71,7 @@ class _Segment:
 
 
 def fold(tape: Tape, first_apart: bool = False) -> Folded:
-    """Fold every stack of numbered layers whose layers pass tensors on to the next, and return others alike.
+    """Fold every stack of numbered layers whose layers only pass tensors on to the next.
 
     Args:
         tape: of the model.
@@ -274,8 +273,7 @@ def prefixes(fqn: str) -> Iterator[str]:
 
 
 def _only_pass_on(tape: Tape, segments: list[_Segment]) -> bool:
-    """Whether each layer's tensors are read by the next one, and all else is read by all alike; what is read
-    behind the stack is what the last layer passes on, and what all layers of a kind return."""
+    """Whether each layer's tensors are read by the next one alone, and all else is read by all alike."""
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
     last = len(segments) - 1
     for index, segment in enumerate(segments):
@@ -285,12 +283,8 @@ def _only_pass_on(tape: Tape, segments: list[_Segment]) -> bool:
         t for e in (*tape.events[: segments[0].start], *tape.events[segments[-1].stop :]) for t in _inputs(e)
     }
     outside |= set(tape.outputs)
-    returned: dict[int, set[int]] = {}
-    for index, segment in enumerate(segments):
-        places = {place for place, t in enumerate(segment.made) if t in outside}
-        known = returned.setdefault(segment.kind, places)
-        if not (known <= places if index == last else known == places):
-            return False
+    if any(owner.get(t, last) != last for t in outside):
+        return False
     return _same_sources(segments)
 
 
@@ -334,16 +328,12 @@ def _shortened(tape: Tape, segments: list[_Segment], kept: list[int]) -> Tape:
     """The tape without the dropped layers; what read their results reads the kept layer's before them."""
     rename: dict[int, int] = {}
     dropped: set[int] = set()
-    first: dict[int, _Segment] = {}
-    for index in kept:
-        first.setdefault(segments[index].kind, segments[index])
     for index, following in zip(kept, [*kept[1:], len(segments)], strict=True):
         replaced = segments[following - 1]
-        for gone in segments[index + 1 : following]:
-            rename.update(zip(gone.made, first[gone.kind].made, strict=True))
-            dropped.update(range(gone.start, gone.stop))
         if following - 1 != index:
             rename.update(zip(replaced.made, segments[index].made, strict=True))
+        for gone in segments[index + 1 : following]:
+            dropped.update(range(gone.start, gone.stop))
     gone_names = tuple(s.fqn + "." for i, s in enumerate(segments) if i not in set(kept))
     gone_fqns = {s.fqn for i, s in enumerate(segments) if i not in set(kept)}
     events = [_renamed(e, rename) for p, e in enumerate(tape.events) if p not in dropped]

@@ -55,12 +55,6 @@ def test_a_deep_model_is_as_small_as_a_shallow_one() -> None:
     assert folded < whole / 6
 
 
-def test_what_all_layers_return_does_not_keep_them_apart() -> None:
-    """All that a deep mixture has more is behind its layers: their routers are returned, and make a loss."""
-    (small, six), (whole, folded) = events(mixture(6)), events(mixture(24))
-    assert folded - six < (whole - small) / 4
-
-
 def test_routers_of_many_layers_are_no_majority() -> None:
     """The width of a model, which decides what a collective costs, is not the number of its experts."""
     spec = mixture(40)
