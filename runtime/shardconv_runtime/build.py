@@ -36,7 +36,7 @@ from .training.bypassed import watch_first_pass
 from .training.gates import Gated, GradientGate, attach_gates
 from .training.loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .training.random_draws import attach_draws
-from .training.sequence import attach_sequence
+from .training.sequence import FLAT_OUTPUTS, attach_sequence
 
 
 def parallelize(
@@ -82,8 +82,8 @@ def parallelize(
     if plan.modules and plan.tp > 1:
         refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
         known = plan.training.extra_outputs if plan.training is not None else ()
-        for argument in {"output_hidden_states", "output_router_logits"}.difference(known):
-            if sequence_parallel or training:
+        for argument in ("output_hidden_states", *FLAT_OUTPUTS):
+            if argument not in known and (sequence_parallel or training):
                 refuse(model, argument, WHY_NO_STATES, unless_inference=not sequence_parallel)
     _check_names(model, plan, parameters)
     _convert_modules(model, plan, modules, parameters, comm, training)

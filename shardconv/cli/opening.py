@@ -79,9 +79,11 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
 
 def is_on_hub(out: str) -> bool:
     """Whether OUT can only be the id of a repository, as ``user/name``."""
-    if out.count("/") != 1 or out.startswith((".", "/", "~")) or out.endswith(("/", ".json")):
+    if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
-    return not Path(out).exists()
+    from shardconv_runtime.hub.access import looks_like_path
+
+    return not looks_like_path(out)
 
 
 def require_local(out: str) -> None:

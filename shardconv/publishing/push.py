@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, PlanError
+from shardconv_runtime.hub.variants import numbers
 from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
 
 from ..reporting.progress import Advance, Progress, Silent
@@ -244,10 +244,9 @@ class _Push:
 
     def _others(self, tree: Tree) -> Iterator[Published]:
         """The converted directories for other numbers of ranks that are complete."""
-        for path in tree.files:
-            match = re.fullmatch(rf"(tp-[1-9][0-9]*)/{MANIFEST_NAME}", path)
-            if match and match[1] != self._folder:
-                found = self._read(match[1], tree)
+        for folder in (f"tp-{number}" for number in numbers(tree.files)):
+            if folder != self._folder:
+                found = self._read(folder, tree)
                 if found is not None:
                     yield found
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from shardconv_runtime.errors import SolveError
+from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
 from .modalities import IMAGES, SOUNDS, STATES, Form, Maker, first_int, nodes
 from .tape import Mark, Tape
 from .trace import trace
 
-EXTRA_OUTPUTS = ("output_router_logits",)
+EXTRA_OUTPUTS = FLAT_OUTPUTS
 """Arguments that ask for outputs which losses are made of, beside what a model returns without them."""
 _TYPE_IDS = {"image": 1, "audio": 3}
 """What ``mm_token_type_ids`` says of tokens that stand for an image or a sound."""
