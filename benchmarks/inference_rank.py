@@ -32,7 +32,7 @@ MODES = ("eager", "compiled")
 IMPORTS = (
     "accelerate",
     "safetensors.torch",
-    "shardconv_runtime.loading",
+    "shardconv_runtime.loading.load",
     "torch._dynamo",
     "transformers.distributed",
     "transformers.generation",
@@ -70,7 +70,8 @@ def model_class(directory: Path) -> Any:
 
 def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
     """This rank's model, cut by a plan if it is not converted, and the seconds of reading."""
-    from shardconv_runtime import loading, weights
+    from shardconv_runtime.loading import rank_files as weights
+    from shardconv_runtime.loading.load import load as loading
 
     seconds = 0.0
     read = weights.read

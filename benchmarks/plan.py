@@ -44,8 +44,8 @@ import json, sys, time
 marks = [("import", time.perf_counter())]
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from shardconv.pipeline import solve_plan
-from shardconv_runtime.sources.resolve import resolve
+from shardconv.pipeline.stages import solve_plan
+from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime import codec
 tell = lambda name: marks.append((name, time.perf_counter()))
 tell("resolving")

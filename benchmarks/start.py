@@ -74,7 +74,7 @@ def start(directory: str, profile: bool) -> None:
     marks.timed("import torch", importlib.import_module, "torch")
     marks.timed("import transformers", _import_transformers)
     marks.timed("import the model's file", importlib.import_module, MODELING)
-    loading = marks.timed("import the runtime", importlib.import_module, "shardconv_runtime.loading")
+    loading = marks.timed("import the runtime", importlib.import_module, "shardconv_runtime.loading.load")
     for (module, name), stage in STAGES.items():
         marks.wrap(importlib.import_module(f"shardconv_runtime.{module}"), name, stage)
     before = sum(marks.seconds.values())

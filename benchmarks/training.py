@@ -41,7 +41,8 @@ from convert import describe, render, spread, tell
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
-from shardconv_runtime import codec, manifest
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
 from synthetic import Shape
 from training_rank import OURS, THEIRS, WHOLE, key
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
-from shardconv_runtime import manifest
+from shardconv_runtime.format import manifest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset

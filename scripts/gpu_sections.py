@@ -34,10 +34,10 @@ from gpu_section import (
     step_bytes,
     why_no_compiler,
 )
-from shardconv_runtime.build import owner_of, parallelize, retie, stored_tensors
-from shardconv_runtime.collectives import Communicator, ProcessCommunicator
-from shardconv_runtime.compiling import compile_model
-from shardconv_runtime.lazy import build_model
+from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.inference.compiling import compile_model
+from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
+from shardconv_runtime.parallel.meta_model import build_model
 from synthetic import LLAMA_8B, Shape
 from torch import Tensor
 
@@ -208,9 +208,9 @@ def rank(section: Section) -> None:
 
 def _lonely(section: Section, shape: Shape, tp: int) -> Any:
     """Rank 0 of a model that was never written, with random weights."""
-    from shardconv_runtime.sources.resolve import resolve
+    from shardconv_runtime.checkpoint.resolve import resolve
 
-    from shardconv.pipeline import solve_plan
+    from shardconv.pipeline.stages import solve_plan
 
     directory = section.scratch / "config"
     directory.mkdir(exist_ok=True)

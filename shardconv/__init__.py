@@ -14,6 +14,6 @@ from .converted.merge import merge
 from .converted.replan import replan
 from .converted.reshard import reshard
 from .publishing.push import push
-from .verifying.verify import verify
+from .verifying.directories.verify import verify
 
 __all__ = ["convert", "export", "merge", "plan", "push", "replan", "reshard", "verify"]

@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.plan_checks import EXPERT_MODES
-from shardconv_runtime.saving.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
+from shardconv_runtime.format.plan_checks import EXPERT_MODES
+from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 
 MEMORY = 512 * 2**20
 """Bytes for the buffers that weights pass through."""

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan import Plan, parameter_plans
 
 from .arguments import (
     MAX_FILE_SIZE,
@@ -27,9 +27,9 @@ from .reporting.progress import Progress, Silent
 from .writing.output import Output, owners_of
 
 if TYPE_CHECKING:
-    from shardconv_runtime.sources.quantised import Scaled
-    from shardconv_runtime.sources.spec import ModelSpec
-    from shardconv_runtime.tensors.lazy import LazyTensor
+    from shardconv_runtime.checkpoint.model_spec import ModelSpec
+    from shardconv_runtime.checkpoint.quantized import Scaled
+    from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
     from .writing.writer import Origin
 
@@ -104,12 +104,12 @@ def convert(
     limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
 
+    from shardconv_runtime.checkpoint.checkpoint_weights import select
+    from shardconv_runtime.checkpoint.resolve import resolve
+    from shardconv_runtime.checkpoint.scaled import blocks_in, flatten
     from shardconv_runtime.hub.access import Hub
-    from shardconv_runtime.sources.resolve import resolve
-    from shardconv_runtime.sources.scaled import blocks_in, flatten
-    from shardconv_runtime.sources.weights import select
 
-    from .pipeline import solve_plan
+    from .pipeline.stages import solve_plan
     from .writing.writer import write
 
     progress.stage(f"reading {os.fspath(model)}")
@@ -149,7 +149,7 @@ def convert(
 
 def _read(spec: ModelSpec, progress: Progress) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a checkpoint, and where they come from."""
-    from shardconv_runtime.sources.weights import lazy_weights
+    from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
 
     from .writing.writer import origin_of
 
@@ -162,9 +162,7 @@ def _initialised(
     spec: ModelSpec, seed: int, progress: Progress
 ) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a new model, and where they come from."""
-    from shardconv.initialising.initialised import initial_weights
-
-    from .initialising.initialised import drawn_dtype, has_weights, initialised_source
+    from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialised_source
     from .writing.writer import origin_of
 
     if has_weights(spec):
@@ -215,10 +213,10 @@ def plan(
     require_tp(tp)
     require_experts(experts)
 
+    from shardconv_runtime.checkpoint.resolve import resolve
     from shardconv_runtime.hub.access import Hub
-    from shardconv_runtime.sources.resolve import resolve
 
-    from .pipeline import solve_plan
+    from .pipeline.stages import solve_plan
 
     hub = Hub(revision, cache_dir, local_files_only, token)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)

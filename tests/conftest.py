@@ -18,7 +18,7 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
 import pytest
 import torch
 import transformers
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
 torch.set_num_threads(1)
@@ -48,6 +48,6 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Plan:
         return hand_plan(spec.config, tp, spec.dtype)
 
-    module = types.ModuleType("shardconv.pipeline")
+    module = types.ModuleType("shardconv.pipeline.stages")
     module.solve_plan = solve_plan  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "shardconv.pipeline", module)
+    monkeypatch.setitem(sys.modules, "shardconv.pipeline.stages", module)

@@ -22,8 +22,8 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .agreement import from_rank_0
-    from .loading import load
+    from .comm.agreement import from_rank_0
+    from .loading.load import load
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
     from .training.checkpointing import checkpoint_activations
@@ -54,9 +54,9 @@ _MODULES = {
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
-    "from_rank_0": "agreement",
+    "from_rank_0": "comm.agreement",
     "grad_norm": "training.clipping",
-    "load": "loading",
+    "load": "loading.load",
     "load_optimizer": "saving.optimizer_state",
     "save": "saving.save",
     "save_optimizer": "saving.optimizer_state",

@@ -32,3 +32,9 @@ class LaunchError(ShardconvError):
 
 class SolveError(ShardconvError):
     """No plan could be found or proven for this model."""
+
+
+def brief(error: BaseException, limit: int = 200) -> str:
+    """An error's message in one line of at most ``limit`` characters, or its type's name."""
+    text = " ".join(str(error).split()).rstrip(".:;")
+    return (text if len(text) <= limit else text[:limit] + "...") or type(error).__name__

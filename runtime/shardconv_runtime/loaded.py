@@ -9,10 +9,10 @@ from typing import Any, Self
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .comm.mesh import Launch
 from .errors import PlanError
-from .manifest import Manifest
-from .mesh import Launch
-from .plan import Plan
+from .format.manifest import Manifest
+from .format.plan import Plan
 
 _ATTRIBUTE = "_shardconv_loaded"
 

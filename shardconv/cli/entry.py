@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import click
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.hub.wording import of_commands
+from shardconv_runtime.wording import of_commands
 
-from .converted import COMMANDS as ON_CONVERTED
-from .models import COMMANDS as FROM_MODELS
-from .publishing import COMMANDS as ON_THE_HUB
-from .reports import COMMANDS as REPORTS
+from .directory_commands import COMMANDS as ON_CONVERTED
+from .model_commands import COMMANDS as FROM_MODELS
+from .push_command import COMMANDS as ON_THE_HUB
+from .report_command import COMMANDS as REPORTS
 from .working import printable
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shardconv_runtime.errors import CheckpointError, SourceError
 
 if TYPE_CHECKING:
+    from shardconv_runtime.format.manifest import Manifest
+    from shardconv_runtime.format.plan import Plan
     from shardconv_runtime.hub.fetch import Repository
-    from shardconv_runtime.manifest import Manifest
-    from shardconv_runtime.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Opened:
             CheckpointError: one is not.
             SourceError: the Hub cannot be asked.
         """
-        from shardconv_runtime import manifest
+        from shardconv_runtime.format import manifest
 
         if self.repository is None:
             for entry in self.manifest.files:
@@ -56,13 +56,13 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
         CheckpointError: there is none, or it is malformed.
         PlanError: the plan is malformed or of another version.
     """
-    from shardconv_runtime import manifest
+    from shardconv_runtime.format import manifest
 
     repository = None
     if is_on_hub(out):
         from shardconv_runtime.hub.access import Hub
         from shardconv_runtime.hub.fetch import find
-        from shardconv_runtime.hub.quiet import quiet_client
+        from shardconv_runtime.hub.quiet_libraries import quiet_client
 
         with quiet_client():
             repository, found = find(out, Hub(**hub), tp)
@@ -101,8 +101,8 @@ def require_local(out: str) -> None:
 
 def _local(path: Path, tp: int | None) -> Path:
     """The directory itself, or the one in it."""
-    from shardconv_runtime.hub.variants import only, variant
-    from shardconv_runtime.manifest import MANIFEST_NAME
+    from shardconv_runtime.format.manifest import MANIFEST_NAME, variant
+    from shardconv_runtime.hub.tp_folders import only
 
     if tp is not None:
         return variant(path, tp)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from shardconv_runtime.plan_checks import EXPERT_MODES
+from shardconv_runtime.format.plan_checks import EXPERT_MODES
 
 from ..arguments import parse_memory, parse_size, require_tp
 

@@ -14,7 +14,7 @@ import click
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
-    from shardconv_runtime.chatter import quiet_libraries
+    from shardconv_runtime.hub.quiet_libraries import quiet_libraries
 
     from ..reporting.progress import for_terminal
 
@@ -27,7 +27,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
 
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
-    from shardconv_runtime import codec
+    from shardconv_runtime.format import plan_json as codec
 
     from ..reporting.report import report
 

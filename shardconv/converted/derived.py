@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime import manifest
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
-from shardconv_runtime.manifest import MANIFEST_NAME, FileEntry
-from shardconv_runtime.saving import small_files
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.format import manifest, small_files
+from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..writing.job import PARTIAL, known_files
 from ..writing.output import Output
@@ -18,7 +17,7 @@ from . import shards
 from .shards import Converted
 
 if TYPE_CHECKING:
-    from shardconv_runtime.sources.spec import ModelSpec
+    from shardconv_runtime.checkpoint.model_spec import ModelSpec
 
 
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -70,7 +69,7 @@ def spec_of(found: Converted) -> ModelSpec:
     Raises:
         ShardconvError: it cannot be built here, or is of another class than was planned.
     """
-    from shardconv_runtime.sources.resolve import resolve
+    from shardconv_runtime.checkpoint.resolve import resolve
 
     model = found.plan.model
     spec = resolve(

@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shardconv_runtime.blocks import stored_plans
-from shardconv_runtime.dims import Leaf
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.layout_hash import is_common
-from shardconv_runtime.plan import ParameterPlan
-from shardconv_runtime.saving.shard_files import split
-from shardconv_runtime.slices import ranges
-from shardconv_runtime.tensors import lazy
+from shardconv_runtime.format.block_scales import stored_plans
+from shardconv_runtime.format.dims import Leaf
+from shardconv_runtime.format.layout_hash import is_common
+from shardconv_runtime.format.plan import ParameterPlan
+from shardconv_runtime.format.shard_files import split
+from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
-from shardconv_runtime.tensors.lazy import LazyTensor, Shape
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent

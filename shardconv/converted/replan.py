@@ -6,13 +6,14 @@ import dataclasses
 import os
 from pathlib import Path
 
-from shardconv_runtime import codec, manifest
-from shardconv_runtime.blocks import stored_plans
-from shardconv_runtime.dims import to_text
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
-from shardconv_runtime.layout_hash import layout_sha256
-from shardconv_runtime.manifest import Manifest
-from shardconv_runtime.plan import Plan, global_shape
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.block_scales import stored_plans
+from shardconv_runtime.format.dims import to_text
+from shardconv_runtime.format.layout_hash import layout_sha256
+from shardconv_runtime.format.manifest import Manifest
+from shardconv_runtime.format.plan import Plan, global_shape
 
 from ..reporting.progress import Progress, Silent
 
@@ -51,10 +52,10 @@ def replan(
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
-    from shardconv_runtime.sources.resolve import resolve
-    from shardconv_runtime.sources.scaled import block_sizes, blocks_of, with_blocks
+    from shardconv_runtime.checkpoint.resolve import resolve
+    from shardconv_runtime.checkpoint.scaled import block_sizes, blocks_of, with_blocks
 
-    from ..pipeline import solve_plan
+    from ..pipeline.stages import solve_plan
     from ..writing.writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)

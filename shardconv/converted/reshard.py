@@ -6,11 +6,11 @@ import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from shardconv_runtime.blocks import stored_plans
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format.block_scales import stored_plans
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
@@ -71,9 +71,9 @@ def reshard(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
-    from shardconv_runtime.sources.scaled import block_sizes, blocks_of, with_blocks
+    from shardconv_runtime.checkpoint.scaled import block_sizes, blocks_of, with_blocks
 
-    from ..pipeline import solve_plan
+    from ..pipeline.stages import solve_plan
     from ..writing.writer import write
 
     spec = derived.spec_of(found)
@@ -115,7 +115,7 @@ def _origin(found: Converted) -> Origin:
 
 def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
     """The weights, those in bands that are interleaved on some rank of the new plan."""
-    from shardconv_runtime.sources.planned import shard
+    from shardconv_runtime.checkpoint.rank_tensors import shard
 
     return {
         name: gathered(name, weights[name])

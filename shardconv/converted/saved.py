@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import transformers
-from shardconv_runtime.chatter import quiet_libraries
-from shardconv_runtime.errors import SourceError
-from shardconv_runtime.lazy import build_model
-from shardconv_runtime.messages import brief
-from shardconv_runtime.sources.recorded import RecordedTensor, recording
-from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
+from shardconv_runtime.errors import SourceError, brief
+from shardconv_runtime.hub.quiet_libraries import quiet_libraries
+from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.slices import Range
-from shardconv_runtime.tensors import lazy
-from shardconv_runtime.tensors.lazy import FileLeaf, LazyTensor, Piece, Shape, contiguous_strides
+from shardconv_runtime.format.slices import Range
+from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Piece, Shape, contiguous_strides
 
 from .saved import Weights, saved_tensors
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardconv_runtime.blocks import SUFFIX
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.scaled import block_sizes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.sources.scaled import block_sizes
-from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.format.block_scales import SUFFIX
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from . import derived
 from .saved import model_of, require_loadable, saved_tensors

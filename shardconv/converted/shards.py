@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shardconv_runtime import manifest
-from shardconv_runtime.blocks import stored_plans
-from shardconv_runtime.dims import Dim, axes_of
-from shardconv_runtime.dtypes import TORCH_NAME
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.header import ShardFile
-from shardconv_runtime.layout_hash import is_common, layout_sha256
-from shardconv_runtime.manifest import FileEntry, Manifest
-from shardconv_runtime.plan import ParameterPlan, Plan, global_shape, local_shape
-from shardconv_runtime.slices import Mesh, Range, gather_index, group_of
-from shardconv_runtime.tensors import lazy
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format.block_scales import stored_plans
+from shardconv_runtime.format.dims import Dim, axes_of
+from shardconv_runtime.format.dtypes import TORCH_NAME
+from shardconv_runtime.format.header import ShardFile
+from shardconv_runtime.format.layout_hash import is_common, layout_sha256
+from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.format.slices import Mesh, Range, gather_index, group_of
+from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from shardconv_runtime.manifest import Source
+from shardconv_runtime.format.manifest import Source
 
 from ..reporting.report import human_bytes, human_count
 from ..reporting.summary import summarize

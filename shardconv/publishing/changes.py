@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardconv_runtime.manifest import MANIFEST_NAME
+from shardconv_runtime.format.manifest import MANIFEST_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from shardconv_runtime.dims import Dim, Leaf, Product, axes_of, size
-from shardconv_runtime.slices import Mesh, rank_at
+from shardconv_runtime.format.dims import Dim, Leaf, Product, axes_of, size
+from shardconv_runtime.format.slices import Mesh, rank_at
 
 MAX_PARTS = 8
 """More parts than so of one dim are drawn as the first three, a gap, and the last."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 
-from shardconv_runtime.layout_hash import is_common
-from shardconv_runtime.names import compress
-from shardconv_runtime.plan import ModulePlan, ParameterPlan, Plan, by_name, module_plans
+from shardconv_runtime.format.layout_hash import is_common
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan, by_name, module_plans
 
 from ..reporting.summary import collective_steps, item_bytes, local_bytes
 

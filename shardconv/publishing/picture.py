@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shardconv_runtime.blocks import factors_entry
-from shardconv_runtime.dims import axes_of
-from shardconv_runtime.plan import Plan, global_shape
+from shardconv_runtime.format.block_scales import factors_entry
+from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.plan import Plan, global_shape
 
 from ..reporting.report import human_bytes, human_count
 from ..reporting.summary import COMMUNICATING, Summary, summarize
@@ -31,7 +31,7 @@ from .svg import (
     text_width,
     title,
 )
-from .weights import Drawn, Paint, draw, longest_dim, shape_lines
+from .weight_picture import Drawn, Paint, draw, longest_dim, shape_lines
 
 WIDTH = 800
 MARGIN, PAD = 22.0, 14.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardconv_runtime.manifest import Manifest
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format.manifest import Manifest
+from shardconv_runtime.format.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

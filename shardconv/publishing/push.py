@@ -16,18 +16,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.hub.variants import numbers
-from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
+from shardconv_runtime.hub.tp_folders import numbers
 
 from ..reporting.progress import Advance, Progress, Silent
-from ..verifying.verify import verify
+from ..verifying.directories.verify import verify
 from .changes import Changes, Item, Tree, compare, is_there, makes_a_lie, new_bytes, text_item
 from .published import Published
 
 if TYPE_CHECKING:
-    from .remote import Remote
+    from .branch import Remote
 
 COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
 """A commit is made after so many files, or so much; what is sent until then is not lost either."""
@@ -88,7 +88,7 @@ def push(
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)
     """
-    from .remote import Remote
+    from .branch import Remote
 
     progress, directory = progress or Silent(), Path(out)
     remote = Remote(repo_id, revision, token)
@@ -160,7 +160,7 @@ class _Push:
 
     def _send(self, title: str, items: Sequence[Item], advance: Advance) -> None:
         """A commit of files that say nothing without their manifest."""
-        from .remote import Meter
+        from .branch import Meter
 
         meter = Meter(advance)
         self._remote.patiently(lambda: self._remote.commit(title, items, meter=meter))

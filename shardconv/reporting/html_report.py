@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from shardconv_runtime.layout_hash import is_common
-from shardconv_runtime.manifest import FileEntry, Manifest
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format.layout_hash import is_common
+from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.plan import Plan
 
 from .html_style import CSS
 from .report import TOKENS, human_bytes, human_count, percent, tensor_cells, unplanned

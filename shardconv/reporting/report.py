@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardconv_runtime.dims import to_text
-from shardconv_runtime.manifest import FileEntry, Manifest
-from shardconv_runtime.plan import Edit, Plan, global_shape, local_shape
+from shardconv_runtime.format.dims import to_text
+from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
 from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, summarize
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardconv_runtime.blocks import stored_entries
-from shardconv_runtime.dtypes import STORED_BITS, STORED_NAME
-from shardconv_runtime.layout_hash import is_common
-from shardconv_runtime.names import compress
-from shardconv_runtime.plan import (
+from shardconv_runtime.format.block_scales import stored_entries
+from shardconv_runtime.format.dtypes import STORED_BITS, STORED_NAME
+from shardconv_runtime.format.layout_hash import is_common
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import (
     Edit,
     ModulePlan,
     ParameterPlan,

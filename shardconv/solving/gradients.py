@@ -26,14 +26,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..analysing.analysis import Analysis
-from ..analysing.axes import LEAF, PRODUCT, Node, find
-from ..analysing.builder import passive_calls
-from ..analysing.structure import differentiable, num_tokens, width
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
+from ..dim_analysis.rule_builder import passive_calls
+from ..dim_analysis.structure import differentiable, num_tokens, width
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark
-from .axis_problem import EPSILON, LATENCY
 from .elimination import Infeasible, Problem
+from .mesh_axis_problem import EPSILON, LATENCY
 from .solve import Assignment
 
 TOKENS_PER_WIDTH = 1.0

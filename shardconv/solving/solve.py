@@ -27,10 +27,10 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from ..analysing.analysis import Analysis, Partial, find_partial
-from ..analysing.axes import Node, find, leaves
+from ..dim_analysis.analysis import Analysis, Partial, find_partial
+from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import Folded
-from .axis_problem import Graph
+from .mesh_axis_problem import Graph
 
 MAX_REPLICATED = 0.05
 """Fraction of the matrices that may stay whole for the sake of fewer collectives. At tp 8, a twentieth

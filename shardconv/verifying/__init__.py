@@ -1,1 +1,1 @@
-"""Whether a converted directory is what it should be, and computes what it should."""
+"""Everything that is checked: plans before a byte is written, converted directories afterwards."""

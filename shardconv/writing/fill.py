@@ -12,7 +12,7 @@ from types import TracebackType
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
-from shardconv_runtime.tensors.lazy import LazyTensor, Leaf
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Leaf
 
 from ..reporting.progress import Progress
 from .crc32 import Extent

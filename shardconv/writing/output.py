@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.manifest import MANIFEST_NAME, PLAN_NAME, rank_directory
-from shardconv_runtime.manifest import read as read_manifest
+from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, rank_directory
+from shardconv_runtime.format.manifest import read as read_manifest
 
 from .job import PARTIAL, is_placed, known_files, read_state
 from .workspace import refuse_if_busy

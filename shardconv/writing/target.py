@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shardconv_runtime.saving.shard_files import ALIGNMENT, FileLayout, Shape, lay_out
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.format.shard_files import ALIGNMENT, FileLayout, Shape, lay_out
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 LEAST_ALIGNMENT = 8
 """That of the safetensors library, whose files are to be had byte for byte."""

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from shardconv_runtime import codec, manifest
-from shardconv_runtime.blocks import stored_plans
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
+from shardconv_runtime.checkpoint.weight_files import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub.remote import RemoteFile
-from shardconv_runtime.manifest import (
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.block_scales import stored_plans
+from shardconv_runtime.format.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
     PLAN_NAME,
@@ -23,13 +26,11 @@ from shardconv_runtime.manifest import (
     SourceFile,
     rank_directory,
 )
-from shardconv_runtime.plan import ParameterPlan, Plan
-from shardconv_runtime.saving.shard_files import PlannedShard, shard_files
-from shardconv_runtime.saving.small_files import entry_of, files_to_copy, plain_config
-from shardconv_runtime.sources.checkpoint import WeightFile, num_bytes
-from shardconv_runtime.sources.planned import as_planned, shard
-from shardconv_runtime.sources.spec import ModelSpec
-from shardconv_runtime.tensors.lazy import LazyTensor
+from shardconv_runtime.format.plan import ParameterPlan, Plan
+from shardconv_runtime.format.shard_files import PlannedShard, shard_files
+from shardconv_runtime.format.small_files import entry_of, files_to_copy, plain_config
+from shardconv_runtime.hub.remote_files import RemoteFile
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..reporting.progress import Progress
 from .fill import fill

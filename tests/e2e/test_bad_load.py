@@ -17,7 +17,7 @@ import torch
 from checkpoints import save_causal
 from distributed import run_errors
 from shardconv_runtime import CheckpointError, PlanError, ShardconvError
-from shardconv_runtime.manifest import rank_directory
+from shardconv_runtime.format.manifest import rank_directory
 
 import shardconv
 

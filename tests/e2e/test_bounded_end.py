@@ -16,7 +16,8 @@ import torch.distributed as dist
 import transformers
 from checkpoints import save_causal
 from distributed import run_outcomes, run_processes
-from shardconv_runtime import LaunchError, from_rank_0, mesh
+from shardconv_runtime import LaunchError, from_rank_0
+from shardconv_runtime.comm import mesh
 
 import shardconv
 

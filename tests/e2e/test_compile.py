@@ -24,7 +24,7 @@ import transformers
 from checkpoints import CONFIGS, ENCODER, HIDDEN, LAYERS, VOCAB, save
 from distributed import run_processes
 from shardconv_runtime import PlanError
-from shardconv_runtime.compiling import compile_model
+from shardconv_runtime.inference.compiling import compile_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -20,8 +20,8 @@ import torch._dynamo
 import transformers
 from checkpoints import CONFIGS, save
 from distributed import run_processes
-from shardconv_runtime.boundary import renumber
-from shardconv_runtime.repeated import repeated_layers
+from shardconv_runtime.parallel.boundary import renumber
+from shardconv_runtime.training.repeated_layers import repeated_layers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor

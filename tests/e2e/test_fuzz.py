@@ -22,13 +22,17 @@ from checkpoints import save_causal
 from hostile import Directory, damaged, examples, header_of, mutated, soon, to_bytes, with_header
 from hypothesis import given
 from hypothesis import strategies as st
-from shardconv_runtime import codec, fingerprint, manifest, weights
-from shardconv_runtime.build import parallelize
-from shardconv_runtime.collectives import ProcessCommunicator
-from shardconv_runtime.forms import of_sequence, require_training
-from shardconv_runtime.lazy import build_model
-from shardconv_runtime.mesh import used_axes
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.comm.collectives import ProcessCommunicator
+from shardconv_runtime.comm.mesh import used_axes
+from shardconv_runtime.format import fingerprint, manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan_forms import of_sequence, require_training
+from shardconv_runtime.loading import rank_files as weights
+from shardconv_runtime.parallel.build import parallelize
+from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.training.backward_axes import backward_axes
+from shardconv_runtime.training.prepare import parallelize_for_training
 
 import shardconv
 from shardconv.cli.entry import run
@@ -133,9 +137,12 @@ def build_for_training(directory: Directory) -> None:
 
 
 def build(plan: Plan, is_trained: bool) -> None:
-    assert used_axes(plan, is_trained) is not None
+    assert used_axes(plan, backward_axes(plan) if is_trained else ()) is not None
     comm = ProcessCommunicator(0, plan.mesh, {})  # nobody talks
-    parallelize(copy.deepcopy(META[0]), plan, comm, False if is_trained else None, training=is_trained)
+    if is_trained:
+        parallelize_for_training(copy.deepcopy(META[0]), plan, comm, False)
+    else:
+        parallelize(copy.deepcopy(META[0]), plan, comm)
 
 
 META: list[Any] = []

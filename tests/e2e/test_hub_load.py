@@ -19,8 +19,10 @@ import transformers
 from distributed import run_errors, run_processes
 from hub_server import HubServer
 from huggingface_hub import constants
-from shardconv_runtime import codec, manifest
-from shardconv_runtime.hub import fetch, remote
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.hub import fetch
+from shardconv_runtime.hub import remote_files as remote
 from small_models import save_random, small_config
 
 import shardconv

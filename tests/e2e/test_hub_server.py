@@ -240,7 +240,7 @@ def test_a_slow_and_a_silent_server(hub: HubServer) -> None:
 
 
 def test_a_server_for_many_processes(tmp_path: Path) -> None:
-    log, script = tmp_path / "log.jsonl", Path(__file__).parent.parent / "hub_server.py"
+    log, script = tmp_path / "log.jsonl", Path(__file__).parent.parent / "helpers" / "hub_server.py"
     faults = json.dumps({"ignore_range": True})
     given = [f"--repo={REPO}={folder(tmp_path / 'in')}", f"--log={log}", f"--faults={faults}"]
     command = [sys.executable, str(script), *given, f"--dir={tmp_path / 'blobs'}"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, require_browser
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan, wide_plan, zoo_plan
 
 from shardconv.publishing.picture import WIDTH, picture

@@ -18,9 +18,9 @@ import transformers
 from checkpoints import save_causal
 from converted import local_part
 from distributed import run_errors, run_processes
-from shardconv_runtime import codec
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.plan import global_shape, parameter_plans
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import global_shape, parameter_plans
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor

@@ -17,7 +17,7 @@ from zoo.measure import difference, random_weight
 from zoo.models import build
 
 import shardconv
-from shardconv.proving.exact import Float64
+from shardconv.verifying.simulation.float64 import Float64
 
 TYPES = [
     "clip",

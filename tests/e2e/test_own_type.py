@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import transformers
 from checkpoints import randomise
 from distributed import run_processes
-from shardconv_runtime.dims import to_text
-from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.format.dims import to_text
+from shardconv_runtime.format.plan import Plan, parameter_plans
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast

@@ -21,13 +21,13 @@ from hub_endpoints import Token
 from hub_server import HubServer
 from huggingface_hub import HfApi
 from interrupted import ROOT
-from shardconv_runtime import manifest
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.manifest import MANIFEST_NAME, Source
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
 
 import shardconv
 from shardconv import cli
-from shardconv.publishing import remote
+from shardconv.publishing import branch as remote
 from shardconv.publishing.readme import BEGIN, END
 from shardconv.reporting.progress import Advance, Silent
 

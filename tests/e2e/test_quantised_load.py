@@ -10,7 +10,7 @@ import torch
 import transformers
 from distributed import run_processes
 from quantised_checkpoints import dense_config, experts_config, save_quantised
-from shardconv_runtime import codec
+from shardconv_runtime.format import plan_json as codec
 
 import shardconv
 

@@ -17,9 +17,10 @@ import transformers
 from checkpoints import save_causal, save_encoder
 from distributed import run_errors, run_processes
 from quantised_checkpoints import dense_config, save_quantised
-from shardconv_runtime import codec, manifest
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
-from shardconv_runtime.plan import parameter_plans
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.saving import save as saving
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

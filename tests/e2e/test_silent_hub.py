@@ -15,15 +15,16 @@ from converted import llama_plan, random_llama, write_directory
 from hub_server import HubServer, Request
 from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+from shardconv_runtime.checkpoint.locate import locate
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub import fetch, silence
-from shardconv_runtime.hub import remote as ranges
+from shardconv_runtime.hub import fetch
+from shardconv_runtime.hub import remote_files as ranges
+from shardconv_runtime.hub import time_limits as silence
 from shardconv_runtime.hub.access import Hub
-from shardconv_runtime.sources.locate import locate
 
 import shardconv
 from shardconv import cli
-from shardconv.publishing import remote
+from shardconv.publishing import branch as remote
 
 REPO = "user/model"
 SHORT_S, LIMIT_S = 0.8, 16.0

@@ -9,9 +9,10 @@ import pytest
 import transformers
 from click.testing import CliRunner
 from hub_server import HubServer
-from shardconv_runtime import codec, manifest
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub import remote
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.hub import remote_files as remote
 from shardconv_runtime.tensors import copying
 from small_models import save_random, small_config
 

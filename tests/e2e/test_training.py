@@ -11,8 +11,8 @@ import pytest
 import shardconv_runtime
 import torch
 from distributed import run_processes
-from shardconv_runtime import codec
-from shardconv_runtime.repeated import repeated_layers
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.training.repeated_layers import repeated_layers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,7 +33,7 @@ from training_runs import (
 )
 
 import shardconv
-from shardconv.proving.exact import Float64
+from shardconv.verifying.simulation.float64 import Float64
 
 TYPES = ("qwen3", "phi3", "gpt2")
 

@@ -13,8 +13,9 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 from distributed import run_processes
-from shardconv_runtime import codec, manifest
-from shardconv_runtime.plan import Plan
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import Plan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training_runs import cpu_mesh, save_model

@@ -14,7 +14,7 @@ from training_runs import adamw, load_whole, save_model, train_whole
 import shardconv
 
 NUM_STEPS = 4
-SCRIPT = Path(__file__).parent / "train_on_hosts.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "train_on_hosts.py"
 
 
 def start_agent(port: int, *arguments: str) -> subprocess.Popen[str]:

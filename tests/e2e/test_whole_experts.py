@@ -11,8 +11,8 @@ import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
 from distributed import run_processes
 from measure import Measured, measure_rank, measure_whole
-from shardconv_runtime import codec
-from shardconv_runtime.manifest import PLAN_NAME
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.manifest import PLAN_NAME
 from torch import Tensor
 
 import shardconv

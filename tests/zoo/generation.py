@@ -7,15 +7,15 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from shardconv_runtime.build import parallelize, stored_tensors
-from shardconv_runtime.collectives import Communicator
-from shardconv_runtime.lazy import build_model
-from shardconv_runtime.plan import Plan, parameter_plans
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor
 
-from shardconv.checking.filled import fill, local_weights
-from shardconv.proving.exact import Float64
-from shardconv.proving.simulate import run_ranks
+from shardconv.verifying.simulation.float64 import Float64
+from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 
 from .measure import random_weight
 from .models import ZooModel

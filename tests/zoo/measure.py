@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 from made_inputs import make_inputs
-from shardconv_runtime.build import parallelize, stored_tensors
-from shardconv_runtime.collectives import Communicator
-from shardconv_runtime.dims import axes_of, size
-from shardconv_runtime.lazy import build_model
-from shardconv_runtime.names import expand_all
-from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.format.dims import axes_of, size
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
-from shardconv.checking.filled import fill, local_weights
-from shardconv.pipeline import solve_plan
-from shardconv.proving.exact import Float64
-from shardconv.proving.simulate import run_ranks
+from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results
+from shardconv.verifying.simulation.float64 import Float64
+from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 
 from .models import ZooModel
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
 
-from shardconv.pipeline import solve_plan
+from shardconv.pipeline.stages import solve_plan
 
 from .generation import CACHES, generates
 from .measure import Result, measure

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardconv_runtime.sources.resolve import resolve
-from shardconv_runtime.sources.weights import lazy_weights
+from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy import ComputedLeaf, LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 
 from . import models
 

@@ -15,21 +15,22 @@ from dataclasses import dataclass, replace
 
 import torch
 from made_inputs import make_inputs
-from shardconv_runtime.build import parallelize, stored_tensors
-from shardconv_runtime.collectives import Communicator
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.lazy import build_model
-from shardconv_runtime.plan import Plan, parameter_plans
-from shardconv_runtime.sources.spec import ModelSpec
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
-from shardconv.checking.filled import fill, local_weights
-from shardconv.pipeline import solve_plan
-from shardconv.proving.exact import Float64
-from shardconv.proving.simulate import run_ranks
+from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import results
+from shardconv.verifying.simulation.float64 import Float64
+from shardconv.verifying.simulation.rank_threads import run_ranks
+from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 
 from .measure import random_weight
 from .models import ZooModel
@@ -166,7 +167,7 @@ class _Trial:
         plan = replace(self.plan, training=replace(self.plan.training, parallel_loss=form.parallel_loss))
 
         def rank(comm: Communicator) -> tuple[float, str]:
-            local = parallelize(
+            local = parallelize_for_training(
                 copy.deepcopy(self.whole),
                 plan,
                 comm,

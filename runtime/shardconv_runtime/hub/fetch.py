@@ -18,16 +18,15 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from .. import manifest
-from ..errors import CheckpointError, ShardconvError, SourceError
-from ..manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..messages import brief
-from . import silence
+from ..errors import CheckpointError, ShardconvError, SourceError, brief
+from ..format import manifest
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..hub.tp_folders import nothing_for, only
+from . import time_limits as silence
 from .access import Hub, require_repo_id
-from .errors import FINAL, explain, has_timed_out, hub_error
-from .remote import remote_files
-from .silence import NoAnswerError, bounded
-from .variants import nothing_for, only
+from .hub_errors import FINAL, explain, has_timed_out, hub_error
+from .remote_files import remote_files
+from .time_limits import NoAnswerError, bounded
 
 TRIES = 5
 """How often a file is asked for; the client itself tries several times in each."""

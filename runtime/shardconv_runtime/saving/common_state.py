@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, PlanError
-from ..plan import ParameterPlan, global_shape
+from ..format.plan import ParameterPlan, global_shape
 from .held_state import Summary
 from .optimizer_index import Group, OptimizerIndex, ParameterState, Value
 

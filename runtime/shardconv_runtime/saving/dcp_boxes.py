@@ -45,8 +45,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..comm.mesh import Launch
 from ..errors import CheckpointError, LaunchError
-from ..mesh import Launch
 from .held_boxes import Box
 
 

@@ -14,10 +14,10 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from ..dims import Dim
-from ..layout_hash import holds_values
-from ..plan import ParameterPlan
-from ..slices import Mesh, Range, local_size, ranges
+from ..format.dims import Dim
+from ..format.layout_hash import holds_values
+from ..format.plan import ParameterPlan
+from ..format.slices import Mesh, Range, local_size, ranges
 
 Window = Sequence[Range]
 """Half-open local positions, one range for each dim."""

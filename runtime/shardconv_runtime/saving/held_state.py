@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, PlanError
-from ..everyone import Everyone
-from ..layout_hash import holds_values
+from ..format.layout_hash import holds_values
+from ..format.plan import ParameterPlan, global_shape, parameter_plans
+from ..format.slices import Mesh, Range
 from ..loaded import loaded
-from ..plan import ParameterPlan, global_shape, parameter_plans
-from ..slices import Mesh, Range
 from .dcp_boxes import BoxedTensor
 from .held_boxes import Box, held_boxes, owned_boxes
 from .optimizer_index import Group, OptimizerIndex, ParameterState, Value, from_value, tensor_name, to_value
+from .replicas import Everyone
 from .stored_model import stored_model
 
 State = dict[str, dict[str, Any]]

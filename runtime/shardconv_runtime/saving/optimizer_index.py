@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..typed_json import MalformedError, dump_document, load_document, read_text, write_text
+from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 1
 FORMAT = "shardconv.optimizer"

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import agreement
+from ..comm import agreement
 from ..errors import CheckpointError
-from ..everyone import Everyone, everyone
 from ..loaded import loaded
 from . import dcp_boxes
 from .common_state import common_index, require_same
 from .held_state import fresh_groups, fresh_state, held_state, install
 from .optimizer_index import INDEX_NAME, OptimizerIndex, StateFile, read_index, write_index
+from .replicas import Everyone, everyone
 from .staging import Staging, begin
 
 T = TypeVar("T")

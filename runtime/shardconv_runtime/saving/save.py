@@ -22,15 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import agreement, codec, manifest
+from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..everyone import Everyone, everyone
-from ..layout_hash import holds_values
+from ..format import manifest
+from ..format import plan_json as codec
+from ..format.layout_hash import holds_values
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..format.plan import Plan, parameter_plans
+from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
+from ..format.small_files import copy_small_files, entry_of, plain_config
 from ..loaded import Loaded, loaded
-from ..manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..plan import Plan, parameter_plans
-from .shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
-from .small_files import copy_small_files, entry_of, plain_config
+from .replicas import Everyone, everyone
 from .staging import Staging, begin
 from .stored_model import StoredModel, stored_model
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import agreement
+from ..comm import agreement
 from ..errors import CheckpointError, ShardconvError
-from ..everyone import Everyone
+from .replicas import Everyone
 
 Contents = Callable[[Path], Collection[str]]
 """The files of a directory that may be replaced, relative to it; raises ``CheckpointError`` if it is of

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..build import stored_tensors
-from ..dtypes import STORED_NAME
 from ..errors import PlanError
+from ..format.dtypes import STORED_NAME
+from ..format.names import compress, expand_all
+from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
-from ..names import compress, expand_all
-from ..plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..parallel.build import stored_tensors
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What ``torch.compile`` and activation checkpointing put into the names of parameters."""

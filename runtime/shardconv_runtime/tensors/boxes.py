@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .lazy import LazyTensor, Piece, contiguous_strides, item_bytes
+from .lazy_tensor import LazyTensor, Piece, contiguous_strides, item_bytes
 
 
 class Dim(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ..dtypes import STORED_NAME
-from ..hub.remote import RemoteFile
+from ..format.dtypes import STORED_NAME
+from ..hub.remote_files import RemoteFile
 from .boxes import (
     Dim,
     Move,
@@ -35,7 +35,7 @@ from .boxes import (
     wanted,
     within,
 )
-from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
 from .open_sources import OpenSources
 
 UNIT_BYTES = 1 << 25

@@ -13,8 +13,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ..slices import Range
-from .lazy import ComputedLeaf, FileLeaf, LazyTensor, Piece, assemble, item_bytes, take, whole
+from ..format.slices import Range
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, Piece, assemble, item_bytes, take, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

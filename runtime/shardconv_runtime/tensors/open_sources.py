@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import SourceError
-from ..hub.remote import RemoteFile, RemoteReader
-from .lazy import FileLeaf, item_bytes
+from ..hub.remote_files import RemoteFile, RemoteReader
+from .lazy_tensor import FileLeaf, item_bytes
 
 
 class OpenSources:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..boundary import renumber
 from ..errors import PlanError
-from ..plan import ModulePlan
+from ..format.plan import ModulePlan
+from ..parallel.boundary import renumber
 
 
 def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> None:

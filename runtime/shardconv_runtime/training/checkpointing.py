@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..boundary import forward_signature
 from ..errors import PlanError
 from ..loaded import loaded, unwrapped
-from ..repeated import repeated_layers
-from .random_draws import resumable
+from ..parallel.boundary import forward_signature
+from .random_streams import resumable
+from .repeated_layers import repeated_layers
 
 _ATEN = torch.ops.aten
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError
-from ..everyone import mesh_of
+from ..format.grad_sums import by_axes
+from ..format.plan import ParameterPlan, parameter_plans
+from ..format.slices import Mesh, Range, coordinates
 from ..loaded import loaded
-from ..plan import ParameterPlan, parameter_plans
 from ..saving.held_state import local_tensor, local_window
+from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
-from ..slices import Mesh, Range, coordinates
-from .gates import by_axes
 
 Cell = tuple[tuple[Range, ...], ...]
 """Positions of a local tensor: ranges in each dim."""

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .. import agreement
+from ..comm import agreement
+from ..comm.mesh import TP, Launch, control_group, tp_group
 from ..errors import LaunchError, PlanError
-from ..forms import of_sequence
+from ..format.plan import parameter_plans
+from ..format.plan_forms import of_sequence
 from ..loaded import Loaded, loaded, unwrapped
-from ..mesh import TP, Launch, control_group, tp_group
-from ..plan import parameter_plans
-from ..repeated import repeated_layers
 from ..saving.stored_model import named_modules, named_tensors
+from .repeated_layers import repeated_layers
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""

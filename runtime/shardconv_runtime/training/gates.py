@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..boundary import renumber
-from ..collectives import Communicator, apply, unchanged
-from ..dims import Dim
+from ..comm.collectives import Communicator, apply, unchanged
 from ..errors import PlanError
-from ..layout_hash import holds_values
-from ..plan import ParameterPlan
-from ..slices import Mesh, Range, local_segments
+from ..format.grad_sums import Sum, sums
+from ..format.layout_hash import holds_values
+from ..format.plan import ParameterPlan
+from ..parallel.boundary import renumber
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -64,49 +62,9 @@ class GradientGate:
             return self._comm.all_reduce(wide, self._sums[0].axes).to(gradient.dtype)
         out = wide.clone(memory_format=torch.contiguous_format)
         for each in self._sums:
-            index = each.index(wide.device)
+            index = _index(each, wide.device)
             out[index] = self._comm.all_reduce(wide[index], each.axes)
         return out.to(gradient.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
-
-    axes: tuple[int, ...]
-    positions: tuple[tuple[Range, ...], ...]
-    is_whole: bool
-
-    def index(self, device: torch.device) -> tuple[Tensor, ...]:
-        """What a tensor is indexed with to get the positions."""
-        spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in self.positions]
-        return torch.meshgrid(*spans, indexing="ij")
-
-
-def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[Sum, ...]:
-    """What must be summed of a parameter's gradient that is Partial over ``axes``.
-
-    All ranks along the axes of a sum hold its positions alike.
-    """
-    wanted = {a for a in axes if mesh[a] > 1}
-    if not wanted:
-        return ()
-    dims = [by_axes(dim, mesh, rank) for dim in entry.dims]
-    cells = list(product(*(each.items() for each in dims)))
-    found = []
-    for cell in cells:
-        left = tuple(sorted(wanted.difference(*(split for split, _ in cell))))
-        if left:
-            found.append(Sum(left, tuple(spans for _, spans in cell), len(cells) == 1))
-    return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
-
-
-def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
-    """The ranges of local positions of a dim that some axes split, by these axes."""
-    out: dict[frozenset[int], tuple[Range, ...]] = {}
-    for span, split in local_segments(dim, mesh, rank):
-        out[split] = (*out.get(split, ()), span)
-    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +120,9 @@ class _Swap:
                 )
             each.owner._parameters[each.name] = self._parameters[index]
             self._parameters[index] = self._replacements[index] = None
+
+
+def _index(part: Sum, device: torch.device) -> tuple[Tensor, ...]:
+    """What a local tensor is indexed with to get the positions of a sum."""
+    spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in part.positions]
+    return torch.meshgrid(*spans, indexing="ij")

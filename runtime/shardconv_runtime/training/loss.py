@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..boundary import RowIds
-from ..collectives import Communicator
-from ..dims import Dim, axes_of, size, to_text
+from ..comm.collectives import Communicator
 from ..errors import ShardconvError
-from ..slices import Range, gather_index, local_size
+from ..format.dims import Dim, axes_of, size, to_text
+from ..format.slices import Range, gather_index, local_size
+from ..parallel.boundary import RowIds
 
 CHUNK_ELEMENTS = 2**24
 """Logits that are held in float32 at a time: 64 MiB, enough to keep an accelerator busy."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..boundary import Step, forward_signature, replace_at
-from ..collectives import Communicator, Gather
-from ..dims import Dim
+from ..comm.collectives import Communicator, Gather
 from ..errors import PlanError
+from ..format.dims import Dim
+from ..parallel.boundary import Step, forward_signature, replace_at
 from .loss import VocabParallelCrossEntropy, parallel_loss
 
 GATHERED, LOCAL, NONE = "gathered", "local", "none"

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..boundary import forward_signature, replace_at
 from ..errors import PlanError
-from ..refusals import is_asked_for
+from ..parallel.boundary import forward_signature, replace_at
+from ..parallel.refusals import is_asked_for
 
 IGNORED = -100
 """What the losses of transformers ignore."""

@@ -1,0 +1,191 @@
+"""Checkpoints whose weights are quantised: block-scaled float8 is carried along, all others are refused.
+
+A block-scaled checkpoint holds float8 values under the name of a weight, and under NAME_scale_inv one
+factor for each block of, usually, 128 by 128 of them. The model is planned as if it were not quantised;
+conversions that only move elements move the factors as they move the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import SourceError
+from ..format.block_scales import SUFFIX, VALUES_DTYPE, dequantised
+from ..tensors.copying import read_tensor
+from ..tensors.lazy_tensor import ComputedLeaf, LazyTensor, Leaf, Piece, whole
+
+Blocks = tuple[int, int]
+"""Rows and columns of a block of a matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A parameter of values and factors."""
+
+    values: LazyTensor
+    factors: LazyTensor
+    block: tuple[int, ...]
+    """Sizes of the blocks, one for each dim of the values."""
+
+
+def blocks_of(config: Any, where: str) -> Blocks | None:
+    """Sizes of the blocks of a block-scaled checkpoint; None for one that is not quantised.
+
+    Raises:
+        SourceError: it is quantised in another way.
+    """
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            found = settings if isinstance(settings, dict) else vars(settings)
+            return _blocks(found, where)
+    return None
+
+
+def without_quantisation(config: Any) -> Any:
+    """A copy of a config that builds the plain model."""
+    plain = type(config).from_dict(config.to_dict())
+    for part in (plain, *(getattr(plain, name, None) for name in getattr(plain, "sub_configs", ()))):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
+    return plain
+
+
+def factors_in(tensors: Mapping[str, LazyTensor], blocks: Blocks) -> dict[str, LazyTensor]:
+    """The factors in a checkpoint by the names of their values.
+
+    Raises:
+        SourceError: factors without float8 values or the other way round, or not one for each block.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        values = tensors.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+        if values is not None:
+            _require_pair(name, values, tensor, blocks)
+            found[name.removesuffix(SUFFIX)] = tensor
+    for name, tensor in tensors.items():
+        if tensor.dtype == VALUES_DTYPE and name not in found:
+            raise SourceError(f"{name} is in float8 and has no {name}{SUFFIX}; download the checkpoint again")
+    return found
+
+
+def dequantised_tensors(
+    tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: Blocks, dtype: str
+) -> dict[str, LazyTensor]:
+    """The checkpoint with values times factors, which are computed when they are written."""
+    plain = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SUFFIX) not in factors}
+    for name, scale in factors.items():
+        values = tensors[name]
+
+        def compute(values: LazyTensor = values, scale: LazyTensor = scale) -> torch.Tensor:
+            return dequantised(read_tensor(values), read_tensor(scale), blocks, getattr(torch, dtype))
+
+        count = torch.Size(values.shape).numel()
+        plain[name] = whole(ComputedLeaf(f"{name}, dequantised", compute, dtype, count), values.shape)
+    return plain
+
+
+class Scales:
+    """From parameters that are made of float8 values to their factors."""
+
+    def __init__(
+        self, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: Blocks
+    ) -> None:
+        self._blocks = blocks
+        self._by_leaf: dict[Leaf, tuple[LazyTensor, LazyTensor]] = {
+            tensors[name].pieces[0].leaf: (tensors[name], scale) for name, scale in factors.items()
+        }
+
+    def of(self, name: str, weight: LazyTensor) -> Scaled | None:
+        """The values and factors of a parameter; None if it is not of float8 values.
+
+        Raises:
+            SourceError: it is put together in a way that tears blocks apart.
+        """
+        scaled = [piece.leaf in self._by_leaf for piece in weight.pieces]
+        if not any(scaled):
+            return None
+        if not all(scaled):
+            raise SourceError(f"{name} is put together from weights with and without factors; pass --dtype")
+        block = self._block(name, weight)
+        pieces = tuple(self._factors(name, weight, piece, block) for piece in weight.pieces)
+        shape = tuple(-(-extent // length) for extent, length in zip(weight.shape, block, strict=True))
+        return Scaled(
+            replace(weight, dtype=VALUES_DTYPE), LazyTensor(pieces[0].leaf.dtype, shape, pieces), block
+        )
+
+    def _block(self, name: str, weight: LazyTensor) -> tuple[int, ...]:
+        """Which dims are the rows and the columns of the matrices in the checkpoint."""
+        block = [1] * len(weight.shape)
+        for piece in weight.pieces:
+            columns = self._by_leaf[piece.leaf][0].shape[1]
+            for dim, (extent, stride) in enumerate(zip(piece.shape, piece.strides, strict=True)):
+                length = self._blocks[0 if stride == columns else 1]
+                if extent > 1 and (stride not in (1, columns) or block[dim] not in (1, length)):
+                    raise SourceError(f"{name} is reordered on loading, and its blocks with it; pass --dtype")
+                if extent > 1:
+                    block[dim] = length
+        return tuple(block)
+
+    def _factors(self, name: str, weight: LazyTensor, piece: Piece, block: tuple[int, ...]) -> Piece:
+        values, scale = self._by_leaf[piece.leaf]
+        rows, columns = values.shape
+        row, column = divmod(piece.offset, columns)
+        num_rows = next(
+            (e for e, s in zip(piece.shape, piece.strides, strict=True) if e > 1 and s == columns), 1
+        )
+        num_columns = next(
+            (e for e, s in zip(piece.shape, piece.strides, strict=True) if e > 1 and s == 1), 1
+        )
+        places = [
+            (row, num_rows, rows, self._blocks[0]),
+            (column, num_columns, columns, self._blocks[1]),
+            *zip(piece.start, piece.shape, weight.shape, block, strict=True),
+        ]
+        if any(not _is_of_blocks(*place) for place in places):
+            raise SourceError(
+                f"{name} is put together from parts of blocks of {self._blocks[0]} by {self._blocks[1]}; "
+                "pass --dtype to convert it without them"
+            )
+        source = scale.pieces[0]
+        across = scale.shape[1]
+        strides = tuple(
+            (across if stride == columns else 1) if extent > 1 else 0
+            for extent, stride in zip(piece.shape, piece.strides, strict=True)
+        )
+        return Piece(
+            start=tuple(start // length for start, length in zip(piece.start, block, strict=True)),
+            shape=tuple(-(-extent // length) for extent, length in zip(piece.shape, block, strict=True)),
+            leaf=source.leaf,
+            offset=source.offset + row // self._blocks[0] * across + column // self._blocks[1],
+            strides=strides,
+        )
+
+
+def _is_of_blocks(start: int, extent: int, size: int, length: int) -> bool:
+    """Whether a stretch begins and ends between blocks, or at the end of the dim."""
+    return start % length == 0 and ((start + extent) % length == 0 or start + extent == size)
+
+
+def _blocks(settings: Mapping[str, Any], where: str) -> Blocks:
+    method = str(settings.get("quant_method") or "an unnamed method")
+    block = settings.get("weight_block_size")
+    if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
+        return int(block[0]), int(block[1])
+    raise SourceError(
+        f"{where} is quantised ({method}), which cannot be sharded; convert the unquantised model, or one "
+        "in block-scaled fp8 (quant_method fp8 with weight_block_size)"
+    )
+
+
+def _require_pair(name: str, values: LazyTensor, factors: LazyTensor, blocks: Blocks) -> None:
+    expected = tuple(-(-extent // length) for extent, length in zip(values.shape, blocks, strict=False))
+    if values.dtype != VALUES_DTYPE or len(values.shape) != 2 or factors.shape != expected:
+        raise SourceError(
+            f"{name} is {list(factors.shape)}, factors for {values.dtype} {list(values.shape)}, and should "
+            f"be {list(expected)} for a matrix in {VALUES_DTYPE} with blocks of {blocks[0]} by {blocks[1]}"
+        )

@@ -1,0 +1,325 @@
+"""Tensors that record what is done to them, as lazy tensors.
+
+transformers converts a checkpoint on the way to the parameters of a model: it renames, stacks,
+concatenates, splits, transposes and casts. Its own code is run here on tensors that hold no bytes; what
+comes out of it says of which bytes each parameter is made. An operation that only moves elements keeps the
+tensor lazy; any other is recorded as a computation, which is done on real tensors when its result is
+written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..tensors.copying import read_tensor
+from ..tensors.lazy_tensor import (
+    ComputedLeaf,
+    LazyTensor,
+    cast,
+    concatenate,
+    permute,
+    reshape,
+    squeeze,
+    take,
+    unsqueeze,
+    whole,
+    zeros,
+)
+
+aten = torch.ops.aten
+
+LARGE = 1 << 20
+"""Elements from which on a tensor that the checkpoint lacks is not made."""
+
+
+class InPlaceError(NotImplementedError):
+    """Code writes into a tensor of the checkpoint, which has no bytes to write to."""
+
+
+class RecordedTensor(torch.Tensor):
+    """A tensor on the CPU, as far as code can tell, without bytes."""
+
+    lazy: LazyTensor
+    absent: bool
+    """It is not in the checkpoint, and is not made: it takes the place of a large new parameter."""
+
+    @staticmethod
+    def __new__(cls, lazy: LazyTensor, absent: bool = False) -> RecordedTensor:
+        """A tensor of the shape and dtype of ``lazy``."""
+        made: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, lazy.shape, dtype=getattr(torch, lazy.dtype), device=torch.device("cpu")
+        )
+        made.lazy, made.absent = lazy, absent
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Without contents."""
+        return f"RecordedTensor({self.lazy.dtype}, {list(self.lazy.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record one operator."""
+        kwargs = kwargs or {}
+        recorded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor)]
+        if func._schema.is_mutable:
+            if isinstance(args[0], RecordedTensor) and args[0].absent and "out" not in kwargs:
+                return args[0]
+            raise InPlaceError(f"{func} changes a tensor of the checkpoint in place")
+        if func.overloadpacket in _NEW:
+            return _new(func, args, kwargs)
+        if any(tensor.absent for tensor in recorded):
+            return _like(func, args, kwargs, _absent)
+        if func.overloadpacket in _COPIES:
+            return RecordedTensor(args[0].lazy)
+        results = _like(func, args, kwargs, lambda result: result)  # torch refuses what it would refuse
+        move = _MOVES.get(func.overloadpacket)
+        moved = move(*args, **kwargs) if move is not None else None
+        if moved is None:
+            return _computed(func, args, kwargs, results)
+        assert _kinds(moved) == _kinds(results), f"{func} was recorded as {_kinds(moved)}"
+        return moved
+
+
+class LeavingOutAbsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does not allocate large new parameters."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Intercept ``torch.empty_like`` of a large meta tensor on another device."""
+        kwargs = kwargs or {}
+        if func is aten.empty_like.default and args[0].is_meta and args[0].numel() >= LARGE:
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type != "meta":
+                return _absent(args[0])
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint as ones that record what is done to them in the block; real ones stay."""
+    with LeavingOutAbsent():  # type: ignore[no-untyped-call]
+        yield {
+            name: RecordedTensor(tensor) if isinstance(tensor, LazyTensor) else tensor
+            for name, tensor in tensors.items()
+        }
+
+
+def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
+    """What a tensor is made of: None if it is not in the checkpoint and was not made.
+
+    A tensor that code computed from nothing but constants is kept as it is.
+    """
+    if isinstance(tensor, RecordedTensor):
+        return None if tensor.absent else tensor.lazy
+    kept = tensor.detach()
+    dtype = str(kept.dtype).removeprefix("torch.")
+    return whole(ComputedLeaf("a constant of the model", lambda: kept, dtype, kept.numel()), kept.shape)
+
+
+def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
+    """Tensors of a checkpoint, of which the small ones are read: code may write into them."""
+    return {
+        name: read_tensor(lazy) if math.prod(lazy.shape) < LARGE else lazy for name, lazy in tensors.items()
+    }
+
+
+def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A tensor that is only shaped like one of the checkpoint: a real one, but if it is large."""
+    (meta,) = tree_leaves(_like(func, args, kwargs, lambda result: result))
+    if meta.numel() >= LARGE:
+        return _absent(meta)
+    like, *rest = args
+    made: torch.Tensor = func(torch.empty(like.shape, dtype=like.dtype), *rest, **kwargs)
+    return made
+
+
+def _absent(meta: torch.Tensor) -> RecordedTensor:
+    return RecordedTensor(zeros(str(meta.dtype).removeprefix("torch."), meta.shape), absent=True)
+
+
+def _like(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Run an operator without values; ``make`` gives what stands for each result."""
+
+    def to_meta(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    found = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
+    return tree_map(lambda value: make(value) if isinstance(value, torch.Tensor) else value, found)
+
+
+def _kinds(results: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tree_leaves(results)]
+
+
+def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
+    """Record an operator as a computation; of several results, each is computed on its own."""
+    count = 0
+
+    def real(value: Any) -> Any:
+        return read_tensor(value.lazy) if isinstance(value, RecordedTensor) else value
+
+    def result(index: int) -> Callable[[], torch.Tensor]:
+        def compute() -> torch.Tensor:
+            found = tree_leaves(func(*tree_map(real, args), **tree_map(real, kwargs)))
+            tensor: torch.Tensor = [value for value in found if isinstance(value, torch.Tensor)][index]
+            return tensor
+
+        return compute
+
+    def record(meta: torch.Tensor) -> RecordedTensor:
+        nonlocal count
+        dtype = str(meta.dtype).removeprefix("torch.")
+        leaf = ComputedLeaf(str(func), result(count), dtype, meta.numel())
+        count += 1
+        return RecordedTensor(whole(leaf, meta.shape))
+
+    return tree_map(lambda value: record(value) if isinstance(value, torch.Tensor) else value, results)
+
+
+def _to_copy(tensor: RecordedTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    lazy = tensor.lazy if dtype is None else cast(tensor.lazy, str(dtype).removeprefix("torch."))
+    return None if lazy is None else RecordedTensor(lazy)
+
+
+def _view(tensor: RecordedTensor, shape: Sequence[int], *args: Any) -> Any:
+    if isinstance(shape, torch.dtype):
+        return None
+    sizes = list(shape)
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = tensor.numel() // -math.prod(sizes)
+    lazy = reshape(tensor.lazy, sizes)
+    return None if lazy is None else RecordedTensor(lazy)
+
+
+def _transpose(tensor: RecordedTensor, dim0: int, dim1: int) -> RecordedTensor:
+    order = list(range(tensor.dim())) or [0]  # torch lets one name a dim of a tensor without any
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return RecordedTensor(permute(tensor.lazy, order[: tensor.dim()]))
+
+
+def _t(tensor: RecordedTensor) -> RecordedTensor:
+    return _transpose(tensor, 0, 1) if tensor.dim() == 2 else RecordedTensor(tensor.lazy)
+
+
+def _permute(tensor: RecordedTensor, order: Sequence[int]) -> RecordedTensor:
+    return RecordedTensor(permute(tensor.lazy, [dim % tensor.dim() for dim in order]))
+
+
+def _slice(
+    tensor: RecordedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    if step != 1:
+        return None
+    begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
+    return RecordedTensor(take(tensor.lazy, dim % tensor.dim(), ((begin, max(begin, stop)),)))
+
+
+def _select(tensor: RecordedTensor, dim: int, index: int) -> RecordedTensor:
+    dim, index = dim % tensor.dim(), index % tensor.shape[dim]
+    return RecordedTensor(squeeze(take(tensor.lazy, dim, ((index, index + 1),)), dim))
+
+
+def _split_with_sizes(tensor: RecordedTensor, sizes: Sequence[int], dim: int = 0) -> list[RecordedTensor]:
+    dim, start = dim % tensor.dim(), 0
+    parts = []
+    for size in sizes:
+        parts.append(RecordedTensor(take(tensor.lazy, dim, ((start, start + size),))))
+        start += size
+    return parts
+
+
+def _split(tensor: RecordedTensor, size: int | Sequence[int], dim: int = 0) -> list[RecordedTensor]:
+    if not isinstance(size, int):
+        return _split_with_sizes(tensor, size, dim)
+    extent = tensor.shape[dim]
+    return _split_with_sizes(tensor, [min(size, extent - at) for at in range(0, extent, size)] or [0], dim)
+
+
+def _unbind(tensor: RecordedTensor, dim: int = 0) -> list[RecordedTensor]:
+    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
+
+
+def _squeeze(tensor: RecordedTensor, dims: int | Sequence[int] | None = None) -> RecordedTensor:
+    chosen = range(tensor.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
+    lazy = tensor.lazy
+    for dim in sorted({dim % max(tensor.dim(), 1) for dim in chosen}, reverse=True):
+        if lazy.shape and lazy.shape[dim] == 1:
+            lazy = squeeze(lazy, dim)
+    return RecordedTensor(lazy)
+
+
+def _unsqueeze(tensor: RecordedTensor, dim: int) -> RecordedTensor:
+    return RecordedTensor(unsqueeze(tensor.lazy, dim % (tensor.dim() + 1)))
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    parts = [lazy_of(tensor) for tensor in tensors if tuple(tensor.shape) != (0,)]
+    known = [part for part in parts if part is not None]
+    if not known or len({part.dtype for part in known}) > 1:
+        return None
+    return RecordedTensor(concatenate(known, dim % len(known[0].shape)))
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    dim %= tensors[0].dim() + 1
+    parts = [lazy_of(tensor) for tensor in tensors]
+    known = [unsqueeze(part, dim) for part in parts if part is not None]
+    return RecordedTensor(concatenate(known, dim)) if len({part.dtype for part in known}) == 1 else None
+
+
+_COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous}
+"""The result is what is given."""
+
+_MOVES: dict[Any, Callable[..., Any]] = {
+    aten._to_copy: _to_copy,
+    aten.view: _view,
+    aten._unsafe_view: _view,
+    aten.reshape: _view,
+    aten.transpose: _transpose,
+    aten.t: _t,
+    aten.permute: _permute,
+    aten.slice: _slice,
+    aten.select: _select,
+    aten.split: _split,
+    aten.split_with_sizes: _split_with_sizes,
+    aten.unbind: _unbind,
+    aten.squeeze: _squeeze,
+    aten.unsqueeze: _unsqueeze,
+    aten.cat: _cat,
+    aten.stack: _stack,
+}
+"""What only moves elements."""
+
+_NEW = (
+    aten.empty_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.new_empty,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+)
+"""What reads the shape of its first argument only."""

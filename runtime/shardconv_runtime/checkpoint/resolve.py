@@ -1,0 +1,97 @@
+"""Resolve what the user named to a ``ModelSpec``: everything that can be refused early is refused here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import transformers
+
+from ..errors import SourceError
+from ..hub.access import Hub
+from .locate import locate
+from .model_spec import ModelSpec, is_custom
+from .quantized import blocks_of, without_quantisation
+from .source_config import model_class_of, read_config
+from .weight_files import WeightFile, stored_dtype, validate, weight_files
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def resolve(
+    model: str | os.PathLike[str] | Any,
+    hub: Hub | None = None,
+    *,
+    trust_remote_code: bool = False,
+    dtype: str | None = None,
+    need_weights: bool = True,
+    stream: bool = False,
+) -> ModelSpec:
+    """Find the model, its class, its dtype and, if they are needed, its weight files.
+
+    Args:
+        model: a directory, a Hub id, or (without weights) a transformers config object.
+        hub: how to download it, if not as usual.
+        trust_remote_code: import the repository's own Python code.
+        dtype: of the parameters; by default what the config says, else what the checkpoint holds.
+        need_weights: find (and download) the weight files and validate them.
+        stream: leave weight files on the Hub, where they can be read range by range, unless they are cached.
+
+    Raises:
+        SourceError: with what is wrong, where, and the remedy.
+    """
+    if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
+        raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if isinstance(model, transformers.PreTrainedConfig):
+        return _from_config(model, dtype, trust_remote_code=trust_remote_code, need_weights=need_weights)
+    hub = hub or Hub()
+    located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
+    directory = located.directory
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    blocks = blocks_of(config, str(directory))
+    if blocks is not None:
+        config = without_quantisation(config)
+    files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
+    validate(files)
+    model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
+    return ModelSpec(
+        name=os.fspath(model),
+        config=config,
+        model_class=model_class,
+        dtype=_dtype(dtype, config, files),
+        trust_remote_code=is_custom(model_class),
+        directory=directory,
+        revision=located.commit,
+        weight_files=files,
+        blocks=blocks,
+        dequantise=blocks is not None and dtype is not None,
+    )
+
+
+def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, need_weights: bool) -> ModelSpec:
+    name = type(config).__name__
+    if need_weights:
+        raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
+    blocks = blocks_of(config, name)
+    if blocks is not None:
+        config = without_quantisation(config)
+    model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
+    return ModelSpec(
+        name=name,
+        config=config,
+        model_class=model_class,
+        dtype=_dtype(dtype, config, ()),
+        trust_remote_code=is_custom(model_class),
+        blocks=blocks,
+    )
+
+
+def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...]) -> str:
+    if asked is not None:
+        return asked.removeprefix("torch.")
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for part in (config, text):
+        said = getattr(part, "dtype", None)
+        if said is not None:
+            return str(said).removeprefix("torch.")
+    return (stored_dtype(files[0]) if files else None) or "float32"

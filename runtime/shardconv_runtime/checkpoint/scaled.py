@@ -1,0 +1,94 @@
+"""Plans of block-scaled checkpoints: the plan of the plain model, with the blocks of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import PlanError
+from ..format.block_scales import SUFFIX, VALUES_DTYPE, check_blocks
+from ..format.names import compress, expand_all
+from ..format.plan import ParameterPlan, Plan, parameter_plans
+from ..tensors.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from .quantized import Scaled
+
+Blocks = Mapping[str, tuple[tuple[int, ...], str]]
+"""(sizes of the blocks, dtype of the factors) of each parameter that has some."""
+
+
+def flatten(plan: Plan, weights: Mapping[str, LazyTensor | Scaled]) -> tuple[Plan, dict[str, LazyTensor]]:
+    """The plan of what the checkpoint holds, and all tensors to store by their names.
+
+    Args:
+        plan: of the plain model.
+        weights: of the checkpoint, by FQN.
+
+    Raises:
+        PlanError: a rank's part of a parameter would begin or end inside of a block.
+    """
+    flat: dict[str, LazyTensor] = {}
+    blocks = {}
+    for name, weight in weights.items():
+        if isinstance(weight, LazyTensor):
+            flat[name] = weight
+        else:
+            flat[name], flat[name + SUFFIX] = weight.values, weight.factors
+            blocks[name] = (weight.block, weight.factors.dtype)
+    return with_blocks(plan, blocks), flat
+
+
+def with_blocks(plan: Plan, blocks: Blocks) -> Plan:
+    """A plan whose parameters are stored with blocks.
+
+    Raises:
+        PlanError: a rank's part of a parameter would begin or end inside of a block.
+    """
+    if not blocks:
+        return plan
+    parameters = [part for entry in plan.parameters for part in _parts(entry, blocks)]
+    try:
+        for entry in parameters:
+            if entry.block:
+                check_blocks(entry, plan.mesh)
+    except PlanError as error:
+        raise PlanError(
+            f"{error}; choose another tp than {plan.tp}, or pass --dtype to convert the model without blocks"
+        ) from error
+    return replace(plan, parameters=tuple(parameters))
+
+
+def blocks_in(weights: Mapping[str, LazyTensor | Scaled]) -> dict[str, tuple[int, ...]]:
+    """Sizes of the blocks of those weights of a checkpoint that have some."""
+    return {name: w.block for name, w in weights.items() if not isinstance(w, LazyTensor)}
+
+
+def block_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Sizes of the blocks of a plan's parameters."""
+    return {name: block for name, (block, _) in blocks_of(plan).items()}
+
+
+def blocks_of(plan: Plan) -> Blocks:
+    """The blocks of a plan, for another plan of the same model."""
+    return {name: (e.block, e.block_dtype) for name, e in parameter_plans(plan).items() if e.block}
+
+
+def _parts(entry: ParameterPlan, blocks: Blocks) -> list[ParameterPlan]:
+    """An entry as one for each kind of blocks among its names."""
+    kinds: dict[tuple[tuple[int, ...], str] | None, list[str]] = {}
+    for name in expand_all(entry.names):
+        kinds.setdefault(blocks.get(name), []).append(name)
+    if kinds.keys() == {None}:
+        return [entry]
+    return [_part(entry, compress(names), kind) for kind, names in kinds.items()]
+
+
+def _part(
+    entry: ParameterPlan, names: tuple[str, ...], kind: tuple[tuple[int, ...], str] | None
+) -> ParameterPlan:
+    if kind is None:
+        return replace(entry, names=names)
+    block, dtype = kind
+    return replace(entry, names=names, dtype=VALUES_DTYPE, block=block, block_dtype=dtype)

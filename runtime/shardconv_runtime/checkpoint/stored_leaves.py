@@ -1,0 +1,42 @@
+"""The tensors of weight files, not read: where each one's bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..errors import SourceError
+from ..format.dtypes import TORCH_NAME
+from ..hub.remote_files import RemoteFile
+from ..tensors.lazy_tensor import LazyTensor, stored
+from .pickled import pickled_tensors
+from .weight_files import WeightFile, header_of
+
+
+def lazy_tensors(files: Iterable[WeightFile]) -> dict[str, LazyTensor]:
+    """The tensors of safetensors or PyTorch files by their names.
+
+    Of a PyTorch file of the zip format only the pickle is read. One of the older format, which has no
+    place for each tensor, is read whole when the first of its tensors is needed.
+
+    Raises:
+        SourceError: a file cannot be read, or holds a tensor that another one holds too.
+    """
+    found: dict[str, LazyTensor] = {}
+    for file in files:
+        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+            tensors = _safetensors(file)
+        else:
+            tensors = iter(pickled_tensors(file))
+        for name, tensor in tensors:
+            if name in found:
+                raise SourceError(f"{file} holds {name}, and so does another file; remove one of them")
+            found[name] = tensor
+    return found
+
+
+def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
+    start, tensors = header_of(file)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TORCH_NAME:
+            raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch has not")
+        yield name, stored(file, start, tensor)

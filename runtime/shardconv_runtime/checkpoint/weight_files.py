@@ -1,0 +1,106 @@
+"""The weight files of a model directory: which ones they are, and that each is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import CheckpointError, SourceError
+from ..format.dtypes import TORCH_NAME
+from ..format.header import StoredTensor, data_start, read_header
+from ..hub.remote_files import RemoteFile, remote_header
+from .pickled import load_pickled
+
+WeightFile = Path | RemoteFile
+
+LAYOUTS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""(single file, index of several files), the preferred format first, as transformers looks for them."""
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that hold the weights.
+
+    Raises:
+        SourceError: there are none, or an index names one that is missing.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return (directory / single,)
+        if (directory / index).is_file():
+            return tuple(_indexed(directory / index))
+    names = " or ".join(single for single, _ in LAYOUTS)
+    raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
+
+
+def wanted_weights(directory: Path) -> tuple[str, ...]:
+    """What to download for a repository whose indices (but no weights) are in ``directory``."""
+    for single, index in LAYOUTS:
+        if (directory / index).is_file():
+            return (single, *_read_index(directory / index))
+    return tuple(single for single, _ in LAYOUTS)
+
+
+def validate(files: Iterable[WeightFile]) -> None:
+    """Check that each safetensors file is whole, by its header and its size.
+
+    Raises:
+        SourceError: one is truncated or corrupt.
+    """
+    for file in files:
+        if file.suffix == ".safetensors":
+            header_of(file)
+
+
+def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
+    """Where the bytes of a safetensors file's tensors begin, and the tensors in the order of their bytes.
+
+    Raises:
+        SourceError: it is not a whole safetensors file, or cannot be read.
+    """
+    try:
+        tensors = remote_header(file) if isinstance(file, RemoteFile) else read_header(file)[1]
+    except CheckpointError as error:
+        reason = str(error).removesuffix("; copy or convert it again")
+        raise SourceError(f"{reason}; download or copy it again") from error
+    return data_start(num_bytes(file), tensors), tensors
+
+
+def num_bytes(file: WeightFile) -> int:
+    """Size of a file, here or on the Hub."""
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def stored_dtype(file: WeightFile) -> str | None:
+    """dtype of the first floating-point tensor of a weight file, as ``"bfloat16"``."""
+    if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+        _, tensors = header_of(file)
+        found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
+    else:
+        found = (str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values())
+    return next((name for name in found if name.startswith(("float", "bfloat"))), None)
+
+
+def _indexed(index: Path) -> list[Path]:
+    files = [index.parent / name for name in _read_index(index)]
+    for file in files:
+        if not file.is_file():
+            raise SourceError(f"{file} is missing, which {index.name} names; download it")
+    return files
+
+
+def _read_index(index: Path) -> list[str]:
+    """The file names in an index, sorted; none may lead out of the directory."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
+    for name in names:
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
+    if not names:
+        raise SourceError(f"{index} names no files; download or copy it again")
+    return names

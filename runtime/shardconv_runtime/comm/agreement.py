@@ -1,0 +1,150 @@
+"""Words between the ranks of one model, apart from what the model computes.
+
+Everything that can go wrong on one rank alone is gathered from all ranks before the model's first
+collective (``agree``), so that each of them raises and none hangs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+from .mesh import Launch, control_group, rank
+
+T = TypeVar("T")
+
+AGREE_TIMEOUT_S = 300
+"""How long a rank waits for the others where all should come at about the same time."""
+
+READ_TIMEOUT_S = 3600
+"""How long a rank waits for the others to have read their files."""
+
+DOWNLOAD_TIMEOUT_S = 24 * 3600
+"""How long, where they come over a network."""
+
+
+def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
+    """Tell the others whether this rank is well; return only if all are.
+
+    Args:
+        start: the ranks.
+        error: what is wrong here, if anything.
+        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
+
+    Raises:
+        Exception: this rank's own error.
+        LaunchError: the error of the first rank that has one, or a rank did not come.
+    """
+    if start.control is None:
+        if error is not None:
+            raise error
+        return
+    text = None if error is None else str(error) or type(error).__name__
+    try:
+        texts: list[str | None] = exchange(start, text, timeout_s)
+    except LaunchError as failure:
+        if error is not None:
+            raise error from failure
+        raise
+    if error is not None:
+        raise error
+    failed = {number: text for number, text in enumerate(texts) if text is not None}
+    if failed:
+        first, text = next(iter(failed.items()))
+        others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
+        raise LaunchError(f"rank {first}: {text}{others}")
+
+
+def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:
+    """The value of each rank, on every rank; that of this process alone where there are no others.
+
+    Args:
+        start: the ranks.
+        value: picklable, small.
+        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
+
+    Raises:
+        LaunchError: a rank did not come.
+    """
+    if start.control is None:
+        return [value]
+    timeout_s = AGREE_TIMEOUT_S if timeout_s is None else timeout_s
+    values: list[Any] = [None] * start.world_size
+    try:
+        dist.monitored_barrier(start.control, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+        dist.all_gather_object(values, value, group=start.control)
+    except RuntimeError as failure:
+        raise LaunchError(
+            f"rank {start.rank}: another rank did not answer within {timeout_s:.0f} s or ended; "
+            f"its own output says why ({str(failure).splitlines()[0]})"
+        ) from failure
+    return values
+
+
+def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``make`` returns on rank 0, on every rank; the others wait for it as long as it takes.
+
+    For what only one process can have: a prompt that a person types, a request from the network.
+
+    Args:
+        make: called on rank 0 alone; what it returns is pickled.
+        group: the processes that take part; by default all.
+
+    Raises:
+        Exception: on rank 0 what ``make`` raised.
+        LaunchError: on the others, if ``make`` raised or rank 0 ended.
+
+    Example:
+        >>> prompt = shardconv_runtime.from_rank_0(lambda: input("> "))
+    """
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
+    if group is None or dist.get_world_size(group) == 1:
+        return make()
+    if rank(group) != 0:
+        return cast(T, _received(group))
+    try:
+        value = make()
+        pickled = pickle.dumps(value)
+    except BaseException as error:
+        _send(group, (b"", f"{type(error).__name__}: {error}"))
+        raise
+    _send(group, (pickled, None))
+    return value
+
+
+def _send(group: dist.ProcessGroup, message: tuple[bytes, str | None]) -> None:
+    dist.broadcast_object_list([message], group_src=0, group=control_group(group))
+
+
+def _received(group: dist.ProcessGroup) -> Any:
+    received: list[Any] = [None]
+    try:
+        dist.broadcast_object_list(received, group_src=0, group=control_group(group))
+    except (RuntimeError, LaunchError) as error:
+        raise LaunchError(f"rank 0 ended; its own output says why ({str(error).splitlines()[0]})") from error
+    pickled, failure = received[0]
+    if failure is not None:
+        raise LaunchError(f"rank 0: {failure}")
+    return pickle.loads(pickled)
+
+
+def share_rng_state(start: Launch) -> None:
+    """Continue on every rank with the random state of rank 0, so that all draw the same tokens."""
+    if start.group is None:
+        return
+    torch.set_rng_state(_from_rank_0(torch.get_rng_state(), start))
+    if start.device.type == "cuda":
+        state = torch.cuda.get_rng_state(start.device)
+        torch.cuda.set_rng_state(_from_rank_0(state, start), start.device)
+
+
+def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
+    received = state.to(start.device)
+    dist.broadcast(received, group_src=0, group=start.group)
+    return received.cpu()

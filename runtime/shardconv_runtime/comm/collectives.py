@@ -1,0 +1,422 @@
+"""Collectives over axes of the mesh, and the layouts that they gather and slice.
+
+``Communicator`` is what the parallel modules talk to; ``ProcessCommunicator`` is the real one. Its
+operations have no backward. The steps that a plan names have one if they are made for training: each is a
+linear map, and its gradient takes another one. Elsewhere a tensor that needs a gradient is refused instead
+of getting a wrong one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+# Private, but the interface that Dynamo traces without a graph break and that CommDebugMode counts;
+# importing it registers the meta kernels of the operators used below. Only this file knows of it.
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+from ..errors import PlanError
+from ..format.dims import Dim, axes_of, segments, size
+from ..format.slices import Mesh, group_of, local_size
+from .parts import parts_of
+
+_functional = torch.ops._c10d_functional
+
+AllReduce = Callable[[Tensor, str], Tensor]
+"""Sums a contiguous tensor, which stays as it is, over the process group of this name."""
+
+Map = Callable[[Tensor], Tensor]
+
+Axes = Iterable[int]
+
+
+class Communicator(ABC):
+    """One rank of a mesh, and its collectives.
+
+    Args:
+        rank: this rank, row-major in ``mesh``.
+        mesh: sizes of the mesh axes.
+    """
+
+    def __init__(self, rank: int, mesh: Mesh) -> None:
+        self.rank = rank
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model talks to the same ranks."""
+        return self
+
+    def group(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """The ranks that differ from this one in ``axes`` only, in coordinate order."""
+        return group_of(self.mesh, axes, self.rank)
+
+    def num_ranks(self, axes: Iterable[int]) -> int:
+        """Number of ranks along ``axes``."""
+        count = 1
+        for axis in axes:  # a plain loop, which compilers can look through
+            count *= self.mesh[axis]
+        return count
+
+    def real(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Those axes, ascending, along which there is more than one rank."""
+        return tuple(sorted(a for a in axes if self.mesh[a] > 1))
+
+    def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, overwrite: bool = False) -> Tensor:
+        """Sum over the ranks along ``axes``: Partial to Replicate. No backward.
+
+        Args:
+            x: any shape, the same on each rank.
+            axes: mesh axes, ascending; none (or axes of extent 1) makes this the identity.
+            overwrite: nobody else reads ``x``, so that the sum may take its memory. Compilers find out
+                by themselves, and get the operation that keeps it.
+        """
+        refuse_gradient(x)
+        if self.num_ranks(axes) == 1:
+            return x
+        if overwrite and not torch.compiler.is_compiling():
+            return self._sum_in_place(x.contiguous(), axes)
+        return self._sum(x.contiguous(), axes)
+
+    def all_gather(self, x: Tensor, dim: int, layout: Dim) -> Tensor:
+        """The whole of a dim, in global order: Shard to Replicate. No backward.
+
+        Args:
+            x: local part, ``[..., local size of layout, ...]``.
+            dim: the tensor dim that is laid out as ``layout``.
+        """
+        return Gather(self, dim, layout)(x)
+
+    def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """``[n, ...]`` of each of ``p`` ranks along ``axes`` as ``[p * n, ...]``, in coordinate order."""
+        refuse_gradient(x)
+        if self.num_ranks(axes) == 1:
+            return x
+        return self._concatenate(x.contiguous(), axes)
+
+    def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """``[p * n, ...]`` summed over the ``p`` ranks along ``axes``: this rank's ``[n, ...]`` of it, the
+        ranks in coordinate order."""
+        refuse_gradient(x)
+        if self.num_ranks(axes) == 1:
+            return x
+        return self._reduce_scatter(x.contiguous(), axes)
+
+    @abstractmethod
+    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Sum of a contiguous tensor over a group of two or more ranks; ``x`` stays as it is."""
+
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """As ``_sum``, for an ``x`` that may be overwritten."""
+        return self._sum(x, axes)
+
+    @abstractmethod
+    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Concatenation along dim 0 over a group of two or more ranks."""
+
+    def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Sum of a contiguous tensor over a group of two or more ranks: this rank's part of its dim 0."""
+        parts = self._sum(x, axes).chunk(self.num_ranks(axes))
+        return parts[self.group(axes).index(self.rank)].clone()
+
+
+class ProcessCommunicator(Communicator):
+    """Ranks that are processes of ``torch.distributed``.
+
+    Args:
+        groups: the process group of this rank, for each tuple of axes that is used.
+        all_reduce: takes the place of torch's own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        mesh: Mesh,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        super().__init__(rank, mesh)
+        self._groups = dict(groups)
+        self._names = {axes: group.group_name for axes, group in groups.items()}
+        self._all_reduce = all_reduce
+
+    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        if self._all_reduce is not None:
+            return self._all_reduce(x, self._names[axes])
+        return _wait(_functional.all_reduce(x, "sum", self._names[axes]))
+
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        if self._all_reduce is not None:
+            return self._sum(x, axes)
+        dist.all_reduce(x, group=self._groups[axes])
+        return x
+
+    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._names[axes]))
+
+    def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return _wait(_functional.reduce_scatter_tensor(x, "sum", self.num_ranks(axes), self._names[axes]))
+
+
+class _Adjoint(torch.autograd.Function):
+    """A linear map, and the linear map that its gradient takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        """``forward(x)``."""
+        ctx.backward_map = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient of ``x`` from that of the result."""
+        return ctx.backward_map(gradients[0]), None, None
+
+
+def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
+    """``forward(x)``, whose gradient is ``backward`` of the result's; both linear.
+
+    Raises:
+        PlanError: ``x`` needs a gradient, and there is no ``backward``.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return forward(x)
+    if backward is None:
+        refuse_gradient(x)
+    result: Tensor = _Adjoint.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Reduce:
+    """The step ``all_reduce`` of a plan: Partial to Replicate.
+
+    Args:
+        comm: the ranks.
+        axes: mesh axes to sum over.
+        grad_axes: mesh axes over which the gradient of the sum is Partial, and is summed as well; None: there
+            is no backward.
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int], grad_axes: Axes | None = None) -> None:
+        self.comm = comm
+        self.axes = comm.real(axes)
+        self._back = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, self._forward, self._backward if self._back is not None else None) if self.axes else x
+
+    def overwriting(self, x: Tensor) -> Tensor:
+        """The same for an ``x`` that nobody else reads: it may be overwritten."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return self(x)
+        return self.comm.all_reduce(x, self.axes, overwrite=True) if self.axes else x
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x, self.axes)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        assert self._back is not None
+        return self.comm.all_reduce(gradient, self._back)
+
+
+class Resharding(ABC):
+    """A step between a whole dim and its parts.
+
+    Args:
+        comm: the ranks.
+        dim: the tensor dim that is laid out as ``layout``.
+        layout: what splits it.
+        grad_axes: mesh axes over which the gradient of the side where the dim is whole is Partial; None:
+            there is no backward.
+        local_grad_axes: the same for the other side, where segments of the layout are not split.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dim: int,
+        layout: Dim,
+        grad_axes: Axes | None = None,
+        local_grad_axes: Axes = (),
+    ) -> None:
+        self.comm = comm
+        self.dim = dim
+        self.parts = parts_of(layout, comm.mesh, comm.rank)
+        self.axes = self.parts.axes
+        self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
+        self._local = comm.real(set(local_grad_axes) & set(self.axes))
+        self.is_torn = len({axes_of(segment) for segment in segments(layout)}) > 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, self._forward, self._backward if self._partial is not None else None)
+
+    @abstractmethod
+    def _forward(self, x: Tensor) -> Tensor:
+        """The step itself."""
+
+    @abstractmethod
+    def _backward(self, gradient: Tensor) -> Tensor:
+        """Its adjoint."""
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Ranks with smaller shares pad theirs, since a collective moves equal pieces; the padding is cut
+        off while the pieces are put in order. What is communicated is the tensor as it lies in memory: moving
+        the dim to the front would copy it, and what comes back, in short strides."""
+        dim = self.dim % x.dim()
+        padded = self.parts.padded(x, dim)
+        if not self.axes:
+            return x
+        return self.parts.joined(self.comm.concatenate(padded[None], self.axes).unbind(), dim)
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        dim = self.dim % x.dim()
+        if not self.axes:
+            return self.parts.own(x, dim)
+        pieces = torch.cat(self.parts.separated(x, dim))
+        return self.parts.unpadded(self.comm.reduce_scatter(pieces, self.axes), dim)
+
+    def _divided(self, x: Tensor, axes: Axes) -> Tensor:
+        return self.parts.divided(x, self.dim % x.dim(), axes) if self.is_torn and axes else x
+
+    def _own(self, x: Tensor) -> Tensor:
+        return self.parts.own(x, self.dim % x.dim())
+
+    def _own_in_zeros(self, x: Tensor) -> Tensor:
+        return self.parts.own_in_zeros(x, self.dim % x.dim())
+
+
+class Gather(Resharding):
+    """The step ``all_gather`` of a plan: local ``[..., n, ...]`` to global ``[..., size(layout), ...]``.
+
+    Backward: a whole gradient is sliced, a Partial one is reduced and scattered.
+    """
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self._gather(x)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        assert self._partial is not None
+        if self._partial == self.axes:
+            own = self._reduce_scatter(gradient)
+        else:
+            own = self._own(self.comm.all_reduce(gradient, self._partial))
+        return self._divided(own, self._local)
+
+
+class Slice(Resharding):
+    """The step ``slice`` of a plan: global ``[..., size(layout), ...]`` to this rank's part of it.
+
+    Backward: the whole gradient is gathered; where it may be Partial, each rank's part stands in zeros.
+    """
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self._own(x)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        if not self._partial and not self._local:
+            return self._gather(gradient)
+        gradient = self._divided(gradient, [a for a in self.axes if a not in self._local])
+        whole = tuple(a for a in self.axes if a not in (self._partial or ()))
+        return self.comm.all_reduce(self._own_in_zeros(gradient), whole)
+
+
+class ReduceScatter(Resharding):
+    """The step ``reduce_scatter`` of a plan: Partial to Shard. Backward: the gradient is gathered."""
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return self._reduce_scatter(x)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return self._gather(gradient)
+
+
+class GradReduce:
+    """The step ``grad_all_reduce`` of a plan: the value passes; its gradient, a Partial, is summed.
+
+    (Megatron-LM's f, arXiv 1909.08053, section 3.)
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self.comm = comm
+        self.axes = comm.real(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward) if self.axes else x
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return self.comm.all_reduce(gradient, self.axes)
+
+
+class GradDivide:
+    """The step ``grad_divide`` of a plan: the value passes; its gradient, the same on all ranks, becomes a
+    Partial, of which each rank has an equal part."""
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self._count = comm.num_ranks(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return gradient / self._count
+
+
+class Inner:
+    """A step on the known part of a dim whose outer or inner factor only the input decides.
+
+    Args:
+        step: makes the step for a dim and its layout.
+        dim: the tensor dim.
+        outer: known outer factors; the open one is between.
+        inner: known inner factors.
+    """
+
+    def __init__(
+        self,
+        step: type[Resharding],
+        comm: Communicator,
+        dim: int,
+        outer: Dim,
+        inner: Dim,
+        grad_axes: Axes | None = None,
+        local_grad_axes: Axes = (),
+    ) -> None:
+        self.dim = dim
+        on_outer = bool(axes_of(outer))
+        place = (0, outer) if on_outer else (2, inner)
+        self._step = step(comm, *place, grad_axes, local_grad_axes)
+        known = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
+        self._sizes = (known[0], -1, known[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim = self.dim % x.dim()
+        split = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
+        split = split.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
+        return self._step(split).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
+
+
+def refuse_gradient(x: Tensor) -> None:
+    """Stop before autograd records an operation that has no backward.
+
+    Raises:
+        PlanError: gradients are enabled and ``x`` needs one.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise PlanError(
+            "the model was loaded for inference: it has no gradient collectives, so that a backward pass "
+            "would be wrong; load it with training=True, or run it under torch.no_grad()"
+        )
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The forward of steps that concern the gradient alone."""
+    return x
+
+
+def _wait(x: Tensor) -> Tensor:
+    out: Tensor = _functional.wait_tensor(x)
+    return out

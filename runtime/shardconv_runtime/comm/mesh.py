@@ -1,0 +1,301 @@
+"""The processes of a launch as ranks of a plan's mesh."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import LaunchError
+from ..format.dims import axes_of
+from ..format.plan import ModulePlan, Plan
+from ..format.slices import Mesh, group_of
+from .collectives import AllReduce, Communicator, ProcessCommunicator
+
+JOIN_TIMEOUT_S = 300
+"""How long a rank waits for the others where a group of them is made."""
+
+SETTLE_S = 0.1
+"""How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
+takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
+
+PATIENT_TIMEOUT_S = 30 * 24 * 3600
+"""How long words between ranks may take: a rank may wait for a person at rank 0."""
+
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_subgroups = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that load one model.
+
+    Attributes:
+        group: all of them; None where there is only this one.
+        control: a gloo group of the same processes, for words between them rather than tensors.
+        timeout_s: how long a rank waits for the others while the model is used; None: as torch has it.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    timeout_s: float | None = None
+
+
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of processes, without starting anything: of the group, else of the launcher's environment."""
+    if group is not None or dist.is_initialized():
+        return dist.get_world_size(group)
+    return _env_int("WORLD_SIZE", 1)
+
+
+def rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's number among them, without starting anything.
+
+    Raises:
+        LaunchError: this process is not in the group.
+    """
+    if group is None and not dist.is_initialized():
+        return _env_int("RANK", 0)
+    found = dist.get_rank(group)
+    if found < 0:
+        raise LaunchError("this process is not in the group that was given to load the model")
+    return found
+
+
+TP = "tp"
+"""Name of the dim of a device mesh that loads one model together."""
+
+
+def tp_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """The processes of a device mesh that load one model together.
+
+    Raises:
+        LaunchError: the mesh has no dim of that name, or a group was given as well.
+    """
+    if group is not None:
+        raise LaunchError("give group= or mesh=, not both")
+    if TP not in (mesh.mesh_dim_names or ()):
+        raise LaunchError(
+            f"the mesh has the dims {mesh.mesh_dim_names}, and none of them is named {TP!r}; make it with "
+            'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
+        )
+    return mesh.get_group(TP)
+
+
+def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None:
+    """Check that there is one process for each rank of the plan. No collective runs.
+
+    Raises:
+        LaunchError: there are fewer or more.
+    """
+    found = world_size(group)
+    if found != plan.tp:
+        raise LaunchError(
+            f"the model was converted for tp={plan.tp}, and {found} process(es) load it; "
+            f"start it with: torchrun --nproc-per-node {plan.tp} your_script.py"
+            + (" (or pass a group of that size)" if found > 1 else "")
+        )
+
+
+def launch(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+) -> Launch:
+    """Join the other processes; start the default process group where there is none.
+
+    The backend is nccl for a cuda device, gloo otherwise. A single process that no launcher started
+    needs no group and gets none.
+
+    Args:
+        group: the processes that load the model; all by default.
+        device: where the model goes: by default cuda:LOCAL_RANK if there is cuda, else the CPU.
+        timeout_s: how long a collective may take in a group that is started here; torch's default if None.
+
+    Raises:
+        LaunchError: the environment is not a launcher's, this process is not in the group, or its
+            backend cannot serve the device.
+    """
+    place = _device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if group is None and not dist.is_initialized():
+        if "RANK" not in os.environ:
+            return Launch(0, 1, place)
+        _start(place, timeout_s)
+    found = rank(group)
+    group = group or dist.group.WORLD
+    assert group is not None
+    _check_group(group, place)
+    return Launch(found, dist.get_world_size(group), place, group, control_group(group), timeout_s)
+
+
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same processes over gloo, for words: waiting there takes no GPU, and may take long."""
+    _settle_at_exit()
+    made = _subgroup(group, _ranks(group), "gloo")
+    made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
+    return made
+
+
+def connect(
+    plan: Plan,
+    start: Launch,
+    all_reduce: AllReduce | None = None,
+    more_axes: Iterable[Iterable[int]] = (),
+) -> Communicator:
+    """The rank's communicator, with a process group for each set of mesh axes that the plan uses.
+
+    Args:
+        plan: its mesh has as many ranks as there are processes.
+        start: the ranks.
+        all_reduce: takes the place of torch's own, see ``load``.
+        more_axes: sets of mesh axes that other collectives than those of a forward pass run over.
+
+    Raises:
+        LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for axes in sorted(used_axes(plan, more_axes)):
+        members = group_of(plan.mesh, axes, start.rank)
+        if len(members) > 1 and start.group is not None:
+            groups[axes] = _axes_group(start.group, members)
+    return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
+
+
+def can_capture(start: Launch) -> bool:
+    """Whether a CUDA graph can hold the ranks' collectives: those of nccl, or none."""
+    if start.device.type != "cuda":
+        return False
+    return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
+
+
+def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
+    """Each set of mesh axes (those of extent 1 left out) that some collective of a forward pass runs over."""
+    used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
+    return {_real_axes(axes, plan.mesh) for axes in (*used, *more)} - {()}
+
+
+def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
+    for boundary in (*entry.inputs, *entry.outputs):
+        if boundary.op == "all_reduce":
+            yield boundary.axes
+        elif boundary.op in ("all_gather", "reduce_scatter"):
+            yield axes_of(boundary.layout) if boundary.layout is not None else ()
+    if entry.norm is not None:
+        yield entry.norm.axes
+
+
+def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
+    return tuple(sorted(axis for axis in axes if mesh[axis] > 1))
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        place = torch.device(device)
+    else:
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(f"the model is to go to {place}, and torch finds no cuda here; pass device='cpu'")
+    if place.type == "cuda" and place.index is None:
+        local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
+        return torch.device("cuda", local % max(1, torch.cuda.device_count()))
+    return place
+
+
+@cache
+def _settle_at_exit() -> None:
+    atexit.register(time.sleep, SETTLE_S)
+
+
+def _start(device: torch.device, timeout_s: float | None) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            "cannot join the other processes at MASTER_ADDR and MASTER_PORT, or one of them ended; its own "
+            f"output says why ({str(error).splitlines()[0]})"
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"cannot start a {backend} process group from the environment: {str(error).splitlines()[0]}; "
+            "start the program with torchrun"
+        ) from error
+
+
+def _check_group(group: dist.ProcessGroup, device: torch.device) -> None:
+    served = {kind.type for kind in group._device_types}
+    if device.type not in served:
+        raise LaunchError(
+            f"the process group serves {', '.join(sorted(served))} and the model is to go to {device}; "
+            f"pass device=, or start the group with a backend for {device.type}"
+        )
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of these members of ``group``."""
+    ranks = _ranks(group)
+    if len(members) == len(ranks):
+        return group
+    chosen = tuple(ranks[member] for member in members)
+    if list(chosen) != sorted(chosen):
+        raise LaunchError(f"the ranks of the given group must ascend, they are {list(ranks)}")
+    return _subgroup(group, chosen, None)
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
+    """A group of some ranks of ``group``, made once and kept as long as ``group`` is.
+
+    Only its members take part in making it, so several groups can load different models at a time.
+
+    Raises:
+        LaunchError: a member did not come.
+    """
+    made = _subgroups.setdefault(group, {})
+    key = (backend or dist.get_backend(group), ranks)
+    if key not in made:
+        try:
+            made[key] = dist.new_group(
+                list(ranks),
+                backend=backend or dist.get_backend(group),
+                timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise LaunchError(
+                f"ranks {', '.join(map(str, ranks))} could not join: one of them ended, or did not come; its "
+                f"own output says why ({str(error).splitlines()[0]})"
+            ) from error
+    return made[key]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"the environment variable {name} should be a number, it is {text!r}") from error

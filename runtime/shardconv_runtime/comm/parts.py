@@ -1,0 +1,232 @@
+"""How a tensor dim is cut into the ranks' parts and put together again, without any communication.
+
+A known layout may be uneven and in many pieces. An open one (a sequence, whose length only the input
+decides) is cut into equal parts, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import PlanError
+from ..format.dims import Dim, Leaf, axes_of, to_text
+from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
+
+MAX_CONCATENATED = 64
+"""Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
+
+
+class Parts(ABC):
+    """The parts of one tensor dim, on one rank.
+
+    Attributes:
+        axes: the mesh axes (of extent above 1) that split the dim, ascending.
+        text: the layout, for messages.
+    """
+
+    def __init__(self, layout: Dim, mesh: Mesh) -> None:
+        self.axes = tuple(sorted(a for a in axes_of(layout) if mesh[a] > 1))
+        self.text = to_text(layout)
+
+    @abstractmethod
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a whole dim; contiguous, as model code expects."""
+
+    @abstractmethod
+    def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part at its place in a whole dim that is zero elsewhere."""
+
+    @abstractmethod
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part, as long as the longest."""
+
+    @abstractmethod
+    def unpadded(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of ``padded``."""
+
+    @abstractmethod
+    def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
+        """The whole dim from the padded parts of the ranks along ``axes``."""
+
+    @abstractmethod
+    def separated(self, x: Tensor, dim: int) -> list[Tensor]:
+        """The padded parts of the ranks along ``axes`` from the whole dim."""
+
+    @abstractmethod
+    def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
+        """A local part whose positions that some of ``axes`` do not split are divided by the number of ranks
+        along these."""
+
+    def _require(self, x: Tensor, dim: int, expected: int) -> None:
+        if x.shape[dim] != expected:
+            raise PlanError(
+                f"dim {dim} laid out as {self.text}: expected {expected} positions there, got a tensor of "
+                f"shape {tuple(x.shape)}; the plan does not fit the model code, or the model was called in a "
+                "way that was not traced"
+            )
+
+
+class KnownParts(Parts):
+    """Parts of a dim whose sizes are known."""
+
+    def __init__(self, layout: Dim, mesh: Mesh, rank: int) -> None:
+        super().__init__(layout, mesh)
+        index = gather_index(layout, mesh)
+        self._size = sum(p.stop - p.start for p in index.pieces)
+        self._ranges = ranges(layout, mesh, rank)
+        self._local = sum(stop - start for start, stop in self._ranges)
+        self._largest = max(index.sizes)
+        self._select = Select(self._ranges)
+        self._pieces = index.pieces
+        many = len(index.pieces) > MAX_CONCATENATED
+        self._join = Select(index.ranges(self._largest)) if many else None
+        self._layout, self._mesh, self._rank = layout, mesh, rank
+        self._members = [ranges(layout, mesh, member) for member in group_of(mesh, self.axes, rank)]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        self._require(x, dim, self._size)
+        return self._select(x, dim)
+
+    def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        self._require(x, dim, self._local)
+        shape = list(x.shape)
+        shape[dim] = self._size
+        return self._select.put(x, x.new_zeros(shape), dim)
+
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        self._require(x, dim, self._local)
+        return _padded(x, dim, self._largest)
+
+    def unpadded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        return x.narrow(dim, 0, self._local).clone() if self._local < self._largest else x
+
+    def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
+        """See ``Parts``."""
+        if self._join is not None:
+            return self._join(torch.cat(members, dim), dim)
+        return torch.cat([members[m].narrow(dim, a, b - a) for m, a, b in self._pieces], dim)
+
+    def separated(self, x: Tensor, dim: int) -> list[Tensor]:
+        """See ``Parts``."""
+        self._require(x, dim, self._size)
+        return [_padded(Select(held)(x, dim), dim, self._largest) for held in self._members]
+
+    def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
+        """See ``Parts``."""
+        wanted = frozenset(axes)
+        pieces = [
+            x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - split)
+            for (start, stop), split in local_segments(self._layout, self._mesh, self._rank)
+        ]
+        return torch.cat(pieces, dim) if pieces else x
+
+
+class OpenParts(Parts):
+    """Equal parts of a dim whose size only the input decides; the ranks' number divides it."""
+
+    def __init__(self, layout: Leaf, mesh: Mesh, rank: int) -> None:
+        super().__init__(layout, mesh)
+        self._count = math.prod(mesh[a] for a in self.axes)
+        self._index = 0
+        for axis in self.axes:
+            self._index = self._index * mesh[axis] + coordinates(mesh, rank)[axis]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        share = self._share(x, dim)
+        return x.narrow(dim, self._index * share, share).contiguous()
+
+    def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        share = x.shape[dim]
+        before, after = self._index * share, (self._count - self._index - 1) * share
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (before, after))
+
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def unpadded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
+        """See ``Parts``."""
+        return torch.cat(members, dim)
+
+    def separated(self, x: Tensor, dim: int) -> list[Tensor]:
+        """See ``Parts``."""
+        return list(torch.split(x, self._share(x, dim), dim))
+
+    def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def _share(self, x: Tensor, dim: int) -> int:
+        size = x.shape[dim]
+        if size % self._count:
+            raise PlanError(
+                f"a sequence of {size} positions cannot be split evenly over {self._count} ranks; the model "
+                "was called in a way in which its inputs were not padded"
+            )
+        return size // self._count
+
+
+class Select:
+    """Takes ranges of positions of a dim, in order; the result is contiguous, as model code expects."""
+
+    def __init__(self, parts: tuple[Range, ...]) -> None:
+        self.ranges = parts
+        self._index: Tensor | None = None
+        if len(parts) > MAX_CONCATENATED:
+            positions = [torch.arange(start, stop, device="cpu") for start, stop in parts]
+            self._index = torch.cat(positions)
+
+    def __call__(self, x: Tensor, dim: int) -> Tensor:
+        if self._index is not None:
+            return x.index_select(dim, self._index_on(x.device))
+        if len(self.ranges) == 1:
+            start, stop = self.ranges[0]
+            return x.narrow(dim, start, stop - start).contiguous()
+        if not self.ranges:
+            return x.narrow(dim, 0, 0)
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
+
+    def put(self, x: Tensor, whole: Tensor, dim: int) -> Tensor:
+        """The inverse: write ``x`` to its positions in ``whole``, which is returned."""
+        if self._index is not None:
+            return whole.index_copy_(dim, self._index_on(x.device), x)
+        done = 0
+        for start, stop in self.ranges:
+            whole.narrow(dim, start, stop - start).copy_(x.narrow(dim, done, stop - start))
+            done += stop - start
+        return whole
+
+    def _index_on(self, device: torch.device) -> Tensor:
+        assert self._index is not None
+        if self._index.device != device:
+            self._index = self._index.to(device)
+        return self._index
+
+
+def parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
+    """How ``rank`` of ``mesh`` splits a dim of this layout."""
+    if isinstance(layout, Leaf) and not layout.size:
+        return OpenParts(layout, mesh, rank)
+    return KnownParts(layout, mesh, rank)
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    if x.shape[dim] == size:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))

@@ -1,0 +1,1 @@
+"""What is on disk: the plan, the manifest, headers, and which positions each rank holds. Imports no torch."""

@@ -1,0 +1,46 @@
+"""Over which ranks the gradient of a parameter is summed, and at which of its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from .dims import Dim
+from .plan import ParameterPlan
+from .slices import Mesh, Range, local_segments
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
+
+    axes: tuple[int, ...]
+    positions: tuple[tuple[Range, ...], ...]
+    is_whole: bool
+
+
+def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[Sum, ...]:
+    """What must be summed of a parameter's gradient that is Partial over ``axes``.
+
+    All ranks along the axes of a sum hold its positions alike.
+    """
+    wanted = {a for a in axes if mesh[a] > 1}
+    if not wanted:
+        return ()
+    dims = [by_axes(dim, mesh, rank) for dim in entry.dims]
+    cells = list(product(*(each.items() for each in dims)))
+    found = []
+    for cell in cells:
+        left = tuple(sorted(wanted.difference(*(split for split, _ in cell))))
+        if left:
+            found.append(Sum(left, tuple(spans for _, spans in cell), len(cells) == 1))
+    return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
+
+
+def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
+    """The ranges of local positions of a dim that some axes split, by these axes."""
+    out: dict[frozenset[int], tuple[Range, ...]] = {}
+    for span, split in local_segments(dim, mesh, rank):
+        out[split] = (*out.get(split, ()), span)
+    return out

@@ -1,0 +1,173 @@
+"""Reads the header of a safetensors file, and nothing else of it.
+
+The format: 8 bytes with the length of the header (little endian), the header as JSON, then the
+bytes of the tensors without a gap. https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from .dtypes import STORED_BITS
+from .typed_json import MalformedError, decode, from_json
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longest header that the safetensors library accepts."""
+
+MAX_NAME_LENGTH = 1000
+"""Most characters of a tensor's name."""
+
+MAX_DIMS = 64
+"""Most dims of a tensor, as torch has it."""
+
+_LENGTH_BYTES = 8
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    """safetensors' name: ``"BF16"``."""
+    shape: tuple[int, ...]
+    offsets: tuple[int, int]
+    """Half-open, in bytes from the end of the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A safetensors file whose header was read and checked."""
+
+    path: Path
+    num_bytes: int
+    tensors: dict[str, StoredTensor]
+    """In the order of their bytes."""
+
+    @property
+    def start(self) -> int:
+        """Where the bytes of the tensors begin."""
+        return data_start(self.num_bytes, self.tensors)
+
+
+def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
+    """Where in a file the bytes of its tensors begin: they are without a gap, and the file ends with them.
+
+    Args:
+        num_bytes: of the file.
+        tensors: in the order of their bytes.
+    """
+    last = next(reversed(tensors.values()), None)
+    return num_bytes - (last.offsets[1] if last else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Metadata and tensors of a safetensors file, in the order of their bytes.
+
+    Raises:
+        CheckpointError: the file cannot be read, is truncated or has trailing bytes, or its header is
+            not one; the message names the file and the place.
+    """
+    try:
+        with open(path, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            return parse_header(lambda offset, count: file.read(count), num_bytes, os.fspath(path))
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)}: cannot be read ({error.strerror})") from error
+
+
+def parse_header(
+    read: Callable[[int, int], bytes], num_bytes: int, name: str
+) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """Metadata and tensors of a safetensors file, wherever it is, as ``read_header``.
+
+    Args:
+        read: gives bytes of the file, from an offset on, at most so many; called in the order of the bytes.
+        num_bytes: of the file.
+        name: for messages.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    try:
+        length = _read_length(read(0, _LENGTH_BYTES), num_bytes)
+        text = read(_LENGTH_BYTES, length).decode("utf-8")
+        return _parse(text, num_bytes - _LENGTH_BYTES - length)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{name}: the safetensors header is not UTF-8") from error
+    except MalformedError as error:
+        raise CheckpointError(
+            f"{name}: not a whole safetensors file: {error}; copy or convert it again"
+        ) from error
+
+
+def _read_length(prefix: bytes, num_bytes: int) -> int:
+    if len(prefix) < _LENGTH_BYTES:
+        raise MalformedError("", f"it has {num_bytes} bytes only")
+    (length,) = struct.unpack("<Q", prefix)
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise MalformedError("", f"its header would have {length} bytes")
+    if _LENGTH_BYTES + length > num_bytes:
+        raise MalformedError("", f"its header has {length} bytes, the file {num_bytes}")
+    return int(length)
+
+
+def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    found = decode(text)
+    if not text.startswith("{") or not isinstance(found, dict):
+        raise MalformedError("", "its header is not a JSON object")
+    metadata = from_json(Mapping[str, str], found.pop("__metadata__", {}), "__metadata__")
+    tensors = {name: _tensor(name, value) for name, value in found.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].offsets))
+    end = 0
+    for name, tensor in ordered.items():
+        if tensor.offsets[0] != end:
+            raise MalformedError(name, f"its bytes begin at {tensor.offsets[0]} and should at {end}")
+        end = tensor.offsets[1]
+    if end != num_data_bytes:
+        raise MalformedError("", f"its tensors have {end} bytes, the file holds {num_data_bytes} of them")
+    return metadata, ordered
+
+
+def _plain_entry(value: Any) -> _Entry | None:
+    """An entry without fault, read without the care that names one: there may be a hundred thousand."""
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        return None
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list or len(offsets) != 2:
+        return None
+    numbers = (*shape, *offsets)
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        return None
+    return _Entry(dtype, tuple(shape), (offsets[0], offsets[1]))
+
+
+def _tensor(name: str, value: Any) -> StoredTensor:
+    if len(name) > MAX_NAME_LENGTH:
+        raise MalformedError("", f"a tensor's name has more than {MAX_NAME_LENGTH} characters")
+    entry = _plain_entry(value) or from_json(_Entry, value, name)
+    bits = STORED_BITS.get(entry.dtype)
+    if bits is None:
+        raise MalformedError(f"{name}.dtype", f"unknown dtype {entry.dtype[:40]!r}")
+    if any(extent < 0 for extent in entry.shape):
+        raise MalformedError(f"{name}.shape", "an extent is negative")
+    if len(entry.shape) > MAX_DIMS:
+        raise MalformedError(f"{name}.shape", f"more than {MAX_DIMS} dims")
+    begin, end = entry.data_offsets
+    num_bits = math.prod(entry.shape) * bits
+    if begin < 0 or (end - begin) * 8 != num_bits:
+        problem = f"{begin} to {end} are not the {num_bits // 8} bytes of {entry.dtype} {list(entry.shape)}"
+        raise MalformedError(f"{name}.data_offsets", problem)
+    return StoredTensor(entry.dtype, entry.shape, (begin, end))

@@ -1,0 +1,400 @@
+"""The files of a converted directory: their names, sizes and checksums, and what they were made from.
+
+``manifest.json`` is written last and atomically, so that a directory which has one is complete.
+Paths in it are relative, and are checked before anything is opened.
+
+    out/
+      plan.json  manifest.json  config.json ...
+      common/model-00001-of-00001.safetensors
+      rank-00000-of-00008/model-00001-of-00001.safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path, PurePosixPath
+
+from ..errors import CheckpointError
+from . import plan_json as codec
+from .header import StoredTensor, read_header
+from .plan import Plan
+from .plan_checks import check_tp, is_sha256
+from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
+
+VERSION = 2
+FORMAT = "shardconv.manifest"
+MANIFEST_NAME = "manifest.json"
+PLAN_NAME = "plan.json"
+COMMON_DIRECTORY = "common"
+
+MAX_PATH_LENGTH = 1000
+
+MAX_TEXT_LENGTH = 1000
+"""Most characters of a name or a version."""
+
+_RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
+_CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
+_RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
+"""Names that are devices where they are not files."""
+_REMEDY = "copy the directory again, or convert the model again"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the directory; every file but the manifest and the plan has one."""
+
+    path: str
+    """Relative to the directory, with ``/``."""
+    num_bytes: int
+    checksum: str
+    """Of the bytes: ``crc32:`` and 8 hex digits for shards, ``sha256:`` and 64 for all other files.
+
+    A CRC-32 can be put together from those of stretches that are written in any order, in parallel, and
+    costs a fraction of the time of a copy.
+    """
+    rank: int | None = None
+    """The rank that reads it; None: every rank does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A weight file that was converted."""
+
+    path: str
+    """Its name in the repository or directory."""
+    num_bytes: int
+    sha256: str = ""
+    """Of the bytes, in hex, where the hub cache knows it; empty for local directories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was converted."""
+
+    name: str
+    """Id of the repository, or name of the directory."""
+    revision: str | None = None
+    """Commit of the repository, where it has one."""
+    files: tuple[SourceFile, ...] = ()
+    """The weight files, sorted by path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All files of a converted directory."""
+
+    tp: int
+    plan_sha256: str
+    """Of the bytes of ``plan.json``, in hex."""
+    source: Source
+    tools: Mapping[str, str]
+    """Versions of the programs that wrote it, by name."""
+    files: tuple[FileEntry, ...]
+    """Sorted by path."""
+    sha256: str = ""
+    """Of this document with the field left out, in hex; ``dumps`` fills it in, ``is_intact`` checks it."""
+    version: int = field(default=VERSION, kw_only=True)
+
+    def files_of(self, rank: int) -> Iterator[FileEntry]:
+        """The files that ``rank`` reads: its own and those for every rank."""
+        return (entry for entry in self.files if entry.rank is None or entry.rank == rank)
+
+
+def rank_directory(rank: int, tp: int) -> str:
+    """``rank-00000-of-00008``."""
+    return f"rank-{rank:05d}-of-{tp:05d}"
+
+
+def shard_path(rank: int | None, tp: int, index: int, count: int) -> str:
+    """Relative path of file ``index`` (from 0) of ``count`` of a rank, or of ``common/`` for None."""
+    directory = COMMON_DIRECTORY if rank is None else rank_directory(rank, tp)
+    return f"{directory}/model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, str]:
+    """The metadata in the header of each shard, by which a swapped file is known.
+
+    Args:
+        rank: whose file it is; None for a file of ``common/``.
+        tp: number of ranks.
+        layout_sha256: of the plan, see ``layout_hash``; a plan that was solved again for other code
+            may keep it, and with it the shards.
+    """
+    return {
+        "format": "pt",
+        "shardconv.rank": "common" if rank is None else str(rank),
+        "shardconv.tp": str(tp),
+        "shardconv.layout": layout_sha256,
+    }
+
+
+def dumps(manifest: Manifest) -> str:
+    """The manifest as deterministic JSON, with its own checksum.
+
+    Raises:
+        CheckpointError: ``loads`` would refuse it.
+    """
+    plain = dump_document(replace(manifest, sha256=""), FORMAT)
+    text = dump_document(replace(manifest, sha256=codec.sha256(plain)), FORMAT)
+    loads(text)
+    return text
+
+
+def is_intact(text: str) -> bool:
+    """Whether a manifest is, to the byte, as ``dumps`` wrote it.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    return dumps(loads(text)) == text
+
+
+def loads(text: str) -> Manifest:
+    """Read a manifest from JSON.
+
+    Raises:
+        CheckpointError: anything is not as ``docs/plan-format.md`` says; the message names the place.
+    """
+    try:
+        manifest = load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
+        _check(manifest)
+    except MalformedError as error:
+        raise CheckpointError(str(error)) from error
+    return manifest
+
+
+def read(directory: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a converted directory.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    path = resolve(directory, MANIFEST_NAME)
+    if not _is_file(path):
+        raise CheckpointError(
+            f"{os.fspath(directory)} has no {MANIFEST_NAME}: it is not a converted model, "
+            "or its conversion did not finish; convert the model again"
+        )
+    try:
+        return loads(read_text(path, codec.MAX_BYTES))
+    except (MalformedError, CheckpointError) as error:
+        raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}") from error
+
+
+def variant(path: Path, world_size: int) -> Path:
+    """The converted directory for so many ranks in a directory: itself, or its ``tp-N/``."""
+    inner = path / f"tp-{world_size}"
+    if not (path / MANIFEST_NAME).is_file() and (inner / MANIFEST_NAME).is_file():
+        return inner
+    return path
+
+
+def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
+    """Read the plan of a converted directory.
+
+    Raises:
+        CheckpointError: there is none, or not the one that the manifest was written for.
+        PlanError: it is malformed or of another version.
+    """
+    where = os.fspath(directory)
+    path = resolve(directory, PLAN_NAME)
+    if not _is_file(path):
+        raise CheckpointError(f"{where}: {PLAN_NAME} is missing; {_REMEDY}")
+    try:
+        text = read_text(path, codec.MAX_BYTES)
+    except MalformedError as error:
+        raise CheckpointError(f"{where}: {PLAN_NAME}: {error}; {_REMEDY}") from error
+    if codec.sha256(text) != manifest.plan_sha256:
+        raise CheckpointError(
+            f"{where}: {PLAN_NAME} is not the plan that the files were written for "
+            f"(its sha256 is not that in {MANIFEST_NAME}); {_REMEDY}"
+        )
+    plan = codec.loads(text)
+    if plan.tp != manifest.tp:
+        raise CheckpointError(f"{where}: tp is {plan.tp} in {PLAN_NAME} and {manifest.tp} in {MANIFEST_NAME}")
+    return plan
+
+
+def write(manifest: Manifest, directory: str | os.PathLike[str]) -> None:
+    """Write the manifest of a directory, whole or not at all; the last step of a conversion."""
+    write_text(Path(directory) / MANIFEST_NAME, dumps(manifest))
+
+
+def sha256_checksum(path: str | os.PathLike[str]) -> str:
+    """The ``checksum`` of a file that is no shard."""
+    return f"sha256:{sha256_of(path)}"
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def resolve(directory: str | os.PathLike[str], path: str) -> Path:
+    """Where the file ``path`` of a converted directory is.
+
+    Symbolic links may not lead out of the directory, but those of a hub cache's snapshot into the
+    cache's blobs.
+
+    Raises:
+        CheckpointError: the path, or a link on it, leads out of the directory.
+    """
+    if problem := _path_problem(path):
+        raise CheckpointError(f"{path!r}: {problem}")
+    try:
+        root = Path(directory).resolve()
+        target = (root / path).resolve()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{os.fspath(directory)}: {path} cannot be found: {error}") from error
+    if not any(target.is_relative_to(place) for place in _places(root)):
+        raise CheckpointError(
+            f"{os.fspath(directory)}: {path} is a link out of the directory, to {target}; "
+            "put the file itself there"
+        )
+    return target
+
+
+def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> None:
+    """Check that what ``rank`` needs is there and whole, and that the plan is the manifest's.
+
+    Reads ``plan.json``; of the other files, only their sizes.
+
+    Raises:
+        CheckpointError: a file is missing or of another size, or the plan another one.
+        PlanError: the plan is malformed or of another version.
+    """
+    where = os.fspath(directory)
+    if not 0 <= rank < manifest.tp:
+        raise CheckpointError(f"{where}: converted for {manifest.tp} ranks, there is no rank {rank}")
+    read_plan(directory, manifest)
+    for entry in manifest.files_of(rank):
+        check_size(directory, entry, f"rank {rank}")
+
+
+def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str) -> None:
+    """Check that a file is there and whole, as far as its size tells.
+
+    Raises:
+        CheckpointError: it is missing, which the ``reader`` needs, or of another size.
+    """
+    where, path = os.fspath(directory), resolve(directory, entry.path)
+    if not _is_file(path):
+        raise CheckpointError(f"{where}: {entry.path} is missing ({reader} needs it); {_REMEDY}")
+    num_bytes = path.stat().st_size
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(
+            f"{where}: {entry.path} has {num_bytes} bytes and should have {entry.num_bytes}; {_REMEDY}"
+        )
+
+
+def check_shard(
+    path: str | os.PathLike[str], rank: int | None, tp: int, layout_sha256: str
+) -> dict[str, StoredTensor]:
+    """Check that a safetensors file is whole and belongs to this rank and layout; return its tensors.
+
+    Raises:
+        CheckpointError: it is truncated, or was swapped with a file of another rank, tp or layout.
+    """
+    metadata, tensors = read_header(path)
+    for key, wanted in shard_metadata(rank, tp, layout_sha256).items():
+        if key.startswith("shardconv.") and metadata.get(key) != wanted:
+            raise CheckpointError(
+                f"{os.fspath(path)}: {key} is {str(metadata.get(key))[:80]!r} and should be {wanted!r}: "
+                f"the file was swapped with that of another rank or conversion; {_REMEDY}"
+            )
+    return tensors
+
+
+def _places(root: Path) -> list[Path]:
+    """The directories that a file of the directory ``root`` may be in.
+
+    A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
+    ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
+    converted directories, one level down.
+    """
+    for commit in (root, root.parent):
+        if commit.parent.name == "snapshots":
+            repository = commit.parent.parent
+            return [root, repository / "blobs", repository.parent / "blobs"]
+    return [root]
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+        CheckpointError: that cannot be found out.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _check(manifest: Manifest) -> None:
+    check_tp(manifest.tp)
+    for name in ("plan_sha256", "sha256"):
+        digest = getattr(manifest, name)
+        if not is_sha256(digest) and (name, digest) != ("sha256", ""):
+            raise MalformedError(name, "expected 64 hex digits in lower case")
+    for index, entry in enumerate(manifest.files):
+        _check_entry(f"files[{index}]", entry, manifest.tp)
+    texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
+    if any(len(text) > MAX_TEXT_LENGTH for text in texts):
+        raise MalformedError("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")
+    paths = [entry.path for entry in manifest.files]
+    if paths != sorted(set(paths)):
+        raise MalformedError("files", "must be sorted by path, each path once")
+    _check_distinct(paths)
+
+
+def _check_distinct(paths: Iterable[str]) -> None:
+    """On some file systems, names that differ in case only are one file."""
+    known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
+    for path in paths:
+        other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
+        if other != path:
+            raise MalformedError("files", f"{path!r} and {other!r} differ in case only")
+
+
+def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
+    if problem := _path_problem(entry.path):
+        raise MalformedError(f"{where}.path", f"{entry.path[:200]!r}: {problem}")
+    if entry.path in (MANIFEST_NAME, PLAN_NAME):
+        raise MalformedError(f"{where}.path", f"{entry.path} is not listed in the manifest")
+    if entry.num_bytes < 0:
+        raise MalformedError(f"{where}.num_bytes", "must not be negative")
+    if not _CHECKSUM.fullmatch(entry.checksum):
+        raise MalformedError(
+            f"{where}.checksum", "expected crc32: or sha256: and 8 or 64 hex digits in lower case"
+        )
+    if entry.rank is not None and not 0 <= entry.rank < tp:
+        raise MalformedError(f"{where}.rank", f"{entry.rank} is not one of {tp} ranks")
+    top = entry.path.split("/")[0]
+    owner = top if _RANK_DIRECTORY.fullmatch(top) else None
+    if owner != (None if entry.rank is None else rank_directory(entry.rank, tp)):
+        reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
+        problem = f"{entry.path[:200]!r} is not the place of a file that {reader} reads"
+        raise MalformedError(f"{where}.path", problem)
+
+
+def _path_problem(path: str) -> str:
+    """Why a path is no safe relative path; empty if it is one."""
+    if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
+        return 'a path needs a name, and has no control character and none of \\ : * ? " < > |'
+    if path.startswith("/"):
+        return "the path must be relative"
+    if len(path) > MAX_PATH_LENGTH or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        return f"the path is longer than {MAX_PATH_LENGTH} characters, or a part of it than 255 bytes"
+    if any(_RESERVED.fullmatch(part) or part.endswith((" ", ".")) for part in path.split("/")):
+        return "a part of the path is the name of a device, or ends with a space or a dot"
+    if ".." in path.split("/") or str(PurePosixPath(path)) != path or path == ".":
+        return "the path must not have empty, '.' or '..' parts"
+    return ""

@@ -1,0 +1,306 @@
+"""The plan: what the converter found out and the runtime builds from.
+
+Frozen values; ``codec`` writes and reads them as JSON, ``docs/plan-format.md`` is the specification.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import PlanError
+from .dims import Dim, size
+from .names import MAX_NAMES, expand_all
+from .slices import Mesh, local_size
+
+VERSION = 1
+FORMAT = "shardconv.plan"
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInfo:
+    """The code that the plan was solved for."""
+
+    torch: str
+    transformers: str
+    sources: tuple[str, ...]
+    """Importable names of the Python modules whose source the fingerprint covers, sorted."""
+    fingerprint: str
+    """sha256 (hex) over those sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What to build."""
+
+    class_name: str
+    """``module:Class`` of the model."""
+    dtype: str
+    """Default dtype of the model, as ``"bfloat16"``."""
+    num_parameters: int
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """How the parameters (and persistent buffers) of these names are laid out over the ranks."""
+
+    names: tuple[str, ...]
+    """FQN patterns, ``model.layers.{0..31}.mlp.up_proj.weight``."""
+    dims: tuple[Dim, ...]
+    """One tree for each dim, outermost first; global sizes."""
+    dtype: str
+    partial: tuple[int, ...] = ()
+    """Mesh axes over which the parameter is a Partial: whole where their coordinate is 0, zero elsewhere."""
+    reason: str = ""
+    """Why it is replicated; empty where some dim is sharded or partial."""
+    block: tuple[int, ...] = ()
+    """Sizes of the blocks, one for each dim, of values in float8 that share a factor, see ``blocks``. The
+    module gets their product in the model's dtype."""
+    block_dtype: str = ""
+    """Of the factors."""
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes over which the gradient is a Partial, where the parameter is not split over them: it is
+    summed over the ranks that hold these positions alike."""
+    grad_levels: int = 0
+    """How many levels above the parameter's own module is the one that reads it: 0, its own module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward.
+
+    ``op`` is one of
+
+    - ``all_reduce``: Partial over ``axes`` to Replicate,
+    - ``all_gather``: dim ``dim``, laid out as ``layout``, becomes whole,
+    - ``slice``: dim ``dim``, whole, becomes this rank's part of ``layout``,
+    - ``reduce_scatter``: Partial over the axes of ``layout`` to this rank's part of dim ``dim``,
+    - ``grad_all_reduce``: the value passes; its gradient, Partial over ``axes``, is summed,
+    - ``grad_divide``: the value passes; its gradient, replicated over ``axes``, becomes a Partial,
+    - ``local_rows``: global row ids (of a table whose dim 0 is laid out as ``layout``) become local
+      row ids; foreign ids become 0 and are remembered,
+    - ``local_rows_or_end``: as ``local_rows``, but foreign ids become the number of local rows, one past
+      the last: for modules of experts that leave those out,
+    - ``zero_foreign``: zero the positions whose ids were foreign (the tensor has the shape of the ids
+      plus trailing dims): an output, or another input, the weights of experts.
+    """
+
+    slot: str
+    """``input.hidden_states``, ``input.position_embeddings.0``, ``output``, ``output.0``,
+    ``output.logits``."""
+    op: str
+    axes: tuple[int, ...] = ()
+    dim: int | None = None
+    layout: Dim | None = None
+    per_token: int = 0
+    """Elements of the (global) tensor for each token of the input; for reports."""
+    grad_axes: tuple[int, ...] = ()
+    """Mesh axes of this step over which the gradient of its replicated side is a Partial: of what
+    ``all_reduce`` and ``all_gather`` return, of what ``slice`` is given."""
+    local_grad_axes: tuple[int, ...] = ()
+    """The same for the other side of ``all_gather`` and ``slice``, where the layout has segments that are not
+    split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An int attribute that must shrink with the parameters."""
+
+    attribute: str
+    """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config);
+    ``split_sizes.0``."""
+    value: int
+    """Global value: what the attribute is before the edit."""
+    local: tuple[int, ...]
+    """Local value: one for all ranks, or one for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormInfo:
+    """How a norm over a sharded dim computes (its statistic is reduced over the ranks)."""
+
+    kind: str
+    """``rms`` or ``layer``."""
+    eps: float
+    size: int
+    """Global size of what is normalised together: the last dim, or one group of it."""
+    axes: tuple[int, ...]
+    """Mesh axes that split it; none where ranks hold whole groups."""
+    weight: str = ""
+    """Name of the weight parameter in the module; empty if there is none."""
+    bias: str = ""
+    weight_offset: float = 0.0
+    """Added to the weight (1.0 for norms that store ``weight - 1``)."""
+    compute_dtype: str = "float32"
+    """Dtype of the statistic, or ``input``."""
+    weight_before_cast: bool = False
+    """Multiply by the weight in the compute dtype, then cast; else cast first."""
+    groups: tuple[int, ...] = (1,)
+    """Local number of groups of the last dim, which are normalised one by one: for all ranks, or each."""
+    input: str = ""
+    """Argument that is normalised; empty where the norm has one argument."""
+    gate: str = ""
+    """Argument that multiplies, after ``gate_activation``; empty if there is none."""
+    gate_activation: str = ""
+    """``silu``, ``sigmoid``, ``gelu``, ``relu`` or ``identity``."""
+    gate_first: bool = False
+    """Multiply before the norm; else after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """What the runtime does to the modules of these names."""
+
+    names: tuple[str, ...]
+    category: str
+    """``column``, ``row``, ``vocab``, ``experts``, ``norm`` or ``boundary``."""
+    inputs: tuple[Boundary, ...] = ()
+    outputs: tuple[Boundary, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    gather_output: bool = False
+    """Column, vocab: the output is gathered here."""
+    input_is_parallel: bool = False
+    """Row: the input arrives sharded."""
+    reduce_output: bool = False
+    """Row, vocab, experts: the Partial output is reduced here."""
+    norm: NormInfo | None = None
+    flags: tuple[str, ...] = ()
+    """Experts: bool attributes that are set, so that the module leaves ids past the last expert out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsInfo:
+    """The gather that ``load(..., gather_logits=False)`` leaves out."""
+
+    module: str
+    """FQN whose output gather may be dropped."""
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """Parameters whose gradient is a Partial over ``axes``, as ``ParameterPlan.grad_axes`` says it."""
+
+    names: tuple[str, ...]
+    axes: tuple[int, ...]
+    levels: int = 0
+    """See ``ParameterPlan.grad_levels``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPlan:
+    """From which stream of random numbers modules draw in training mode, see ``random_draws``."""
+
+    names: tuple[str, ...]
+    axes: tuple[int, ...] = ()
+    """Mesh axes along which ranks draw different numbers while the module runs; none: all draw the same."""
+    afterwards: tuple[int, ...] | None = None
+    """The same for the code around the module, from its return until it calls another; None: as before."""
+    mixed: bool = False
+    """The module's own code draws both kinds with no module in between: it must draw nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """What differs where activations between the parallel blocks are split over the sequence."""
+
+    modules: tuple[ModulePlan, ...]
+    """In place of those of the plan."""
+    gradients: tuple[GradientPlan, ...] = ()
+    """In place of the ``grad_axes`` of the plan's parameters."""
+    draws: tuple[DrawPlan, ...] = ()
+    """In place of those of the plan."""
+    may_pad: bool = False
+    """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What a plan needs beyond inference; without it, the model cannot be trained."""
+
+    sequence: SequencePlan | None = None
+    parallel_loss: bool = False
+    """The loss is computed from the ranks' shards of the logits; else from gathered ones, by the model."""
+    draws: tuple[DrawPlan, ...] = ()
+    """Modules at which the stream of random numbers changes; none where all ranks draw the same."""
+    extra_outputs: tuple[str, ...] = ()
+    """Arguments of the forward pass, as ``output_router_logits``, whose outputs may be part of a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A solved model."""
+
+    tp: int
+    mesh: Mesh
+    """Sizes of the mesh axes; their product is ``tp``."""
+    model: ModelInfo
+    code: CodeInfo
+    parameters: tuple[ParameterPlan, ...]
+    """Every parameter and persistent buffer of the model exactly once, tied ones under their first name."""
+    modules: tuple[ModulePlan, ...]
+    """Only modules that are not left as they are."""
+    tied: tuple[tuple[str, str], ...] = ()
+    """(alias, name) of parameters that are the same tensor."""
+    logits: LogitsInfo | None = None
+    experts: str = "tp"
+    """How mixture-of-experts layers are split: ``tp``, inside of each expert, or ``ep``, whole experts."""
+    training: TrainingPlan | None = None
+    """None: for inference only; a note says why."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: opaque modules, guessed values, operators without a rule."""
+    version: int = VERSION
+
+
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
+
+
+def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
+    """The entry of each parameter and persistent buffer by its FQN, in the order of the plan.
+
+    Aliases of tied parameters are not in it (see ``Plan.tied``).
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    return by_name("parameters", plan.parameters)
+
+
+def module_plans(plan: Plan) -> dict[str, ModulePlan]:
+    """The entry of each module that is not left as it is by its FQN, in the order of the plan.
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    return by_name("modules", plan.modules)
+
+
+def global_shape(entry: ParameterPlan) -> tuple[int, ...]:
+    """Shape of the whole parameter."""
+    return tuple(size(dim) for dim in entry.dims)
+
+
+def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Shape of what ``rank`` holds; of a Partial, too, each rank holds a tensor of this shape."""
+    return tuple(local_size(dim, mesh, rank) for dim in entry.dims)
+
+
+def by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
+    """Expand the names of entries.
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    found: dict[str, _Entry] = {}
+    for index, entry in enumerate(entries):
+        try:
+            names = expand_all(entry.names, MAX_NAMES - len(found))
+        except PlanError as error:
+            raise PlanError(f"{place}[{index}].names: {error}") from error
+        for name in names:
+            if name in found:
+                earlier = entries.index(found[name])
+                raise PlanError(f"{place}[{index}].names: {name!r} is claimed by {place}[{earlier}] already")
+            found[name] = entry
+    return found

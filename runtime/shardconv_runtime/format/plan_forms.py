@@ -1,0 +1,52 @@
+"""The forms in which a plan can be used beside inference: for training, and split over the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import PlanError
+from .names import expand_all
+from .plan import Plan, parameter_plans
+
+INFERENCE_ONLY = "for inference only: "
+"""How the note begins that says why a plan has no gradients."""
+
+
+def require_training(plan: Plan) -> None:
+    """Check that a plan has what a backward pass needs.
+
+    Raises:
+        PlanError: it has not; with the reason, if the plan has one.
+    """
+    if plan.training is None:
+        why = next((note for note in plan.notes if note.startswith(INFERENCE_ONLY)), "")
+        raise PlanError(
+            "the model cannot be trained: its plan was solved for inference only"
+            + (f" ({why.removeprefix(INFERENCE_ONLY)})" if why else "; convert it again, or replan it")
+        )
+
+
+def of_sequence(plan: Plan) -> Plan:
+    """The plan with what its sequence-parallel form has in place of the plain one.
+
+    Raises:
+        PlanError: it has none.
+    """
+    sequence = plan.training.sequence if plan.training else None
+    if sequence is None:
+        raise PlanError(
+            "sequence_parallel=True: the plan has no sequence-parallel form; convert with --sequence-parallel"
+        )
+    gradients = {name: each for each in sequence.gradients for name in expand_all(each.names)}
+    parameters = tuple(
+        replace(
+            entry,
+            names=(name,),
+            grad_axes=gradients[name].axes if name in gradients else (),
+            grad_levels=gradients[name].levels if name in gradients else entry.grad_levels,
+        )
+        for name, entry in parameter_plans(plan).items()
+    )
+    assert plan.training is not None
+    training = replace(plan.training, draws=sequence.draws)
+    return replace(plan, modules=sequence.modules, parameters=parameters, training=training)

@@ -1,0 +1,84 @@
+"""Plans as JSON: deterministic bytes out, strict validation in.
+
+``docs/plan-format.md`` is the specification. The same plan gives the same bytes, so that their
+sha256 identifies it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from ..errors import PlanError
+from .plan import FORMAT, VERSION, Plan
+from .plan_checks import check_plan
+from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
+
+MAX_BYTES = 16 * 2**20
+"""Largest plan or manifest that is read."""
+
+MAX_SIGNS = 2**18
+"""Most ``*`` and ``+`` of a plan, which join the leaves of its dims: each leaf takes time to read."""
+
+
+def dumps(plan: Plan) -> str:
+    """The plan as JSON.
+
+    Raises:
+        PlanError: ``loads`` would refuse it.
+    """
+    try:
+        text = dump_document(plan, FORMAT)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"a plan with such a value cannot be written: {error}") from error
+    loads(text)
+    return text
+
+
+def loads(text: str) -> Plan:
+    """Read a plan from JSON.
+
+    Example:
+        >>> loads(dumps(plan)) == plan
+        True
+
+    Raises:
+        PlanError: anything is not as ``docs/plan-format.md`` says; the message names the place.
+    """
+    try:
+        if text.count("*") + text.count("+") > MAX_SIGNS:
+            raise MalformedError("", f"the dims of the plan have more than {MAX_SIGNS} '*' and '+' in all")
+        plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES)
+        check_plan(plan)
+    except MalformedError as error:
+        raise PlanError(str(error)) from error
+    return plan
+
+
+def read(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file.
+
+    Raises:
+        PlanError: see ``loads``; the message begins with the path.
+    """
+    try:
+        return loads(read_text(Path(path), MAX_BYTES))
+    except (MalformedError, PlanError) as error:
+        raise PlanError(f"{os.fspath(path)}: {error}") from error
+
+
+def write(plan: Plan, path: str | os.PathLike[str]) -> str:
+    """Write a plan to a file, whole or not at all, and return its sha256 in hex.
+
+    Raises:
+        PlanError: see ``dumps``.
+    """
+    text = dumps(plan)
+    write_text(Path(path), text)
+    return sha256(text)
+
+
+def sha256(text: str) -> str:
+    """sha256 (hex) of a document as it is on disk; of a plan, its identity."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,123 @@
+"""The shard files of a plan, laid out to the byte before anything is written.
+
+A safetensors file is its header and its tensors at offsets that follow from names, dtypes and shapes, so
+that its parts can be written in any order.
+The format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from .block_scales import stored_plans
+from .dtypes import STORED_BITS, STORED_NAME
+from .layout_hash import is_common, layout_sha256
+from .manifest import shard_metadata, shard_path
+from .plan import Plan, local_shape
+
+ALIGNMENT = 64
+"""Tensors begin at a multiple of so many bytes, a cache line where they are mapped: headers are padded with
+spaces."""
+
+MAX_FILE_SIZE = 5 * 10**9
+"""Bytes after which a new shard file is begun."""
+
+_LENGTH_BYTES = 8
+"""Of the length of the header, with which a file begins."""
+
+assert sys.byteorder == "little", "safetensors files are little endian"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where everything is in a safetensors file."""
+
+    header: bytes
+    offsets: Mapping[str, int]
+    """The byte at which each tensor begins, in the order of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """A shard file that is to be written."""
+
+    path: str
+    """Relative to the converted directory, with ``/``."""
+    rank: int | None
+    """Whose it is; None: of all ranks, in ``common/``."""
+    layout: FileLayout
+
+
+def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> Iterator[PlannedShard]:
+    """The files of some ranks; the same plan and size give the same bytes.
+
+    Args:
+        plan: what the files hold, and how it is laid out.
+        ranks: whose files; None stands for ``common/``.
+        max_file_size: bytes of tensors after which a new file is begun.
+    """
+    entries = stored_plans(plan)
+    layout = layout_sha256(plan)
+    for rank in ranks:
+        held = {
+            name: (entry.dtype, local_shape(entry, plan.mesh, rank or 0))
+            for name, entry in entries.items()
+            if is_common(entry) == (rank is None)
+        }
+        sizes = {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in held.items()}
+        parts = split(sizes, max_file_size)
+        for index, names in enumerate(parts):
+            declared = {name: held[name] for name in names}
+            path = shard_path(rank, plan.tp, index, len(parts))
+            yield PlannedShard(path, rank, lay_out(declared, shard_metadata(rank, plan.tp, layout)))
+
+
+def lay_out(
+    declared: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str], alignment: int = ALIGNMENT
+) -> FileLayout:
+    """Lay out a file; the same arguments give the same bytes.
+
+    Args:
+        declared: torch's name of the dtype and the shape of each tensor; wider dtypes go first, which
+            keeps all aligned.
+        metadata: of the header.
+        alignment: of the first tensor, in bytes.
+    """
+    ordered = sorted(declared.items(), key=lambda item: -item_bytes(item[1][0]))
+    fields: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    begins, end = [], 0
+    for name, (dtype, shape) in ordered:
+        begin, end = end, end + math.prod(shape) * item_bytes(dtype)
+        begins.append(begin)
+        fields[name] = {"dtype": STORED_NAME[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    header = struct.pack("<Q", len(text)) + text
+    offsets = {name: len(header) + begin for (name, _), begin in zip(ordered, begins, strict=True)}
+    return FileLayout(header, offsets, len(header) + end)
+
+
+def split(num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Consecutive names that together stay within ``limit`` bytes, or are alone."""
+    parts: list[list[str]] = []
+    held = 0
+    for name, size in num_bytes.items():
+        if not parts or held + size > limit:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    return parts
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype, by torch's name."""
+    return STORED_BITS[STORED_NAME[dtype]] // 8

@@ -1,0 +1,92 @@
+"""What of a converted directory is not weights: the config, the tokenizer, the model's own code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST_NAME, FileEntry, Manifest, resolve, sha256_checksum
+
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+)
+"""Files of a model's directory that go along with its weights, as glob patterns."""
+
+COPIED_CODE = ("*.py",)
+"""Go along too where the model runs its repository's code."""
+
+
+def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
+    """What of a model's directory goes along with its weights; paths relative to it, sorted.
+
+    Args:
+        directory: of an ordinary model.
+        code: it runs its repository's code.
+    """
+    patterns = COPIED + (COPIED_CODE if code else ())
+    found = {file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    return sorted(file.relative_to(directory) for file in found)
+
+
+def entry_of(directory: Path, path: Path) -> FileEntry:
+    """The entry in a manifest of a file that is no shard; ``path`` is relative to the directory."""
+    file = directory / path
+    return FileEntry(path.as_posix(), file.stat().st_size, sha256_checksum(file))
+
+
+def small_files(manifest: Manifest) -> list[FileEntry]:
+    """What is not weights."""
+    return [entry for entry in manifest.files if not entry.path.endswith(".safetensors")]
+
+
+def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
+    """Copy what is not weights.
+
+    Args:
+        directory: a converted directory.
+        manifest: of it.
+        target: directory to copy to.
+
+    Returns:
+        The entries of the copies, for a manifest.
+
+    Raises:
+        CheckpointError: a file is not the one that was written.
+        OSError: it cannot be read or written.
+    """
+    entries = small_files(manifest)
+    for entry in entries:
+        copy = target / entry.path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(resolve(directory, entry.path), copy)
+        if sha256_checksum(copy) != entry.checksum:
+            raise CheckpointError(
+                f"{directory}: {entry.path} was changed since it was written (its sha256 is not that "
+                f"in {MANIFEST_NAME}); restore it, or convert the model again"
+            )
+    return entries
+
+
+def plain_config(text: str) -> str:
+    """The ``config.json`` of weights that are not quantised any more: without what says that they are."""
+    config = json.loads(text)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+    return json.dumps(config, indent=2) + "\n"

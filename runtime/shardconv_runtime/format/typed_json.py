@@ -1,0 +1,281 @@
+"""Frozen dataclasses as strict, deterministic JSON; the type hints are the schema.
+
+A field that has its default is not written; every key that is read must be a field, every value of
+the type that the hint says. A dim is written as its text. A document is an object whose first keys
+are ``format`` and ``version``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import PlanError
+from .dims import Dim, Leaf, Product, Sum, parse, to_text
+
+MAX_BYTES = 256 * 2**20
+"""Largest document that is read."""
+
+MAX_CONTAINERS = 4_000_000
+"""Most lists and objects of a document: an empty list takes two bytes in a file, and 64 in memory."""
+
+_SHOWN = 500
+"""Most characters of what an error quotes."""
+
+_T = TypeVar("_T")
+_DIM_KINDS = frozenset(get_args(Dim))
+_KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "an int",
+    float: "a number",
+    str: "a string",
+    tuple: "a list",
+    NoneType: "null",
+}
+
+
+class MalformedError(ValueError):
+    """A document does not hold what it must, at some place in it."""
+
+    def __init__(self, where: str, problem: str) -> None:
+        where, problem = _cut(where), _cut(problem)
+        super().__init__(f"{where}: {problem}" if where else problem)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def dump_document(value: Any, format_name: str) -> str:
+    """One JSON object, a dataclass with a ``version``; long lists have one item per line."""
+    fields = {"format": format_name, "version": value.version} | _fields(value)
+    lines = (f"  {json.dumps(key)}: {_dump_field(item)}" for key, item in fields.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def load_document(
+    kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES
+) -> _T:
+    """Read what ``dump_document`` wrote, if it has at most so many characters.
+
+    Raises:
+        MalformedError: with the place and what was expected there.
+    """
+    if len(text) > max_bytes:
+        _fail("", f"the document is longer than {max_bytes} characters")
+    found = decode(text)
+    if not isinstance(found, dict):
+        _fail("", f"expected a JSON object, got {_shown(found)}")
+    if found.pop("format", None) != format_name:
+        _fail("format", f'expected "{format_name}"; this is another kind of file')
+    if type(found.get("version")) is not int or found["version"] != version:
+        _fail("version", f"this reads version {version}, the file has {_shown(found.get('version'))}")
+    value: _T = _read_fields(kind, found, "")
+    return value
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """A whole UTF-8 file of bounded size.
+
+    Raises:
+        MalformedError: it cannot be read, is too large or is not UTF-8.
+    """
+    try:
+        if path.stat().st_size > max_bytes:
+            _fail("", f"the file is larger than {max_bytes} bytes")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise MalformedError("", f"cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise MalformedError("", f"not UTF-8 (byte {error.start})") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there either whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def to_json(value: Any) -> Any:
+    """The JSON form of a value; fields with their defaults are left out."""
+    if isinstance(value, Leaf | Product | Sum):
+        return to_text(value)
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_json(value[key]) for key in sorted(value)}
+    return value
+
+
+def from_json(hint: Any, value: Any, where: str) -> Any:
+    """The value of type ``hint`` that ``to_json`` wrote as ``value``.
+
+    Raises:
+        MalformedError: naming ``where``.
+    """
+    if get_origin(hint) in (Union, UnionType):
+        return _read_union(hint, value, where)
+    if get_origin(hint) is tuple:
+        return _read_tuple(get_args(hint), value, where)
+    if get_origin(hint) is Mapping:
+        return _read_mapping(get_args(hint)[1], value, where)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            _fail(where, f"expected an object, got {_shown(value)}")
+        return _read_fields(hint, value, where)
+    return _read_scalar(hint, value, where)
+
+
+def decode(text: str) -> Any:
+    """Parse JSON of bounded length, depth and number of parts, with finite numbers and unique keys.
+
+    Raises:
+        MalformedError: it is not that.
+    """
+    if len(text) > MAX_BYTES:
+        _fail("", f"the document is longer than {MAX_BYTES} characters")
+    if text.count("[") + text.count("{") > MAX_CONTAINERS:
+        _fail("", f"the document has more than {MAX_CONTAINERS} lists and objects")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except MalformedError:
+        raise
+    except RecursionError:
+        raise MalformedError("", "the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise MalformedError("", f"not JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            _fail("", f"the key {_shown(key)} is there twice in one object")
+        found[key] = value
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    _fail("", f"{text} is not a JSON number")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {
+        field.name: to_json(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+
+
+def _dump_field(item: Any) -> str:
+    if isinstance(item, list) and item and not isinstance(item[0], int):
+        return "[\n" + ",\n".join(f"    {_compact(part)}" for part in item) + "\n  ]"
+    return _compact(item)
+
+
+def _compact(item: Any) -> str:
+    return json.dumps(item, ensure_ascii=False, allow_nan=False)
+
+
+@cache
+def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
+    """For each field its hint, and whether it must be there."""
+    hints = get_type_hints(kind)
+    return {
+        field.name: (hints[field.name], field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _read_fields(kind: Any, found: dict[str, Any], where: str) -> Any:
+    schema = _schema(kind)
+    if unknown := sorted(found.keys() - schema.keys()):
+        _fail(where, f"unknown key {_shown(unknown[0])}; known are {', '.join(schema)}")
+    if missing := [name for name, (_, needed) in schema.items() if needed and name not in found]:
+        _fail(where, f'the key "{missing[0]}" is missing')
+    values = {name: from_json(schema[name][0], item, _join(where, name)) for name, item in found.items()}
+    return kind(**values)
+
+
+def _read_union(hint: Any, value: Any, where: str) -> Any:
+    kinds = set(get_args(hint))
+    if value is None and NoneType in kinds:
+        return None
+    kinds.discard(NoneType)
+    if kinds == _DIM_KINDS:
+        return _read_dim(value, where)
+    (kind,) = kinds
+    return from_json(kind, value, where)
+
+
+def _read_dim(value: Any, where: str) -> Dim:
+    try:
+        return parse(_read_scalar(str, value, where))
+    except PlanError as error:
+        raise MalformedError(where, str(error)) from error
+
+
+def _read_tuple(hints: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        _fail(where, f"expected a list, got {_shown(value)}")
+    if hints[-1] is Ellipsis:
+        hints = hints[:1] * len(value)
+    elif len(value) != len(hints):
+        _fail(where, f"expected a list of {len(hints)}, got {len(value)} items")
+    return tuple(
+        from_json(hint, item, f"{where}[{i}]")
+        for i, (hint, item) in enumerate(zip(hints, value, strict=True))
+    )
+
+
+def _read_mapping(hint: Any, value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _fail(where, f"expected an object, got {_shown(value)}")
+    return {
+        _read_scalar(str, key, where): from_json(hint, item, _join(where, key)) for key, item in value.items()
+    }
+
+
+def _read_scalar(kind: Any, value: Any, where: str) -> Any:
+    if type(value) is int and abs(value) >= 2**63:
+        _fail(where, "the number is too large")
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        _fail(where, f"expected {_KINDS[kind]}, got {_shown(value)}")
+    if kind is str and any("\ud800" <= c <= "\udfff" for c in value):
+        _fail(where, "the string is not valid Unicode")
+    return value
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value[:60] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _fail(where: str, problem: str) -> NoReturn:
+    raise MalformedError(where, problem)

@@ -1,0 +1,237 @@
+"""Weight files of a Hub repository that stay there: their bytes are asked for range by range.
+
+The client of ``huggingface_hub`` does the talking: its session, headers, offline mode and retries. What it
+has no function for, a range of a file with nothing around it, is asked for here.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
+
+from ..errors import SourceError, brief
+from ..format.header import StoredTensor, parse_header
+from ..wording import again
+from .access import Hub
+from .hub_errors import FINAL, explain, has_timed_out
+from .time_limits import bounded
+
+TRIES = 6
+"""How often a range is asked for without one more byte coming before that is an error."""
+
+TIMEOUT_S = 30.0
+"""Without a byte."""
+
+SILENT_TRIES = 3
+"""How many of these tries may have ended so: that is a minute and a half in which nothing came."""
+
+FIRST_WAIT_S = 0.5
+"""Before the second try; each further one waits twice as long."""
+
+_PATHS_AT_ONCE = 500
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at one commit of a repository. Behaves as a ``Path`` as far as names go."""
+
+    repo_id: str
+    commit: str
+    name: str
+    """In the repository."""
+    num_bytes: int
+    sha256: str
+    """Of the bytes, in hex; empty where the Hub does not say."""
+    hub: Hub = field(compare=False, repr=False)
+
+    @property
+    def suffix(self) -> str:
+        """``".safetensors"``."""
+        return self.name[self.name.rfind(".") :]
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}/{self.name} at {self.commit[:12]}"
+
+
+def remote_files(
+    repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
+) -> tuple[RemoteFile, ...]:
+    """Files of a repository, not downloaded.
+
+    Args:
+        repo_id: of the repository.
+        commit: at which.
+        names: of the files.
+        hub: how to reach it.
+        must_exist: if not, files that are not there are left out.
+
+    Raises:
+        SourceError: one is not there, or the Hub cannot be asked.
+    """
+    api = HfApi(token=hub.token)
+    found: dict[str, RepoFile] = {}
+    try:
+        for start in range(0, len(names), _PATHS_AT_ONCE):
+            some = list(names[start : start + _PATHS_AT_ONCE])
+            with bounded():
+                infos = api.get_paths_info(repo_id, some, revision=commit)
+            found |= {info.path: info for info in infos if isinstance(info, RepoFile)}
+    except Exception as error:
+        raise SourceError(explain(repo_id, hub.revision, error)) from error
+    missing = [name for name in names if name not in found]
+    if missing and must_exist:
+        raise SourceError(f"{repo_id} has no {missing[0]} at {commit[:12]}, which it should have")
+    return tuple(
+        RemoteFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
+        for name, info in ((name, found[name]) for name in names if name in found)
+    )
+
+
+@cache
+def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by two requests: for the header's length, and for its text.
+
+    Raises:
+        CheckpointError: it is none.
+        SourceError: it cannot be read.
+    """
+    reader = RemoteReader(file)
+
+    def read(offset: int, count: int) -> bytes:
+        buffer = bytearray(max(min(count, file.num_bytes - offset), 0))
+        reader.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    return parse_header(read, file.num_bytes, str(file))[1]
+
+
+class RemoteReader:
+    """Reads ranges of one file; threads may share it.
+
+    The repository redirects to where the bytes are, by an address that expires. It is asked for once, and
+    again when it does.
+    """
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._known: _Address | None = None
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on, and ask for no others.
+
+        What a broken connection brought is kept; the rest is asked for again.
+
+        Raises:
+            SourceError: the Hub does not give them, after several tries.
+        """
+        failures = silences = 0
+        while len(into):
+            count, problem = self._try(offset, into)
+            into, offset = into[count:], offset + count
+            if problem is None:
+                continue
+            failures, silences = (1, 0) if count else (failures + 1, silences)
+            silences += has_timed_out(problem)
+            if failures == TRIES or silences == SILENT_TRIES:
+                raise SourceError(
+                    f"{self._file}: byte {offset} cannot be had after {failures} tries ({brief(problem)}); "
+                    f"check the network, then {again()}"
+                ) from problem
+            time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
+
+    def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
+        """The number of bytes that came, and what went wrong that may go well the next time."""
+        received = 0
+        try:
+            address = self._address()
+            wanted = f"bytes={offset}-{offset + len(into) - 1}"
+            with get_session().stream(
+                "GET", address.url, headers={**address.headers, "Range": wanted}, timeout=TIMEOUT_S
+            ) as response:
+                self._require(response, address, offset, len(into))
+                for chunk in response.iter_bytes():
+                    if received + len(chunk) > len(into):
+                        raise SourceError(f"{self._file}: the server sends more bytes than it was asked for")
+                    into[received : received + len(chunk)] = chunk
+                    received += len(chunk)
+            return received, None if received == len(into) else EOFError("the answer was cut off")
+        except SourceError:
+            raise
+        except FINAL as error:
+            raise SourceError(explain(self._file.repo_id, self._file.commit, error)) from error
+        except Exception as error:  # of the HTTP library, which differs between versions of the client
+            return received, error
+
+    def _require(self, response: Any, address: _Address, offset: int, count: int) -> None:
+        """Refuse an answer that is not the range."""
+        status = response.status_code
+        if status == 206:
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if found is None or tuple(map(int, found.groups())) != (
+                offset,
+                offset + count - 1,
+                self._file.num_bytes,
+            ):
+                raise SourceError(
+                    f"{self._file}: asked for {count} bytes from {offset} on of {self._file.num_bytes}, the "
+                    f"server answers with {response.headers.get('Content-Range')}; download the whole model"
+                )
+            return
+        if status == 200:
+            if (offset, count) == (0, self._file.num_bytes):
+                return
+            raise SourceError(f"{self._file}: the server sends no parts of files; download the whole model")
+        if address.expires and status in (401, 403, 404, 410):
+            with self._lock:
+                self._known = None  # ask for another one
+            raise ConnectionError(f"its address has expired, status {status}")
+        if status in _TRANSIENT:
+            raise ConnectionError(f"status {status}")
+        hf_raise_for_status(response)
+        raise SourceError(f"{self._file}: the server answers with status {status}")
+
+    def _address(self) -> _Address:
+        """Where the bytes are."""
+        with self._lock:
+            if self._known is None:
+                self._known = self._ask()
+            return self._known
+
+    def _ask(self) -> _Address:
+        file = self._file
+        url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
+        found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
+        if found.size != file.num_bytes:
+            raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; try again")
+        moved = found.location != url
+        headers = dict(build_hf_headers(token=file.hub.token))
+        if urlsplit(found.location).netloc != urlsplit(url).netloc:
+            headers.pop("authorization", None)
+        return _Address(found.location, {**headers, "Accept-Encoding": "identity"}, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a file's bytes are."""
+
+    url: str
+    headers: Mapping[str, str]
+    expires: bool

@@ -1,0 +1,54 @@
+"""Of one model, converted directories for several numbers of ranks: in ``tp-2/``, ``tp-8/`` and so on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..errors import SourceError
+from ..format.manifest import MANIFEST_NAME
+from ..wording import is_command, option
+
+_FOLDER = re.compile(rf"tp-([1-9][0-9]*)/{re.escape(MANIFEST_NAME)}")
+
+
+def numbers(names: Iterable[str]) -> list[int]:
+    """The numbers of ranks for which there are folders, of all names of files, sorted."""
+    return sorted(int(match[1]) for match in map(_FOLDER.fullmatch, names) if match)
+
+
+def only(where: str, names: Iterable[str]) -> str:
+    """The one converted directory that there is.
+
+    Args:
+        where: for errors.
+        names: of all files, relative to the directory or repository.
+
+    Returns:
+        Its folder, as ``"tp-8/"``, or empty: that is where the names begin.
+
+    Raises:
+        SourceError: there are several, or none.
+    """
+    found = list(names)
+    folders = [f"tp-{number}/" for number in numbers(found)]
+    if MANIFEST_NAME in found:
+        folders.insert(0, "")
+    if len(folders) == 1:
+        return folders[0]
+    if not folders:
+        raise SourceError(f"{where} holds no converted model; give what shardconv convert or push wrote")
+    named = ", ".join(folder.rstrip("/") or "one that is in no folder" for folder in folders)
+    raise SourceError(f"{where} holds several converted models, {named}; choose with {option('tp')}")
+
+
+def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
+    """That there is nothing for so many ranks, and for how many there is."""
+    start = f"{where} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
+    found = numbers(names)
+    if not found:
+        return f"{start} or any other number; convert it" + (
+            "" if is_command() else ", or pass plan= to load it as it is"
+        )
+    advice = f"give one of these as {option('tp')}" if is_command() else "start as many processes"
+    return f"{start}, but for {', '.join(map(str, found))}; {advice}"

@@ -1,0 +1,1 @@
+"""Generation in step on every rank, and compiled forward passes."""

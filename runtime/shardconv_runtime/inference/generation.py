@@ -1,0 +1,154 @@
+"""``generate`` on every rank: the same call, the same tokens, the end at the same step.
+
+The gathered logits are the same bits on every rank, so ranks that continue from the same random state draw
+the same tokens, and need no words while they do. What could still part them is looked at before the first
+step (other inputs on some rank) or decided by rank 0 (a limit of time, a criterion of the user's).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.agreement import exchange, share_rng_state
+from ..comm.mesh import Launch
+from ..errors import LaunchError, PlanError
+
+
+def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gather_logits: bool) -> None:
+    """Give the model its generation config, and keep the ranks in step in ``model.generate``.
+
+    Args:
+        model: of this rank; nothing is done if it does not generate.
+        config: the generation config of the directory that it was loaded from, if that has one.
+        start: the ranks.
+        gather_logits: if False, ``generate`` is refused.
+    """
+    if not hasattr(model, "generate"):
+        return
+    if config is not None:
+        model.generation_config = config
+    model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
+    if start.world_size > 1:
+        # Private, but where each criterion comes by, wherever it was asked for.
+        model._get_stopping_criteria = MethodType(_criteria_of_rank_0(start), model)  # type: ignore[assignment]
+
+
+def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not gather_logits:
+            raise PlanError("generate needs whole logits; load the model with gather_logits=True")
+        if start.world_size == 1:
+            return type(self).generate(self, *args, **kwargs)
+        args, kwargs = _by_name(type(self).generate, args, kwargs)
+        is_streamed = _check_same_call(start, args, kwargs)
+        share_rng_state(start)
+        if is_streamed and (start.rank or kwargs.get("streamer") is None):
+            kwargs["streamer"] = _Silent()
+        return type(self).generate(self, *args, **kwargs)
+
+    return generate
+
+
+def _by_name(
+    generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with names for what came by position: errors name it, and a streamer is replaced."""
+    parameters = list(inspect.signature(generate).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
+        return args, kwargs  # Python says what is wrong, or a generate of the model's own takes them so
+    return (), dict(zip(names, args, strict=False)) | kwargs
+
+
+def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Check that all ranks were called alike; whether some rank streams its tokens.
+
+    Raises:
+        LaunchError: they were not, or a rank was not called.
+    """
+    given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+    is_streamed = given.pop("streamer", None) is not None
+    digests = {name: _digest(value) for name, value in given.items()}
+    calls = exchange(start, (digests, is_streamed), start.timeout_s)
+    first = calls[0][0]
+    for rank, (call, _) in enumerate(calls):
+        for name in sorted(call.keys() | first.keys()):
+            if call.get(name) != first.get(name):
+                raise LaunchError(
+                    f"generate was called with another {name} on rank {rank} ({call.get(name)}) than on "
+                    f"rank 0 ({first.get(name)}); call it alike on every rank "
+                    "(shardconv_runtime.from_rank_0 brings what only rank 0 has)"
+                )
+    return any(streams for _, streams in calls)
+
+
+def _digest(value: Any) -> str:
+    """A short text that is the same for the same value on every rank; of other objects, their class."""
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest = hashlib.sha256(content.tobytes()).hexdigest()
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {digest[:12]}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_digest(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_digest, value))})"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(value)
+    if hasattr(value, "to_diff_dict"):
+        return f"{type(value).__name__} {value.to_diff_dict()!r}"
+    return type(value).__qualname__
+
+
+class _Silent:
+    """The streamer of ranks that print nothing: with one, ``generate`` takes the same path as on rank 0."""
+
+    def put(self, value: Tensor) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def _criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
+    def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers import StoppingCriteriaList, generation
+
+        alike = (
+            generation.MaxLengthCriteria,
+            generation.EosTokenCriteria,
+            generation.StopStringCriteria,
+            generation.ConfidenceCriteria,
+        )
+        found = type(self)._get_stopping_criteria(self, *args, **kwargs)
+        return StoppingCriteriaList(c if isinstance(c, alike) else _DecidedByRank0(c, start) for c in found)
+
+    return criteria
+
+
+class _DecidedByRank0:
+    """A criterion that may see other things on other ranks, such as a clock: rank 0's word counts.
+
+    Args:
+        criterion: of transformers' form.
+        start: the ranks.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], start: Launch) -> None:
+        self._criterion = criterion
+        self._start = start
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Which sequences are done, bool ``[B]``; a broadcast of as many bytes."""
+        done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
+        if self._start.rank == 0:
+            done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
+        dist.broadcast(done, group_src=0, group=self._start.group)
+        return done.to(input_ids.device, torch.bool)

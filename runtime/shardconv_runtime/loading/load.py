@@ -1,0 +1,351 @@
+"""From a converted directory to the model of this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm import agreement
+from ..comm import mesh as launching
+from ..comm.collectives import AllReduce, Communicator
+from ..comm.mesh import Launch
+from ..errors import CheckpointError, PlanError, ShardconvError
+from ..format import fingerprint, manifest
+from ..format.plan import Plan
+from ..inference.generation import prepare_generation
+from ..loaded import Loaded, remember
+from ..parallel.build import parallelize
+from ..parallel.meta_model import build_model, find_class
+from ..parallel.model_config import building_failed, read_config, read_generation_config
+from . import rank_files
+from .read_ahead import ReadAhead
+
+if TYPE_CHECKING:
+    # Imported where they are used: most jobs load a local directory for inference, and need none of it.
+    from ..hub.fetch import Repository
+    from ..tensors.lazy_tensor import LazyTensor
+
+T = TypeVar("T")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    plan: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    training: bool = False,
+    sequence_parallel: bool = False,
+    compile: bool = False,
+    gather_logits: bool | None = None,
+    timeout_s: float | None = None,
+    all_reduce: AllReduce | None = None,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load this rank's part of a converted model; every rank of the job calls it.
+
+    The process group is started from torchrun's environment where there is none: nccl on GPUs, gloo on
+    the CPU. Whatever is wrong, on whichever rank, every rank raises before the first collective of
+    the model. Parameters require gradients only with ``training``.
+
+    ``generate`` gives the same tokens on every rank. It is called alike on all of them, which is checked;
+    a ``streamer`` gets tokens on rank 0 only, and rank 0's clock counts for ``max_time``.
+
+    Args:
+        path: directory that ``shardconv convert`` wrote, or the id of a repository on the Hub to which one
+            was pushed: this rank's files are downloaded to the cache. Where it holds several in ``tp-N/``,
+            the one for as many ranks as there are processes is taken.
+        plan: a plan (``shardconv plan --format json``), a directory that has one, or
+            ``user/repo/plan.json`` on the Hub. ``path`` then is an ordinary model, local or on the Hub, of
+            which this rank reads its part: of safetensors on the Hub only the bytes that it holds, which are
+            not kept in the cache.
+        device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
+        dtype: for the floating-point parameters; by default as they are stored.
+        group: the processes that load this model, as many as the plan's tp; by default all.
+        mesh: instead of ``group``, all processes, of which the dim named "tp" loads a model each: the other
+            dims are for data parallelism, see ``data_parallel``.
+        training: with the backward collectives of the plan: parameters require gradients as in the unsharded
+            model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
+        sequence_parallel: split the activations between the parallel blocks over the sequence; the plan must
+            have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
+        compile: run each forward pass as one compiled graph, on GPUs decoding steps as CUDA graphs, and let
+            ``generate`` decode from a static cache. ``torch.compile(model)`` works as well.
+        gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
+            refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
+            is computed from the shards, and by default no logits are returned in training mode where there
+            are labels; True returns them whole.
+        timeout_s: how long a rank waits in a collective for the others before it raises, where this call
+            starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo). Also for
+            ranks that do not call ``generate`` with the others (5 minutes).
+        all_reduce: sums a contiguous tensor over the process group of a name, instead of torch's own; for
+            collectives that suit the machine better (symmetric memory, say). It leaves its argument as it
+            is; a compiled model needs a function that Dynamo can trace.
+        revision: branch, tag or commit on the Hub; only a commit is the same tomorrow.
+        cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
+            set, everything comes from the cache.
+        trust_remote_code: allow a model whose code is in ``path`` to run that code.
+
+    Returns:
+        The transformers model in eval mode, with the class that it had when converted.
+
+    Raises:
+        ShardconvError: with what is wrong, on which rank, and the remedy.
+
+    Example:
+        >>> model = shardconv_runtime.load("out/")
+        >>> logits = model(input_ids).logits
+        >>> model = shardconv_runtime.load("user/model-tp", revision="0123abc...")
+        >>> model = shardconv_runtime.load("user/original", plan="plan.json")
+    """
+    if mesh is not None:
+        group = launching.tp_group(mesh, group)
+    wanted = _Wanted(
+        os.fspath(path),
+        None if plan is None else os.fspath(plan),
+        (revision, cache_dir, local_files_only, token),
+        trust_remote_code,
+        _dtype(dtype),
+        training,
+        sequence_parallel,
+        gather_logits,
+    )
+    checked, error = _attempt(lambda: _check(wanted, group))
+    if checked is not None:
+        launching.check_world_size(checked.plan, group)
+    with ReadAhead(checked.paths if checked is not None else ()) as ahead:
+        start = _launch(group, device, timeout_s, error)
+        agreement.agree(start, error)
+        assert checked is not None, "agree has raised the error"
+        if checked.repository is not None:
+            fetched, error = _attempt(lambda: _with_files(checked, start.rank))
+            agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
+            assert fetched is not None, "agree has raised the error"
+        else:
+            fetched = checked
+        comm = _connect(checked.plan, wanted, start, all_reduce)
+        timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
+        model, error = _attempt(lambda: _build(fetched, start, comm, wanted))
+        agreement.agree(start, error, timeout)
+        assert model is not None, "agree has raised the error"
+        if start.device.type != "cpu":
+            ahead.stop()  # all was read; what is mapped is read while it waits for its first use
+    if compile:
+        from ..inference.compiling import compile_model
+
+        compile_model(model, cuda_graphs=launching.can_capture(start))
+    return model
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the caller asks for."""
+
+    path: str
+    plan: str | None
+    hub: tuple[str | None, str | os.PathLike[str] | None, bool, str | bool | None]
+    """The fields of ``hub.access.Hub``."""
+    trust_remote_code: bool
+    dtype: torch.dtype | None
+    training: bool
+    sequence_parallel: bool
+    gather_logits: bool | None
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A model that this rank can load, as far as could be told so far."""
+
+    directory: Path
+    manifest: manifest.Manifest
+    """Of an ordinary model: one of its small files."""
+    plan: Plan
+    repository: Repository | None = None
+    """From which this rank's files are still to be downloaded."""
+    files: rank_files.RankFiles | None = None
+    """This rank's files, checked."""
+    checkpoint: Mapping[str, LazyTensor] | None = None
+    """Instead of files: the weights of an ordinary model, whole, not read."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of this rank's files."""
+        return () if self.files is None else self.files.paths
+
+
+def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
+    """Everything that takes little time."""
+    rank, world_size = launching.rank(group), launching.world_size(group)
+    found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted)
+    directory, solved = found.directory, found.plan
+    if solved.model.trust_remote_code and not wanted.trust_remote_code:
+        raise PlanError(
+            f"{directory}: the model runs Python code from its own directory; "
+            "read that code, then pass trust_remote_code=True"
+        )
+    fingerprint.check_code(solved)
+    _check_form(solved, wanted)
+    if wanted.gather_logits is False and solved.logits is None:
+        raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
+    if found.repository is None and found.checkpoint is None and rank < solved.tp:
+        return _with_files(found, rank)
+    return found
+
+
+def _check_form(plan: Plan, wanted: _Wanted) -> None:
+    """Check that the plan has what training and sequence parallelism need."""
+    if not wanted.training and not wanted.sequence_parallel:
+        return
+    from ..format.plan_forms import of_sequence, require_training
+
+    if wanted.training:
+        require_training(plan)
+    if wanted.sequence_parallel:
+        of_sequence(plan)
+
+
+def _converted(wanted: _Wanted, world_size: int) -> _Checked:
+    """A converted directory, or one on the Hub, of which the manifest and the plan are read."""
+    directory = Path(wanted.path).expanduser()
+    if directory.is_dir():
+        directory = manifest.variant(directory, world_size)
+        found = manifest.read(directory)
+        return _Checked(directory, found, manifest.read_plan(directory, found))
+    from ..hub.access import Hub, looks_like_path
+    from ..hub.fetch import find
+
+    if directory.exists() or looks_like_path(wanted.path) or "/" not in wanted.path:
+        raise CheckpointError(
+            f"{wanted.path}: no such directory; give the directory that `shardconv convert` wrote, or the id "
+            "of a repository on the Hub"
+        )
+    repository, found = find(wanted.path, Hub(*wanted.hub), world_size)
+    return _Checked(repository.directory, found, manifest.read_plan(repository.directory, found), repository)
+
+
+def _ordinary(wanted: _Wanted) -> _Checked:
+    """An ordinary model, to be sharded by a plan while it is read."""
+    from ..hub.access import Hub
+    from .by_plan import ordinary
+
+    assert wanted.plan is not None
+    hub = Hub(*wanted.hub)
+    found = ordinary(wanted.path, wanted.plan, hub, trust_remote_code=wanted.trust_remote_code)
+    return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+
+
+def _with_files(found: _Checked, rank: int) -> _Checked:
+    """The files of a rank, downloaded if they are not there, and checked."""
+    if found.repository is not None:
+        found.repository.fetch(found.manifest.files_of(rank))
+    return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
+
+
+def _connect(plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
+    """The process groups of all collectives that the wanted form of the model issues."""
+    if not wanted.training and not wanted.sequence_parallel:
+        return launching.connect(plan, start, all_reduce)
+    from ..format.plan_forms import of_sequence
+    from ..training.backward_axes import backward_axes
+
+    used = of_sequence(plan) if wanted.sequence_parallel else plan
+    return launching.connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
+
+
+def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
+    plan, directory = checked.plan, checked.directory
+    config = read_config(directory, checked.manifest, plan)
+    generation_config = read_generation_config(directory, checked.manifest)
+    dtype = wanted.dtype or getattr(torch, plan.model.dtype)
+    try:
+        model = build_model(_model_class(directory, plan), config, dtype)
+    except Exception as error:
+        raise building_failed(directory, error) from error
+    _parallelize(model, plan, comm, wanted)
+    rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
+    prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
+    remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
+    return model.eval()
+
+
+def _parallelize(model: nn.Module, plan: Plan, comm: Communicator, wanted: _Wanted) -> None:
+    if not wanted.training and not wanted.sequence_parallel:
+        parallelize(model, plan, comm, wanted.gather_logits)
+        return
+    from ..training.prepare import parallelize_for_training
+
+    parallelize_for_training(
+        model,
+        plan,
+        comm,
+        wanted.gather_logits,
+        training=wanted.training,
+        sequence_parallel=wanted.sequence_parallel,
+    )
+
+
+def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
+    """What this rank holds, from its own files, or cut from an ordinary checkpoint."""
+    if checked.checkpoint is not None:
+        from .by_plan import local_tensors
+
+        return local_tensors(checked.plan, checked.checkpoint, start.rank, start.device)
+    assert checked.files is not None
+    return rank_files.tensors(checked.files.shards, start.device)
+
+
+def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
+    if not plan.model.trust_remote_code:
+        return find_class(plan.model.class_name)
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = plan.model.class_name.replace(":", ".")
+    if "--" in reference:
+        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
+    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
+    return found
+
+
+def _launch(
+    group: dist.ProcessGroup | None,
+    device: torch.device | str | None,
+    timeout_s: float | None,
+    error: Exception | None,
+) -> Launch:
+    """Join the others; what is wrong with the directory goes before what is wrong with the launch."""
+    try:
+        return launching.launch(group, device, timeout_s)
+    except ShardconvError as failure:
+        if error is not None:
+            raise error from failure
+        raise
+
+
+def _attempt(stage: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run a stage that may fail on this rank alone; the error is raised once all ranks know of it."""
+    try:
+        return stage(), None
+    except Exception as error:
+        return None, error
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise PlanError(f"dtype={dtype!r} is not the name of a torch dtype")
+    return found

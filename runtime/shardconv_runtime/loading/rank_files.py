@@ -1,0 +1,214 @@
+"""One rank's files: checked before anything is built, then read into the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..format.block_scales import SUFFIX, dequantised, stored_plans
+from ..format.dtypes import STORED_NAME
+from ..format.header import ShardFile, StoredTensor
+from ..format.layout_hash import is_common, layout_sha256
+from ..format.manifest import (
+    COMMON_DIRECTORY,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    check_shard,
+    check_sizes,
+    resolve,
+    sha256_checksum,
+)
+from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..parallel.build import retie, stored_tensors
+from ..parallel.model_config import CONFIG, GENERATION_CONFIG
+from .reading import mapped
+
+_REMEDY = "copy the directory again, or convert the model again"
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The safetensors files of one rank, ``common/`` included, whose headers agree with the plan."""
+
+    shards: tuple[ShardFile, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Where they are, in the order in which they are read."""
+        return tuple(shard.path for shard in self.shards)
+
+
+def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
+    """Check, from sizes and headers alone, that ``rank`` will find each of its tensors exactly once.
+
+    What says how to compute with them, the config and the model's own code, is checked byte by byte.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, changed or another rank's, or a tensor is missing,
+            extra, twice there, or of another shape or dtype than the plan says.
+    """
+    check_sizes(directory, manifest, rank)
+    for entry in manifest.files_of(rank):
+        if _is_code(entry) and sha256_checksum(resolve(directory, entry.path)) != entry.checksum:
+            raise CheckpointError(
+                f"{directory}: {entry.path} is not the one that was converted (its sha256 is not that in "
+                f"{MANIFEST_NAME}); {_REMEDY}"
+            )
+    layout = layout_sha256(plan)
+    found: dict[str, tuple[StoredTensor, FileEntry]] = {}
+    shards = []
+    for entry in filter(_is_shard, manifest.files_of(rank)):
+        path = resolve(directory, entry.path)
+        shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
+        for name, tensor in shards[-1].tensors.items():
+            if name in found:
+                raise CheckpointError(
+                    f"{directory}: {name} is in {found[name][1].path} and in {entry.path}; {_REMEDY}"
+                )
+            found[name] = (tensor, entry)
+    _compare(directory, found, plan, rank)
+    return RankFiles(tuple(shards))
+
+
+def tensors(shards: Sequence[ShardFile], device: torch.device) -> Generator[tuple[str, Tensor]]:
+    """Each tensor of the files with its name, on the device, in the order of the files.
+
+    Close the iterator, or run it to its end: threads may be reading until then. When it has ended, so has
+    all that it started on the device.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is shorter than it was.
+    """
+    if device.type == "cuda" and hasattr(os, "preadv"):
+        from .staged_reading import Cuda, staged
+
+        yield from staged(shards, Cuda(device))
+        return
+    for name, tensor in mapped(shards):
+        yield name, tensor.to(device)
+
+
+def read(
+    model: nn.Module,
+    plan: Plan,
+    stored: Generator[tuple[str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Fill a parallelized model, in place; buffers that no file holds are moved to the device.
+
+    Args:
+        model: as ``build.parallelize`` leaves it.
+        plan: its plan.
+        stored: what this rank holds, by the names under which it is stored, on the device; it is closed.
+        device: where all tensors go.
+        dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
+
+    Raises:
+        CheckpointError: a tensor is missing, or a file cannot be read any more.
+    """
+    todo = set(parameter_plans(plan))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    with closing(_parameters(stored, plan)) as parameters:
+        for name, tensor in parameters:
+            target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
+            owner, _, attribute = name.rpartition(".")
+            _assign(modules[owner], attribute, tensor.to(target))
+            todo.remove(name)
+    if todo:
+        raise CheckpointError(f"{min(todo)} was in no file; {_REMEDY}")
+    retie(model, plan)
+    _move_buffers(model, device)
+    if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
+        raise CheckpointError(f"{empty[0]} was in no file; {_REMEDY}")
+
+
+def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a model that is loaded as ``wanted``.
+
+    A tensor that the converter kept wider than the model's own dtype (a router in float32, say) is
+    never made narrower than it was stored; tensors that are not floating point stay as they are.
+    """
+    if not stored.is_floating_point or stored.itemsize < 2:
+        return stored
+    kept_wide = stored.itemsize > getattr(torch, model_dtype).itemsize
+    return torch.promote_types(stored, wanted) if kept_wide else wanted
+
+
+def _parameters(stored: Generator[tuple[str, Tensor]], plan: Plan) -> Generator[tuple[str, Tensor]]:
+    """The parameters; one with blocks once its values and its factors were read."""
+    scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
+    partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
+    waiting: dict[str, Tensor] = {}
+    with closing(stored) as found_tensors:
+        for name, tensor in found_tensors:
+            if name not in partner:
+                yield name, tensor
+            elif partner[name] not in waiting:
+                waiting[name] = tensor
+            else:
+                found = {name: tensor, partner[name]: waiting.pop(partner[name])}
+                values = name if name in scaled else partner[name]
+                dtype = getattr(torch, plan.model.dtype)
+                block = scaled[values].block
+                yield values, dequantised(found[values], found[partner[values]], block, dtype)
+
+
+def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:
+    replaced = owner._parameters.get(attribute)
+    if replaced is not None:
+        owner._parameters[attribute] = nn.Parameter(tensor, requires_grad=replaced.requires_grad)
+    else:
+        owner._buffers[attribute] = tensor
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _is_code(entry: FileEntry) -> bool:
+    return entry.path in (CONFIG, GENERATION_CONFIG) or entry.path.endswith(".py")
+
+
+def _is_shard(entry: FileEntry) -> bool:
+    in_shards = entry.rank is not None or entry.path.startswith(f"{COMMON_DIRECTORY}/")
+    return in_shards and entry.path.endswith(".safetensors")
+
+
+def _compare(
+    directory: Path, found: dict[str, tuple[StoredTensor, FileEntry]], plan: Plan, rank: int
+) -> None:
+    expected = stored_plans(plan)
+    if missing := sorted(expected.keys() - found.keys()):
+        raise CheckpointError(
+            f"{directory}: no file of rank {rank} has {missing[0]} ({len(missing)} such); {_REMEDY}"
+        )
+    if extra := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(
+            f"{directory}: {found[extra[0]][1].path} has {extra[0]}, which is not in the plan; {_REMEDY}"
+        )
+    for name, entry in expected.items():
+        if problem := _problem(entry, *found[name], plan, rank):
+            raise CheckpointError(f"{directory}: {found[name][1].path}: {name} {problem}; {_REMEDY}")
+
+
+def _problem(entry: ParameterPlan, tensor: StoredTensor, file: FileEntry, plan: Plan, rank: int) -> str:
+    shape = local_shape(entry, plan.mesh, rank)
+    if tensor.shape != shape:
+        return f"has shape {tensor.shape}, and by the plan rank {rank} holds {shape}"
+    if tensor.dtype != STORED_NAME[entry.dtype]:
+        return f"has dtype {tensor.dtype}, and {entry.dtype} by the plan"
+    if is_common(entry) != (file.rank is None):
+        return "is in the wrong place: only what every rank holds alike belongs to common/"
+    return ""

@@ -1,0 +1,252 @@
+"""Tensors of files to a GPU, through pinned memory.
+
+Threads read into a ring of pinned buffers, from which the bytes go to the device on a stream of their own:
+
+    files ── preadv, several threads ──> ring of pinned buffers ── one copy each ──> slabs on the device
+
+A slab is one allocation on the device, for one large tensor or for many small ones. Its tensors have
+storages of their own all the same, so that what writes to one does not look like writing to the others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..format.header import ShardFile, StoredTensor
+from .reading import REMEDY, stored_tensor
+
+BUFFER_BYTES = 16 << 20
+"""Of each staging buffer: the copy to the device takes about a millisecond, next to which its start is
+nothing, and what was just read is partly still in the processor's cache."""
+
+NUM_BUFFERS = 4
+"""Buffers, and threads that fill them: one thread copies from the page cache at a few GB/s, a bus takes
+some 25 GB/s. Eight ranks of a machine pin half a GiB, and have as many threads as its cores can run."""
+
+ALIGNMENT = 256
+"""Of each tensor on the device, in bytes, as if it had been allocated alone."""
+
+_MAX_SPANS = 1024
+"""Most places that one call of preadv fills (IOV_MAX of Linux)."""
+
+
+class Event(Protocol):
+    """Something on a device that will have happened."""
+
+    def synchronize(self) -> Any:
+        """Return once it has."""
+
+
+class Place(Protocol):
+    """Where a staged load goes: what knows of streams and pinned memory."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Memory of the host, uint8, from which the device copies fast."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the device, uint8, that ``copy`` may write to."""
+
+    def copy(self, target: Tensor, source: Tensor) -> Event:
+        """Begin to copy from a buffer; until the event the buffer must stay as it is."""
+
+    def publish(self, event: Event) -> None:
+        """Whatever the caller runs on the device from now on comes after the event."""
+
+    def finish(self) -> None:
+        """Return once all copies are done."""
+
+
+class Cuda:
+    """A GPU, with a stream for the copies.
+
+    Memory belongs to the caller's stream, on which it may have been in use a moment ago: the copies wait for
+    what was started there, and ``publish`` has the caller's stream wait for the copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return memory
+
+    def copy(self, target: Tensor, source: Tensor) -> Event:
+        # blocking: a thread that waits leaves its core to others
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event.record(self._stream)
+        return event
+
+    def publish(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+class _Span(NamedTuple):
+    """A stretch of a buffer."""
+
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """What one buffer takes: bytes that follow each other in a file, and go to spans of the buffer."""
+
+    path: Path
+    file_begin: int
+    spans: tuple[_Span, ...]
+    slab_begin: int
+    """Where the buffer's bytes go in the slab."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spans[-1].begin + self.spans[-1].num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """One allocation on the device, the tensors in it and where they begin, and how it is filled."""
+
+    num_bytes: int
+    tensors: tuple[tuple[str, StoredTensor, int], ...]
+    fills: tuple[_Fill, ...]
+
+
+def staged(
+    shards: Sequence[ShardFile],
+    place: Place,
+    *,
+    buffer_bytes: int = BUFFER_BYTES,
+    num_buffers: int = NUM_BUFFERS,
+) -> Generator[tuple[str, Tensor]]:
+    """Tensors in memory of ``place``, read by threads through ``num_buffers`` buffers.
+
+    Peak memory of the host is that of the buffers, of the device that of the tensors.
+    """
+    slabs = [slab for shard in shards for slab in _slabs(shard, buffer_bytes)]
+    fills = deque(fill for slab in slabs for fill in slab.fills)
+    size = max((fill.num_bytes for fill in fills), default=0)
+    with ExitStack() as stack:
+        files = {shard.path: stack.enter_context(_Readable(shard.path)) for shard in shards}
+        pool = ThreadPoolExecutor(num_buffers, "shardconv-read")
+        stack.callback(place.finish)  # undone last first: no thread waits for an event of a lost copy
+        stack.callback(pool.shutdown, cancel_futures=True)
+        reads: deque[Future[Tensor]] = deque()
+
+        def read_next(buffer: Tensor, free: Event | None) -> None:
+            if fills:
+                fill = fills.popleft()
+                reads.append(pool.submit(files[fill.path].read, fill, buffer, free))
+
+        for _ in range(min(num_buffers, len(fills))):
+            read_next(place.buffer(size), None)
+        for slab in slabs:
+            memory = place.allocate(slab.num_bytes)
+            for fill in slab.fills:
+                buffer = reads.popleft().result()
+                target = memory[fill.slab_begin : fill.slab_begin + fill.num_bytes]
+                copied = place.copy(target, buffer[: fill.num_bytes])
+                read_next(buffer, copied)
+            if slab.fills:
+                place.publish(copied)
+            for name, stored, begin in slab.tensors:
+                yield name, stored_tensor(memory.untyped_storage(), begin, stored)
+
+
+class _Readable:
+    """A file that threads read from."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def __enter__(self) -> _Readable:
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, fill: _Fill, buffer: Tensor, free: Event | None) -> Tensor:
+        """Fill a buffer once it is free, and return it."""
+        if free is not None:
+            free.synchronize()
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array is a buffer
+        todo, at = [view[begin : begin + size] for begin, size in fill.spans], fill.file_begin
+        while todo:
+            try:
+                num_bytes = os.preadv(self._descriptor, todo[:_MAX_SPANS], at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path}: cannot be read at byte {at} ({error.strerror}); {REMEDY}"
+                ) from error
+            if num_bytes == 0:
+                raise CheckpointError(f"{self._path}: ends at byte {at}, and was longer before; {REMEDY}")
+            todo, at = _after(todo, num_bytes), at + num_bytes
+        return buffer
+
+
+def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of the views without their first bytes."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []
+
+
+def _slabs(shard: ShardFile, limit: int) -> Iterator[_Slab]:
+    """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes."""
+    held: list[tuple[str, StoredTensor, int]] = []
+    end = 0
+    for name, stored in shard.tensors.items():
+        begin = math.ceil(end / ALIGNMENT) * ALIGNMENT
+        if held and begin + _size(stored) > limit:
+            yield _slab(shard, held, limit)
+            held, begin = [], 0
+        held.append((name, stored, begin))
+        end = begin + _size(stored)
+    if held:
+        yield _slab(shard, held, limit)
+
+
+def _slab(shard: ShardFile, held: list[tuple[str, StoredTensor, int]], limit: int) -> _Slab:
+    spans = tuple(_Span(begin, _size(stored)) for _, stored, begin in held if _size(stored))
+    first = shard.start + held[0][1].offsets[0]
+    if not spans:
+        return _Slab(0, tuple(held), ())
+    end = spans[-1].begin + spans[-1].num_bytes
+    if end <= limit:
+        fills = [_Fill(shard.path, first, spans, 0)]
+    else:  # one tensor, larger than a buffer
+        parts = ((at, min(limit, end - at)) for at in range(0, end, limit))
+        fills = [_Fill(shard.path, first + at, (_Span(0, size),), at) for at, size in parts]
+    return _Slab(end, tuple(held), tuple(fills))
+
+
+def _size(stored: StoredTensor) -> int:
+    return stored.offsets[1] - stored.offsets[0]

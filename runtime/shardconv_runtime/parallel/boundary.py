@@ -1,0 +1,375 @@
+"""What happens to tensors on their way into a module and out of it.
+
+A module that the runtime does not know keeps its class and its code; the plan's steps run in
+forward hooks of that one instance, so that other instances are untouched and a deep copy takes
+the steps along. Dynamo traces hooks like any code.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.collectives import (
+    Communicator,
+    Gather,
+    GradDivide,
+    GradReduce,
+    Inner,
+    Reduce,
+    ReduceScatter,
+    Resharding,
+    Slice,
+)
+from ..errors import PlanError
+from ..format.dims import Dim, open_parts, size
+from ..format.plan import Boundary, ModulePlan
+from ..format.plan_checks import LOCAL_ROWS
+from ..format.slices import ranges
+
+Step = Callable[[Tensor], Tensor]
+
+_Path = tuple[str, ...]
+
+_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+"""How the names of those attributes of a module begin that say what its forward hooks are."""
+
+GRADIENT_STEPS = ("grad_all_reduce", "grad_divide")
+"""Steps that do nothing but to a gradient."""
+
+_RESHARDING: dict[str, type[Resharding]] = {
+    "all_gather": Gather,
+    "slice": Slice,
+    "reduce_scatter": ReduceScatter,
+}
+
+
+def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step:
+    """The operation of a boundary that needs nothing but the tensor.
+
+    Args:
+        boundary: what the plan says.
+        comm: the ranks.
+        training: it has a backward.
+
+    Raises:
+        PlanError: it is none of these operations.
+    """
+    grad_axes = boundary.grad_axes if training else None
+    if boundary.op == "all_reduce":
+        return Reduce(comm, boundary.axes, grad_axes)
+    if boundary.op == "grad_all_reduce":
+        return GradReduce(comm, boundary.axes)
+    if boundary.op == "grad_divide":
+        return GradDivide(comm, boundary.axes)
+    if boundary.op in _RESHARDING and boundary.dim is not None and boundary.layout is not None:
+        kind = _RESHARDING[boundary.op]
+        parts = open_parts(boundary.layout)
+        if parts is not None:
+            return Inner(kind, comm, boundary.dim, *parts, grad_axes, boundary.local_grad_axes)
+        return kind(comm, boundary.dim, boundary.layout, grad_axes, boundary.local_grad_axes)
+    raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here, or lacks dim or layout")
+
+
+MAX_TABLE_ROWS = 2**26
+"""Most rows of a table whose local ids are looked up: 8 bytes for each."""
+
+
+class RowIds:
+    """Global row ids of a table to local ones, for any layout of its rows.
+
+    Args:
+        comm: this rank.
+        layout: of the rows.
+        past_end: foreign ids become ``num_rows``, one past the last local row, instead of 0.
+
+    Attributes:
+        num_rows: local number of rows.
+
+    Raises:
+        PlanError: the rank's rows do not follow one another, and there are too many.
+    """
+
+    def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
+        held = ranges(layout, comm.mesh, comm.rank)
+        self.num_rows = sum(stop - start for start, stop in held)
+        self._foreign_id = self.num_rows if past_end else 0
+        self._range = held[0] if len(held) == 1 else None
+        if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
+            raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
+        self._table = _row_table(size(layout), held) if len(held) > 1 else None
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Local ids, and the mask of those rows that are other ranks'; both of ``ids``' shape."""
+        if self._table is not None:
+            local = self._table_on(ids.device)[ids]
+            foreign = local < 0
+        else:
+            start, stop = self._range or (0, 0)
+            local = ids - start
+            foreign = (ids < start) | (ids >= stop)
+        return local.masked_fill(foreign, self._foreign_id).to(ids.dtype), foreign
+
+    def local(self, row: int) -> int | None:
+        """The local id of one row; None if another rank holds it."""
+        ids, foreign = self(torch.tensor([row], device="cpu"))
+        return None if bool(foreign) else int(ids)
+
+    def _table_on(self, device: torch.device) -> Tensor:
+        assert self._table is not None
+        if self._table.device != device:
+            self._table = self._table.to(device)
+        return self._table
+
+
+def zero_foreign(x: Tensor, foreign: Tensor) -> Tensor:
+    """Zero the rows that other ranks hold.
+
+    Args:
+        x: ``[*foreign.shape, ...]``.
+        foreign: bool mask.
+    """
+    return x.masked_fill(foreign.reshape(foreign.shape + (1,) * (x.dim() - foreign.dim())), 0)
+
+
+def attach(
+    module: nn.Module,
+    entry: ModulePlan,
+    comm: Communicator,
+    signature: inspect.Signature,
+    training: bool = False,
+) -> None:
+    """Run the plan's steps around ``module``.
+
+    Args:
+        module: gets forward hooks, which run before any others that it has or will have appended.
+        entry: its ``inputs`` and ``outputs`` are used.
+        signature: of the forward method that the slots speak of, without ``self``.
+        training: the steps have backwards.
+
+    Raises:
+        PlanError: a slot is none of the forward method, or a step is malformed.
+    """
+    mask = _Mask()
+    inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
+    if inputs:
+        before = _Before([_input_action(b, comm, signature, mask, training) for b in inputs])
+        renumber(module, module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    if outputs:
+        after = _After([(_output_path(b.slot), _output_step(b, comm, mask, training)) for b in outputs])
+        renumber(module, module.register_forward_hook(after, prepend=True))
+
+
+def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Give a forward hook of ``module`` a number that it has in all layers alike; ``handle`` follows.
+
+    Torch numbers the hooks of all modules on and on, and notes by number how each is called. Dynamo guards on
+    these notes: with torch's numbers, what was compiled for one layer would be of no use to the next one.
+    There is no public way to choose them; this function alone knows of the tables.
+    """
+    tables = [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
+    number = min((0, *(key for table in tables for key in table))) - 1  # torch's are not negative
+    for table in tables:
+        if handle.id in table:
+            entries = [(number if key == handle.id else key, value) for key, value in table.items()]
+            table.clear()
+            table.update(entries)
+    handle.id = number
+    return handle
+
+
+def attach_output(module: nn.Module, slot: str, function: Step) -> None:
+    """Run one more step on what a module returns at a slot."""
+    renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
+
+
+def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
+    """Without training, steps that concern gradients alone are left out."""
+    return [b for b in steps if training or b.op not in GRADIENT_STEPS]
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """The signature of a module's forward method, without ``self``."""
+    return inspect.signature(module.forward)
+
+
+def replace_at(value: Any, path: _Path, function: Step, slot: str) -> Any:
+    """A copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
+
+    Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
+
+    Raises:
+        PlanError: there is no such place, or something other than a tensor.
+    """
+    if value is None:
+        return None
+    if not path:
+        if not isinstance(value, Tensor):
+            raise PlanError(f"slot {slot}: expected a tensor, got a {type(value).__name__}")
+        return function(value)
+    key = _key(value, path[0], slot)
+    return _with_item(value, key, replace_at(_item(value, key), path[1:], function, slot))
+
+
+class _Mask:
+    """Which ids were foreign, from one input of a module to another one or to its output."""
+
+    def __init__(self) -> None:
+        self.foreign: Tensor | None = None
+
+
+class _LocalRows:
+    def __init__(self, rows: RowIds, mask: _Mask) -> None:
+        self._rows = rows
+        self._mask = mask
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        local, self._mask.foreign = self._rows(ids)
+        return local
+
+
+class _ZeroForeign:
+    def __init__(self, mask: _Mask) -> None:
+        self._mask = mask
+
+    def __call__(self, x: Tensor) -> Tensor:
+        foreign, self._mask.foreign = self._mask.foreign, None
+        assert foreign is not None, "zero_foreign runs after the local_rows of the same call"
+        return zero_foreign(x, foreign)
+
+
+@dataclasses.dataclass
+class _InputAction:
+    """One step on one argument, which may come by position or by name."""
+
+    slot: str
+    position: int | None
+    name: str
+    path: _Path
+    step: Step
+
+
+class _Before:
+    """Forward pre-hook: rewrites arguments."""
+
+    def __init__(self, actions: list[_InputAction]) -> None:
+        self._actions = actions
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for action in self._actions:
+            if action.name in kwargs:
+                value = replace_at(kwargs[action.name], action.path, action.step, action.slot)
+                kwargs = {**kwargs, action.name: value}
+            elif action.position is not None and action.position < len(args):
+                value = replace_at(args[action.position], action.path, action.step, action.slot)
+                args = (*args[: action.position], value, *args[action.position + 1 :])
+        return args, kwargs
+
+
+class _After:
+    """Forward hook: rewrites the output."""
+
+    def __init__(self, actions: list[tuple[_Path, Step]]) -> None:
+        self._actions = actions
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        for path, function in self._actions:
+            output = replace_at(output, path, function, ".".join(("output", *path)))
+        return output
+
+
+def _input_action(
+    boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask, training: bool
+) -> _InputAction:
+    _, name, *path = boundary.slot.split(".")
+    if boundary.op in LOCAL_ROWS and boundary.layout is not None:
+        rows = RowIds(comm, boundary.layout, past_end=boundary.op == "local_rows_or_end")
+        if not rows.num_rows:
+            raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold no row of the table")
+        function: Step = _LocalRows(rows, mask)
+    elif boundary.op == "zero_foreign":
+        function = _ZeroForeign(mask)
+    else:
+        function = step(boundary, comm, training)
+    return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)
+
+
+def _output_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> Step:
+    return _ZeroForeign(mask) if boundary.op == "zero_foreign" else step(boundary, comm, training)
+
+
+def _output_path(slot: str) -> _Path:
+    return tuple(slot.split(".")[1:])
+
+
+def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
+    """Where the argument stands if it comes by position."""
+    if name.isdigit():
+        return int(name)
+    kinds = {p.name: p.kind for p in signature.parameters.values()}
+    takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    if name not in kinds and not takes_any_name:
+        raise PlanError(f"slot {slot}: forward{signature} has no parameter {name!r}")
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return list(kinds).index(name) if kinds.get(name) in positional else None
+
+
+def _key(value: Any, component: str, slot: str) -> Any:
+    """The component of a slot as the key of this container."""
+    if isinstance(value, (tuple, list)):
+        if component.isdigit() and int(component) < len(value):
+            return int(component)
+        if component in getattr(value, "_fields", ()):
+            return value._fields.index(component)  # type: ignore[union-attr]  # a named tuple
+    elif isinstance(value, Mapping):
+        if component in value:
+            return component
+        if component.isdigit() and int(component) < len(value):
+            return int(component) if int(component) in value else list(value)[int(component)]
+    elif dataclasses.is_dataclass(value) and hasattr(value, component):
+        return component
+    raise PlanError(
+        f"slot {slot}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
+        "was not traced (return_dict=False, say)"
+    )
+
+
+def _item(value: Any, key: Any) -> Any:
+    return value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
+
+
+def _with_item(value: Any, key: Any, new: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        items = [*value[:key], new, *value[key + 1 :]]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        entries = {**value, key: new}
+        if type(value) is dict:
+            return entries
+        return type(value)(**entries) if dataclasses.is_dataclass(value) else _copy_with(value, key, new)
+    return dataclasses.replace(value, **{key: new})
+
+
+def _copy_with(value: Any, key: Any, new: Any) -> Any:
+    out = copy.copy(value)
+    out[key] = new
+    return out
+
+
+def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
+    """Local id of each global row, -1 for foreign ones."""
+    table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
+    local = 0
+    for start, stop in held:
+        table[start:stop] = torch.arange(local, local + stop - start, device="cpu")
+        local += stop - start
+    return table

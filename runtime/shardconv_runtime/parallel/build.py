@@ -1,0 +1,385 @@
+"""A model on the meta device and a plan → the same model, with one rank's modules and shapes.
+
+The model keeps its Python code. Ints that decide shapes in that code are edited, modules that
+compute on sharded dims are replaced or wrapped, and each parameter gets its local shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Communicator, Slice
+from ..errors import PlanError
+from ..format.dims import size
+from ..format.plan import (
+    LogitsInfo,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    global_shape,
+    local_shape,
+    module_plans,
+    parameter_plans,
+)
+from .boundary import RowIds, Step, attach, forward_signature, in_use, step
+from .edits import apply_edits, raise_flags
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, refuse
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, comm: Communicator, gather_logits: bool | None = None
+) -> nn.Module:
+    """Make ``model`` one rank's part of itself, for inference, in place.
+
+    Args:
+        model: as ``meta_model.build_model`` makes it: parameters and persistent buffers are meta tensors of
+            global shape. Afterwards they are meta tensors of local shape, under the same names.
+        plan: solved for this model's code.
+        comm: this rank; its mesh is the plan's.
+        gather_logits: if False, the logits stay sharded, and the model refuses labels.
+
+    Raises:
+        PlanError: the plan does not fit the model, or lacks what was asked for; the message names the module
+            or parameter.
+    """
+    require_mesh(plan, comm)
+    modules = module_plans(plan)
+    if gather_logits is False:
+        modules = without_logits_gather(modules, plan.logits)
+        refuse(model, "labels", WHY_NO_LABELS)
+    apply_plan(model, plan, comm, modules)
+    return model
+
+
+def require_mesh(plan: Plan, comm: Communicator) -> None:
+    """Check that the ranks form the mesh of the plan.
+
+    Raises:
+        PlanError: they do not.
+    """
+    if comm.mesh != plan.mesh:
+        raise PlanError(f"the plan is for a mesh {plan.mesh}, the ranks form {comm.mesh}")
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    modules: dict[str, ModulePlan],
+    *,
+    training: bool = False,
+) -> None:
+    """Edit, replace and wrap modules, and give the tensors of a model their local shapes, in place.
+
+    Args:
+        model: on meta, with global shapes.
+        plan: of the parameters.
+        comm: this rank.
+        modules: what is done to which module, by FQN.
+        training: the steps have backwards, and parameters require gradients as they did.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    parameters = parameter_plans(plan)
+    if plan.modules and plan.tp > 1:
+        refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
+    _check_names(model, plan, parameters)
+    _convert_modules(model, plan, modules, parameters, comm, training)
+    _shrink(model, parameters, comm, training)
+    retie(model, plan)
+
+
+def _convert_modules(
+    model: nn.Module,
+    plan: Plan,
+    modules: dict[str, ModulePlan],
+    parameters: dict[str, ParameterPlan],
+    comm: Communicator,
+    training: bool,
+) -> None:
+    """Edit, replace and wrap the modules that the plan speaks of."""
+    targets = {fqn: submodule(model, fqn) for fqn in modules}
+    for fqn, entry in modules.items():
+        with _at(fqn):
+            apply_edits(targets[fqn], entry.edits, comm.rank)
+            raise_flags(targets[fqn], entry.flags)
+    replaced = {}
+    for fqn, entry in modules.items():
+        with _at(fqn):
+            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
+            replaced[id(targets[fqn])] = _convert(target)
+    _swap(model, replaced)
+
+
+def retie(model: nn.Module, plan: Plan) -> None:
+    """Make each alias of a tied parameter the same tensor again."""
+    for alias, name in plan.tied:
+        owner, attribute = owner_of(model, alias)
+        source, source_attribute = owner_of(model, name)
+        tensors = owner._parameters if attribute in owner._parameters else owner._buffers
+        tensors[attribute] = getattr(source, source_attribute)
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter or buffer ``name``, and its name there.
+
+    Raises:
+        PlanError: there is none.
+    """
+    path, _, attribute = name.rpartition(".")
+    owner = submodule(model, path)
+    if attribute not in owner._parameters and attribute not in owner._buffers:
+        raise PlanError(f"{name}: the plan has this parameter, the model has not")
+    return owner, attribute
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers with their FQNs, tied ones under each of their names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path + "." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A module that the plan speaks of."""
+
+    fqn: str
+    module: nn.Module
+    entry: ModulePlan
+    parameters: dict[str, ParameterPlan]
+    tied: dict[str, str]
+    comm: Communicator
+    training: bool = False
+
+    def parameter(self, name: str) -> ParameterPlan:
+        """The plan of one of the module's parameters."""
+        fqn = f"{self.fqn}.{name}" if self.fqn else name
+        found = self.parameters.get(self.tied.get(fqn, fqn))
+        if found is None:
+            raise PlanError(f"the plan lacks the parameter {fqn!r}")
+        return found
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Local shape of one of the module's parameters."""
+        return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
+
+    def steps(self, side: str, ignored: tuple[str, ...] = ()) -> list[Step]:
+        """The steps on the only input, or on the output."""
+        boundaries = self.entry.inputs if side == "input" else self.entry.outputs
+        slots = ("input.input", "input.0") if side == "input" else ("output",)
+        for boundary in boundaries:
+            if boundary.slot not in slots:
+                raise PlanError(f"a {type(self.module).__name__} has no slot {boundary.slot!r}")
+        steps = [b for b in in_use(boundaries, self.training) if b.op not in ignored]
+        return [step(b, self.comm, self.training) for b in steps]
+
+
+def _convert(target: _Target) -> nn.Module:
+    """The module that takes the place of the target; the target itself where its class is not known."""
+    _check_entry(target.entry)
+    key = (target.entry.category, type(target.module))
+    if key in _PARALLEL_CLASSES:
+        return _PARALLEL_CLASSES[key](target).train(target.module.training)
+    signature = forward_signature(target.module)
+    module = target.module if target.entry.norm is None else _norm(target)
+    _check_rows(target)
+    _localize_padding(target)
+    attach(module, target.entry, target.comm, signature, target.training)
+    return module
+
+
+def _column(target: _Target) -> nn.Module:
+    out_features, in_features = target.local_shape("weight")
+    return ColumnParallelLinear(
+        in_features,
+        out_features,
+        target.module.bias is not None,
+        inputs=target.steps("input"),
+        outputs=target.steps("output"),
+        training=target.training,
+        device=torch.device("meta"),
+    )
+
+
+def _row(target: _Target) -> nn.Module:
+    out_features, in_features = target.local_shape("weight")
+    has_bias = target.module.bias is not None
+    bias_is_partial = has_bias and bool(target.parameter("bias").partial)
+    if has_bias and not bias_is_partial and not _sums(target.entry):
+        raise PlanError("every rank would add the bias, and nothing is reduced here; make the bias partial")
+    inputs = target.steps("input")
+    if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
+        grad_axes = () if target.training else None
+        inputs.append(Slice(target.comm, -1, target.parameter("weight").dims[1], grad_axes))
+    return RowParallelLinear(
+        in_features,
+        out_features,
+        has_bias,
+        bias_is_partial=bias_is_partial,
+        inputs=inputs,
+        outputs=target.steps("output"),
+        device=torch.device("meta"),
+    )
+
+
+def _embedding(target: _Target) -> nn.Module:
+    module = target.module
+    assert isinstance(module, nn.Embedding)
+    if module.max_norm is not None:
+        raise PlanError("an embedding with max_norm changes its rows when used; it cannot be sharded")
+    _check_rows(target)
+    rows = RowIds(target.comm, target.parameter("weight").dims[0])
+    return VocabParallelEmbedding(
+        rows,
+        target.local_shape("weight")[1],
+        None if module.padding_idx is None else rows.local(module.padding_idx),
+        inputs=target.steps("input", ignored=("local_rows",)),
+        outputs=target.steps("output", ignored=("zero_foreign",)),
+        device=torch.device("meta"),
+    )
+
+
+def _norm(target: _Target) -> nn.Module:
+    from .sharded_norm import ShardedNorm  # few models have one
+
+    assert target.entry.norm is not None
+    return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)
+
+
+_PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Module]] = {
+    ("column", nn.Linear): _column,
+    ("vocab", nn.Linear): _column,
+    ("row", nn.Linear): _row,
+    ("vocab", nn.Embedding): _embedding,
+}
+"""Only these exact classes are replaced; a subclass may compute something else, so it is wrapped."""
+
+
+def _check_rows(target: _Target) -> None:
+    """The rows whose ids become local are those that the rank holds, also those that no test ever reads."""
+    tables = [n for n, p in target.module._parameters.items() if p is not None and p.dim() > 1]
+    rows = {target.parameter(name).dims[0] for name in tables}
+    for layout in (b.layout for b in target.entry.inputs if b.op == "local_rows"):
+        if layout not in rows and layout is not None and size(layout) in map(size, rows):
+            raise PlanError("local_rows has another layout than the rows of the weight")
+
+
+def _localize_padding(target: _Target) -> None:
+    """An embedding's padding id is a row id too, and must be one of the local table."""
+    module = target.module
+    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
+        return
+    for boundary in target.entry.inputs:
+        if boundary.op == "local_rows" and boundary.layout is not None:
+            row = RowIds(target.comm, boundary.layout).local(module.padding_idx)
+            module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
+            return
+
+
+def _check_entry(entry: ModulePlan) -> None:
+    if entry.gather_output and not _has(entry, "all_gather"):
+        raise PlanError("gather_output is set, but no all_gather is among the outputs")
+    if entry.reduce_output and not _sums(entry):
+        raise PlanError("reduce_output is set, but nothing is summed among the outputs")
+    if entry.category == "norm" and entry.norm is None:
+        raise PlanError("the category is norm, but the plan does not say how it computes")
+
+
+def _sums(entry: ModulePlan) -> bool:
+    return _has(entry, "all_reduce") or _has(entry, "reduce_scatter")
+
+
+def _has(entry: ModulePlan, op: str) -> bool:
+    return any(boundary.op == op for boundary in entry.outputs)
+
+
+def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | None) -> dict[str, ModulePlan]:
+    """The modules without the gather of the logits.
+
+    Raises:
+        PlanError: the plan gathers none.
+    """
+    entry = modules.get(logits.module) if logits else None
+    if logits is None or entry is None:
+        raise PlanError("gather_logits=False: the plan gathers no logits, so there is no shard to return")
+    outputs = tuple(b for b in entry.outputs if (b.slot, b.op) != (logits.slot, "all_gather"))
+    if len(outputs) == len(entry.outputs):
+        raise PlanError(f"{logits.module}: the plan gathers no logits at slot {logits.slot!r}")
+    return {**modules, logits.module: replace(entry, outputs=outputs, gather_output=False)}
+
+
+def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:
+    """The plan covers each stored tensor of the model, with its shape."""
+    tied = dict(plan.tied)
+    present = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
+    if missing := sorted((parameters.keys() | tied.keys()) - present.keys()):
+        raise PlanError(f"{missing[0]}: the plan has this parameter, the model has not ({len(missing)} such)")
+    if extra := sorted(present.keys() - parameters.keys() - tied.keys()):
+        raise PlanError(f"{extra[0]}: the model has this parameter, the plan has not ({len(extra)} such)")
+    for name, entry in parameters.items():
+        if present[name] != global_shape(entry):
+            raise PlanError(
+                f"{name}: the plan is for shape {global_shape(entry)}, the model has {present[name]}; "
+                "config.json is not the one that was converted"
+            )
+
+
+def submodule(model: nn.Module, fqn: str) -> nn.Module:
+    """The module of a plan's entry.
+
+    Raises:
+        PlanError: the model has none of this name.
+    """
+    try:
+        return model.get_submodule(fqn)
+    except AttributeError as error:
+        raise PlanError(f"{fqn}: the plan has this module, the model has not") from error
+
+
+def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
+    """Put the new modules where the old ones are, under each of their names."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = replaced.get(id(child), child)
+
+
+def _shrink(
+    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, training: bool
+) -> None:
+    """Give each stored tensor a meta tensor of its local shape and of the plan's dtype."""
+    for name, entry in parameters.items():
+        owner, attribute = owner_of(model, name)
+        shape = local_shape(entry, comm.mesh, comm.rank)
+        local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
+        is_parameter = attribute in owner._parameters
+        tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
+        needs_grad = training and tensors[attribute].requires_grad
+        tensors[attribute] = nn.Parameter(local, requires_grad=needs_grad) if is_parameter else local
+
+
+class _at:
+    """Say in which module a plan did not fit."""
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn or "the model itself"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, PlanError):
+            raise PlanError(f"{self._fqn}: {error}") from error

@@ -1,0 +1,76 @@
+"""Attributes of modules that become local."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from ..format.plan import Edit
+
+
+def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
+    """Set int attributes of a module to their local values.
+
+    A configuration on the way (``config.num_heads``) is copied first, once for this module.
+
+    Raises:
+        PlanError: there is no such int attribute, or its value is not the one that was traced.
+    """
+    copied: set[int] = set()
+    for edit in edits:
+        value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
+        _set_int(module, edit.attribute.split("."), edit, value, copied)
+
+
+def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
+    """Set bool attributes of a module.
+
+    Raises:
+        PlanError: there is no such bool attribute, or it is set already.
+    """
+    for flag in flags:
+        if flag == "training" or getattr(module, flag, None) is not False:
+            raise PlanError(f"cannot set {flag}: it is {getattr(module, flag, 'missing')}, and was False")
+        setattr(module, flag, True)
+
+
+def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:
+    """Set the int at ``path`` below ``owner``; return what takes the place of ``owner``."""
+    current = _get(owner, path[0], edit)
+    if len(path) > 1:
+        new = _set_int(_own_copy(current, edit, copied), path[1:], edit, value, copied)
+    elif type(current) is not int:
+        raise PlanError(f"cannot edit {edit.attribute}: it is a {type(current).__name__}, not an int")
+    elif current != edit.value:
+        raise PlanError(f"cannot edit {edit.attribute}: it is {current}, and was {edit.value} when planned")
+    else:
+        new = value
+    if isinstance(owner, (list, tuple)):
+        index = int(path[0])
+        return type(owner)([*owner[:index], new, *owner[index + 1 :]])
+    setattr(owner, path[0], new)
+    return owner
+
+
+def _get(owner: Any, name: str, edit: Edit) -> Any:
+    if isinstance(owner, (list, tuple)):
+        if name.isdigit() and int(name) < len(owner):
+            return owner[int(name)]
+    elif hasattr(owner, name):
+        return getattr(owner, name)
+    raise PlanError(f"cannot edit {edit.attribute}: a {type(owner).__name__} has no {name!r}")
+
+
+def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
+    if isinstance(value, (list, tuple)) or id(value) in copied:
+        return value
+    from transformers import PreTrainedConfig
+
+    if not isinstance(value, PreTrainedConfig):
+        raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
+    own = copy.copy(value)
+    copied.add(id(own))
+    return own

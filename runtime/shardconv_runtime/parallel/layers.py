@@ -1,0 +1,159 @@
+"""The parallel layers that take the place of exact ``torch.nn`` classes.
+
+A linear layer computes ``Y = X W^T + b``. Split over the rows of W (its output dim), each rank has a
+part of Y: column-parallel. Split over the columns of W (its input dim), each rank has a term of the sum:
+row-parallel. An embedding split over its rows gives zeros for ids that other ranks hold.
+(Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
+
+Parameters keep their names, so that every FQN of the model stays. ``in_features``, ``out_features``
+and ``num_embeddings`` are local. Their backwards are those of the steps that they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm.collectives import Reduce, ReduceScatter, refuse_gradient
+from .boundary import RowIds, Step, zero_foreign
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer whose output dim is split over ranks.
+
+    Args:
+        in_features: local; that of the whole layer unless the plan splits it too.
+        out_features: local.
+        bias: whether there is a bias, split like the output.
+        inputs: steps on the input, in order.
+        outputs: steps on the output; a ``Gather`` makes it whole.
+        training: the steps have backwards; without it, an input that needs a gradient is refused.
+
+    Shapes: ``x: [..., in_features]``, output ``[..., out_features]`` local, whole if gathered.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        inputs: Sequence[Step] = (),
+        outputs: Sequence[Step] = (),
+        training: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self._has_backward = training
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        if not self._has_backward:
+            refuse_gradient(input)
+        return _finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer whose input dim is split over ranks.
+
+    Args:
+        in_features: local.
+        out_features: local; that of the whole layer unless the plan splits it too.
+        bias: whether there is a bias.
+        bias_is_partial: the bias is whole on one rank and zero on the others, so that it is added
+            before the reduction; else it is whole on every rank and added once, after the reduction.
+        inputs: steps on the input; a ``Slice`` where it arrives whole.
+        outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
+
+    Shapes: ``x: [..., in_features]`` local (whole before a ``Slice``), output ``[..., out_features]``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bias_is_partial: bool = False,
+        inputs: Sequence[Step] = (),
+        outputs: Sequence[Step] = (),
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        reduced = 0 if bias_is_partial or not bias else _last_reduction(outputs)
+        self.inputs = tuple(inputs)
+        self.reductions = tuple(outputs[:reduced])
+        self.outputs = tuple(outputs[reduced:])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        x = _apply(self.inputs, input)
+        if not self.reductions:
+            return _finish(self.outputs, F.linear(x, self.weight, self.bias))
+        y = _finish(self.reductions, F.linear(x, self.weight))
+        return _finish(self.outputs, y + self.bias)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding whose rows are split over ranks.
+
+    Args:
+        rows: maps ids to local rows.
+        embedding_dim: local; that of the whole table unless the plan splits it too.
+        padding_idx: local row of the padding id; None where another rank holds it.
+        inputs: steps on the ids.
+        outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
+
+    Shapes: ``ids: [...]``, output ``[..., embedding_dim]``.
+    """
+
+    def __init__(
+        self,
+        rows: RowIds,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        inputs: Sequence[Step] = (),
+        outputs: Sequence[Step] = (),
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(rows.num_rows, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.rows = rows
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        ids, foreign = self.rows(_apply(self.inputs, input))
+        if self.num_embeddings:
+            rows = zero_foreign(F.embedding(ids, self.weight, self.padding_idx), foreign)
+        else:  # fewer rows than ranks
+            rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
+        return _finish(self.outputs, rows)
+
+
+def _apply(steps: Sequence[Step], x: Tensor) -> Tensor:
+    for step in steps:
+        x = step(x)
+    return x
+
+
+def _finish(steps: Sequence[Step], y: Tensor) -> Tensor:
+    """The steps on a result that the layer has just computed, so that sums may take its memory."""
+    for step in steps:
+        y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
+    return y
+
+
+def _last_reduction(steps: Sequence[Step]) -> int:
+    """Number of steps up to and with the last one that sums over ranks."""
+    sums = (Reduce, ReduceScatter)
+    return max((i + 1 for i, step in enumerate(steps) if isinstance(step, sums)), default=0)

@@ -1,0 +1,432 @@
+"""Build a model without its parameters, but with the buffers that no file holds.
+
+A constructor allocates and fills every parameter, which is slow and needs the whole model in
+memory; on the meta device it also loses the values of non-persistent buffers (rotary
+frequencies, masks, ALiBi slopes), which no checkpoint stores. ``LazyInit`` lets the constructor
+run on the meta device and records what it computes; afterwards ``materialize`` replays, on real
+tensors, only the operators that one tensor depends on. (The same idea as torchdistX's deferred
+initialisation, which worked per tensor; here it works per storage, so views and in-place
+operators need no bookkeeping of their own.)
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ..errors import PlanError
+
+_building = threading.Lock()
+"""The default dtype, which constructors go by, is one for all threads."""
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One operator that wrote to some storage; its tensors are meta tensors."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    default_dtype: torch.dtype
+
+
+class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, every tensor that is made is a meta tensor, and how it was made is recorded.
+
+    What needs a value at once (``item``, ``tolist``, ``numpy``, a data-dependent shape) gets the true
+    one by replay. Random fills are recorded like all else, so they cost nothing unless asked for;
+    a replay draws them from a fixed seed, alike on every rank.
+
+    Example:
+        >>> with LazyInit() as lazy:
+        ...     layer = SomeModule()
+        >>> layer.table = lazy.materialize(layer.table)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._records: list[_Record] = []
+        self._reads: list[tuple[int, ...]] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)
+        self._constants: dict[int, Tensor] = {}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._values = _Values(self)
+        self._paused = False
+
+    def __enter__(self) -> LazyInit:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._values.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._values.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if not all(t.is_meta for t in _tensors(args, kwargs)):
+            args, kwargs = tree_map_only(Tensor, self._as_meta, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _META}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.materialize(args[0]).item()
+        if _is_fill(func):
+            self._record(func, args, kwargs, args[0])
+            return args[0]
+        try:
+            outputs = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return self._compute_now(func, args, kwargs)
+        self._record(func, args, kwargs, outputs)
+        return outputs
+
+    def materialize(self, tensor: Tensor) -> Tensor:
+        """The real CPU tensor that ``tensor`` stands for, in memory of its own.
+
+        Args:
+            tensor: made while this mode was active, or a view or a parameter over such a tensor.
+
+        Raises:
+            PlanError: the tensor's origin was not seen.
+        """
+        twin = self._twins.get(id(tensor))
+        if twin is not None:
+            tensor = twin[1]
+        elif not tensor.is_meta:
+            return tensor
+        with self._pause():
+            return self._replay(tensor)(tensor)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Let operators run as they are, where values are needed while the mode is active."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _as_meta(self, tensor: Tensor) -> Tensor:
+        """Stand in for a tensor that holds data: its value becomes a constant of the record."""
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in self._twins:
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+            self._twins[id(tensor)] = (tensor, twin)
+            self._constants[_storage(twin)] = tensor.detach()
+        return self._twins[id(tensor)][1]
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        read = tuple({_storage(t) for t in _tensors(args, kwargs)})
+        made = {_storage(t) for t in _tensors((outputs,), {})}
+        written = made.union(read) if _mutates(func) else made.difference(read)
+        if not written:
+            return  # a view: its geometry says all
+        for key in written:
+            self._writers[key].append(len(self._records))
+        self._records.append(_Record(func, args, kwargs, outputs, torch.get_default_dtype()))
+        self._reads.append(read)
+
+    def _compute_now(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that meta tensors cannot run (its shape depends on data): run it, keep the result."""
+        with self._pause():
+            outputs = _call(func, *tree_map_only(Tensor, self.materialize, (args, kwargs)))
+        return tree_map_only(Tensor, self._as_meta, outputs)
+
+    def _needed(self, tensor: Tensor) -> list[int]:
+        todo, found = [_storage(tensor)], set[int]()
+        while todo:
+            for index in self._writers.get(todo.pop(), ()):
+                if index not in found:
+                    found.add(index)
+                    todo.extend(self._reads[index])
+        return sorted(found)
+
+    def _replay(self, tensor: Tensor) -> _Storages:
+        storages = _Storages(self._constants)
+        records = [self._records[i] for i in self._needed(tensor)]
+        with torch.no_grad(), _fixed_seed(any(_is_random(r.func) for r in records)):
+            for record in records:
+                with _default_dtype(record.default_dtype):
+                    args, kwargs = tree_map_only(Tensor, storages, (record.args, record.kwargs))
+                    storages.keep(record.outputs, _call(record.func, args, kwargs))
+        return storages
+
+
+class _Storages:
+    """Real storages under the meta storages that they stand for; called, it turns meta into real."""
+
+    def __init__(self, constants: dict[int, Tensor]) -> None:
+        self._constants = constants
+        self._real: dict[int, torch.UntypedStorage] = {}
+
+    def __call__(self, meta: Tensor) -> Tensor:
+        key = _storage(meta)
+        if key not in self._real:
+            if key not in self._constants:
+                raise PlanError(
+                    f"a tensor of shape {tuple(meta.shape)} cannot be computed: it was made outside of the "
+                    "model's constructor, on the meta device; build the model without that device"
+                )
+            self._real[key] = _copy(self._constants[key]).untyped_storage()
+        real = torch.empty(0, dtype=meta.dtype)
+        real.set_(self._real[key], meta.storage_offset(), meta.shape, meta.stride())
+        real = real.conj() if meta.is_conj() else real
+        return torch._neg_view(real) if meta.is_neg() else real
+
+    def keep(self, metas: Any, reals: Any) -> None:
+        """Register the storages of new outputs."""
+        for meta, real in zip(tree_leaves(metas), tree_leaves(reals), strict=True):
+            if isinstance(meta, Tensor) and _storage(meta) not in self._real:
+                self._real[_storage(meta)] = _laid_out_like(real, meta).untyped_storage()
+
+
+class _Values(TorchFunctionMode):
+    """Conversions to Python data never reach the dispatcher, so they are met one level higher.
+
+    So are torch's fills with random numbers: one level lower, each costs as much as a module.
+    """
+
+    _CONVERSIONS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+    _FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
+    """Most of what a constructor of many layers does, and almost never asked for: recorded whole."""
+
+    def __init__(self, lazy: LazyInit) -> None:
+        super().__init__()
+        self._lazy = lazy
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._CONVERSIONS and isinstance(args[0], Tensor):
+            real = self._lazy.materialize(args[0].detach())
+            with self._lazy._pause():
+                return func(real, *args[1:], **(kwargs or {}))
+        if func in self._FILLS and not self._lazy._paused:
+            (tensor,) = _tensors(args, kwargs or {})
+            if tensor.is_meta:
+                self._lazy._record(func, args, kwargs or {}, tensor)
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
+def build_model(
+    model_class: str | type[nn.Module], config: Any, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Build a model whose parameters and persistent buffers are meta tensors; all else is real, on the CPU.
+
+    The class chooses its implementations (attention, experts) as it does when loading a checkpoint.
+    Threads may call this at the same time; they take turns.
+
+    Args:
+        model_class: the class, or its name as ``module:Class``.
+        config: its configuration; it is copied.
+        dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
+
+    Raises:
+        PlanError: there is no such class.
+    """
+    cls = find_class(model_class) if isinstance(model_class, str) else model_class
+    config = copy.deepcopy(config)
+    dtype = dtype or _config_dtype(config)
+    with _building, LazyInit() as lazy, _default_dtype(dtype):
+        if hasattr(cls, "_from_config"):  # what the Auto classes call; sets up what __init__ does not
+            model: nn.Module = cls._from_config(config, dtype=dtype)
+        else:
+            model = cls(config)
+    with _building:
+        _fill(model, lazy)
+    _keep_float32(model, dtype)
+    return model.eval()
+
+
+def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give float32 to what the class keeps in float32 when a half precision checkpoint is loaded.
+
+    The names are private attributes of transformers' base class, and part of what ``from_pretrained`` does.
+    """
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for_half = getattr(model, "_keep_in_fp32_modules", None) or ()
+    kept = [
+        *(always if dtype in (torch.float16, torch.bfloat16) else ()),
+        *(for_half if dtype == torch.float16 else ()),
+    ]
+    if not kept:
+        return
+    wanted = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in kept))
+    for tensors in (model.named_parameters(), _persistent_buffer_names(model)):
+        for name, tensor in tensors:
+            if wanted.search(name) and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+
+
+def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    stored = {id(t) for t in _persistent_buffers(model)}
+    return ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in stored)
+
+
+_MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+"""Where transformers has its models: what a plan may have imported, since a plan may come from anybody."""
+
+
+def find_class(name: str) -> type[nn.Module]:
+    """The model class ``module:Class``; nothing is imported but models of transformers.
+
+    Raises:
+        PlanError: there is no such class, it is no ``PreTrainedModel``, or its module is another one that was
+            not imported yet.
+    """
+    module, _, attribute = name.partition(":")
+    if module not in sys.modules and not _MODELING.fullmatch(module):
+        raise PlanError(
+            f"the model class {name!r} is none of transformers, and nothing else is imported for a plan; "
+            "if it is yours, import its module before the model is loaded"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a module may raise anything where something is missing that it needs
+        raise PlanError(f"no model class {name!r} in this environment: {error}") from error
+    from transformers import PreTrainedModel
+
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise PlanError(f"{name!r} is not a model class")
+    return found
+
+
+def _fill(model: nn.Module, lazy: LazyInit) -> None:
+    """Give non-persistent buffers, and tensors that are plain attributes, their values."""
+    stored = {_storage(t) for t in model.parameters()} | {_storage(t) for t in _persistent_buffers(model)}
+    done: dict[int, Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta or _storage(value) in stored:
+            return value
+        if id(value) not in done:
+            done[id(value)] = lazy.materialize(value)
+        return done[id(value)]
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = real(buffer)
+        for name, value in module.__dict__.items():
+            if (
+                not name.startswith("_")
+                and isinstance(value, (Tensor, tuple, list, dict))
+                and _holds_tensor(value)
+            ):
+                module.__dict__[name] = tree_map(real, value)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _config_dtype(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory under a tensor, valid while something refers to it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _mutates(func: Any) -> bool:
+    return func in _Values._FILLS or bool(func._schema.is_mutable)
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return func in _Values._FILLS or torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _is_fill(func: Any) -> bool:
+    """Whether an operator puts random numbers into its first argument and nothing else: ``normal_``."""
+    return _is_random(func) and _mutates(func) and func._schema.name.endswith("_")
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments: at the top or one list deep (``tree_leaves`` is slow)."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(v for v in value if isinstance(v, Tensor))
+    return found
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **({**kwargs, "device": _CPU} if "device" in kwargs else kwargs))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return _laid_out_like(tensor, tensor, always=True)
+
+
+def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
+    """``real`` in fresh or equal memory, with the strides of ``meta`` at offset 0."""
+    same = real.stride() == meta.stride() and real.storage_offset() == 0 == meta.storage_offset()
+    if same and not always:
+        return real
+    out = torch.empty_strided(meta.shape, meta.stride(), dtype=real.dtype)
+    out.copy_(real)
+    return out
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype != before:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _fixed_seed(needed: bool) -> Iterator[None]:
+    if not needed:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

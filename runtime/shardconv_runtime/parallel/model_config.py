@@ -1,0 +1,128 @@
+"""``config.json`` and ``generation_config.json`` of a converted directory, which may come from anybody.
+
+transformers' configurations can do more than hold values: name another file to read, code of a repository to
+import, a kernel to download. What would do that is refused before transformers sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, PlanError, ShardconvError, brief
+from ..format.manifest import MANIFEST_NAME, Manifest, resolve
+from ..format.plan import Plan
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+MAX_BYTES = 16 * 2**20
+"""Largest of these files that is read."""
+
+_IMPLEMENTATION = re.compile(r"_?[a-z]+_implementation(_internal)?")
+"""Keys that choose how attention or experts are computed; a value with a slash is a repository of code."""
+
+_REPOSITORY = re.compile(r"(hf[-_]hub|local-dir):")
+"""How values begin that libraries of models download."""
+
+
+def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
+    """The config object of a converted directory; no code is imported unless the plan says so.
+
+    Raises:
+        CheckpointError: there is none, or it names files or code that are not of this directory.
+        PlanError: transformers does not accept it.
+    """
+    import transformers  # takes seconds; errors in the directory should not
+
+    if not _check(directory, manifest, CONFIG):
+        raise CheckpointError(f"{directory}: {MANIFEST_NAME} names no {CONFIG}; convert the model again")
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=plan.model.trust_remote_code
+        )
+    except Exception as error:  # a config class may raise anything on values that it does not expect
+        raise PlanError(f"{directory}: {CONFIG} is not a valid config: {brief(error)}") from error
+
+
+def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
+    """The generation config of a converted directory; None where there is none.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    if not _check(directory, manifest, GENERATION_CONFIG):
+        return None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{directory}: {GENERATION_CONFIG} is not valid: {brief(error)}") from error
+
+
+def building_failed(directory: Path, error: Exception) -> Exception:
+    """What to raise where a constructor raised ``error``, which it may for any value of its config."""
+    if isinstance(error, ShardconvError):
+        return error
+    return PlanError(f"{directory}: the model cannot be built from its {CONFIG}: {brief(error)}")
+
+
+def _check(directory: Path, manifest: Manifest, name: str) -> bool:
+    """Whether a file is of the converted directory; what it may not hold is refused."""
+    if not any(entry.path == name for entry in manifest.files):
+        return False
+    path = resolve(directory, name)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{directory}: {name} is larger than {MAX_BYTES} bytes")
+        found = json.loads(path.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{directory}: {name} holds no JSON object")
+    if problem := unsafe_entry(found):
+        raise CheckpointError(f"{directory}: {name}: {problem}; remove it, and convert again")
+    return True
+
+
+def unsafe_entry(config: Mapping[str, Any]) -> str:
+    """Which entry of a config would make transformers read, import or download something; empty if none."""
+    for key, value in _items(config):
+        if problem := _problem(key, value):
+            return f"{key}: {problem}"
+    return ""
+
+
+def _items(found: Any) -> Iterator[tuple[str, Any]]:
+    """All keys of all objects with their values that are no containers, those in lists too."""
+    todo: list[tuple[str, Any]] = [("", found)]
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, dict):
+            inherited = key if key == "auto_map" or _IMPLEMENTATION.fullmatch(key) else ""
+            todo.extend((inherited or name, item) for name, item in value.items())
+            yield from ((name, None) for name in value)
+        elif isinstance(value, list):
+            todo.extend((key, item) for item in value)
+        else:
+            yield key, value
+
+
+def _problem(key: str, value: Any) -> str:
+    if key == "configuration_files":
+        return "another file would be read in its place"
+    if key == "checkpoint_path" or (key == "use_pretrained_backbone" and value):
+        return "it would load weights that are not those of this directory"
+    if not isinstance(value, str):
+        return ""
+    if key == "auto_map" and "--" in value:
+        return f"it names code of another repository ({value[:80]!r})"
+    if _IMPLEMENTATION.fullmatch(key) and "/" in value:
+        return f"it names a repository of kernels ({value[:80]!r}), whose code would run"
+    if _REPOSITORY.match(value):
+        return f"it names something to download ({value[:80]!r})"
+    return ""

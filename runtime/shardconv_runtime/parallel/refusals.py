@@ -1,0 +1,66 @@
+"""Arguments of a forward pass that are refused, since what they ask for would be one rank's part."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from .boundary import forward_signature
+
+WHY_NO_LABELS = (
+    "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
+    "with gather_logits=True"
+)
+WHY_NO_STATES = (
+    "whose inner activations may be split, or have gradients that are: a loss of them would train the model "
+    "wrongly; use its outputs alone"
+)
+WHY_NO_ATTENTIONS = (
+    "whose heads are split over ranks: each rank would return the weights of its own; run the unsharded "
+    "model to look at attention weights"
+)
+
+
+def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
+    """Have a model refuse to be called with an argument, given or set in its config.
+
+    Args:
+        model: the whole model.
+        argument: of its forward method.
+        why: the rest of "ARGUMENT was given to a model ...".
+        unless_inference: allow it where gradients are disabled.
+    """
+    hook = _Refused(forward_signature(model), argument, why, unless_inference)
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
+    """Whether an argument that was given ``value``, or else the model's config, asks for something."""
+    if value is None:
+        value = getattr(getattr(model, "config", None), argument, None)
+    return value is not None and value is not False
+
+
+class _Refused:
+    """Forward pre-hook of the model: an argument whose result would be one rank's part of the true one."""
+
+    def __init__(self, signature: inspect.Signature, argument: str, why: str, unless_inference: bool) -> None:
+        names = list(signature.parameters)
+        self._argument = argument
+        self._position = names.index(argument) if argument in names else None
+        self._why = why
+        self._unless_inference = unless_inference
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._unless_inference and not torch.is_grad_enabled():
+            return
+        if self._position is not None and self._position < len(args):
+            value = args[self._position]
+        else:
+            value = kwargs.get(self._argument)
+        if is_asked_for(module, self._argument, value):
+            raise PlanError(f"{self._argument} was given to a model {self._why}")

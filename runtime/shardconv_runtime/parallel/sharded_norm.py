@@ -1,0 +1,165 @@
+"""Norms over a dim that is split over ranks: only their statistic is reduced, not the tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..comm.collectives import Communicator, Reduce
+from ..errors import PlanError
+from ..format.plan import NormInfo
+from ..format.plan_checks import GATE_ACTIVATIONS
+from .boundary import forward_signature
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class ShardedNorm(nn.Module):
+    """RMS norm or layer norm over the last dim, or over groups of it, which are split over ranks.
+
+    An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
+    other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
+    the mean is large). A gate, if there is one, multiplies before or after.
+
+    Args:
+        info: how the norm that this one replaces computes.
+        replaced: that norm; its weight and bias are taken over under their names.
+        comm: the ranks.
+        training: whether there is a backward: of a statistic, which all ranks use, each rank has a term of
+            the gradient.
+
+    Shapes: ``x: local [..., D/n]``, gate and output the same.
+
+    Raises:
+        PlanError: the norm is of no known kind, or lacks a parameter that the plan names.
+    """
+
+    def __init__(
+        self, info: NormInfo, replaced: nn.Module, comm: Communicator, training: bool = False
+    ) -> None:
+        super().__init__()
+        if info.kind not in ("rms", "layer"):
+            raise PlanError(f"unknown kind of norm {info.kind!r}; expected rms or layer")
+        if info.gate and info.gate_activation not in GATE_ACTIVATIONS:
+            raise PlanError(f"unknown activation of a gate {info.gate_activation!r}")
+        self.info = info
+        self.groups = info.groups[0] if len(info.groups) == 1 else info.groups[comm.rank]
+        self.reduce = Reduce(comm, info.axes, info.axes if training else None)
+        self.names = tuple(forward_signature(replaced).parameters)
+        for name in (info.weight, info.bias):
+            if name:
+                self.register_parameter(name, _parameter(replaced, name))
+        for name in vars(replaced):
+            if not hasattr(self, name):
+                setattr(self, name, _Withheld(name))
+        self.train(replaced.training)
+
+    def extra_repr(self) -> str:
+        """Kind, global size, eps."""
+        return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Normalise what the replaced norm would have, given the same arguments."""
+        x, gate = self._arguments(args, kwargs)
+        wide = x.to(self._compute_dtype(x))
+        if gate is not None and self.info.gate_first:
+            wide = wide * self._activated(gate, wide.dtype)
+        y = self._scale(self._normalised(wide), x.dtype)
+        if gate is None or self.info.gate_first:
+            return y
+        return (y * self._activated(gate, wide.dtype)).to(x.dtype)
+
+    def _arguments(self, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        if not self.info.gate:
+            (x,) = (*args, *kwargs.values())
+            return x, None
+        given: dict[str, Any] = dict(zip(self.names, args, strict=False)) | kwargs
+        if given.get(self.info.gate) is None:
+            raise PlanError(f"a gated norm was called without {self.info.gate!r}")
+        return given[self.info.input], given[self.info.gate]
+
+    def _activated(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        name, gate = self.info.gate_activation, gate.to(dtype)
+        activated: Tensor = gate if name == "identity" else getattr(functional, name)(gate)
+        return activated
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
+        y = self._rms(grouped) if self.info.kind == "rms" else self._layer(grouped)
+        return y if grouped is x else y.reshape(x.shape)
+
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        if self.info.compute_dtype != "input":
+            dtype: torch.dtype = getattr(torch, self.info.compute_dtype)
+            return dtype
+        # torch's layer_norm takes low precision as input, and computes in float32 all the same
+        return torch.float32 if self.info.kind == "layer" and x.dtype in _LOW_PRECISION else x.dtype
+
+    def _rms(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(self._mean(x.square()) + self.info.eps)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        centred = x - self._mean(x)
+        return centred * torch.rsqrt(self._mean(centred.square()) + self.info.eps)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Mean over the global dim, ``[..., 1]``; summed in float32 or wider."""
+        wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
+        return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
+
+    def _scale(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        native_layer_norm = self.info.kind == "layer" and self.info.compute_dtype == "input"
+        early = self.info.weight_before_cast or native_layer_norm
+        if not early:
+            y = y.to(dtype)
+        if self.info.weight:
+            weight = getattr(self, self.info.weight)
+            weight = weight.to(y.dtype) if early else weight
+            y = y * (weight + self.info.weight_offset if self.info.weight_offset else weight)
+        if self.info.bias:
+            bias = getattr(self, self.info.bias)
+            y = y + (bias.to(y.dtype) if early else bias)
+        return y.to(dtype) if early else y
+
+
+class _Withheld:
+    """What an attribute of the replaced norm is to other code: to be handed around, but not to be used.
+
+    Code that computes the norm by itself, in a fused kernel, would compute that of the rank's part.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *args: object) -> Any:
+        raise PlanError(
+            f"{self._name} of a norm whose statistic the ranks share was used from outside: some code, which "
+            "was not traced, computes this norm itself (a fused kernel for training without a cache, say); "
+            "call the model with use_cache=True and without activation checkpointing, or without that kernel"
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = __rpow__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Of an operator that is given one."""
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, cls):
+                each._refuse()
+        cls("an attribute")._refuse()
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise PlanError(f"a {type(module).__name__} has no parameter {name!r}")
+    return parameter

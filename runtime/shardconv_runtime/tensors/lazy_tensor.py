@@ -1,0 +1,374 @@
+"""Tensors that are not read yet: expressions over the bytes of files.
+
+A ``LazyTensor`` is a set of boxes that cover it, each a strided window of a **leaf**: the bytes of a
+tensor in a file, zeros, or the result of a computation. Slicing, concatenating, stacking, transposing and
+most reshapes give another such tensor without touching a byte; a rank's slice of a parameter, a
+parameter put together from ranks' slices, and a slice of that for another number of ranks are the same
+kind of value. ``copying`` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..format.dtypes import STORED_BITS, STORED_NAME, TORCH_NAME
+from ..format.header import StoredTensor
+from ..format.slices import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..hub.remote_files import RemoteFile
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileLeaf:
+    """Elements in a file, one after another."""
+
+    path: Path | RemoteFile
+    offset: int
+    """Of the first element, in bytes."""
+    dtype: str
+    """torch's name."""
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroLeaf:
+    """Zeros."""
+
+    dtype: str
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputedLeaf:
+    """The elements of a tensor that is computed, row-major, when it is needed."""
+
+    name: str
+    """For messages."""
+    compute: Callable[[], Tensor] = field(repr=False)
+    """Gives the tensor on the CPU; called again each time."""
+    dtype: str
+    num_elements: int
+
+
+Leaf = FileLeaf | ZeroLeaf | ComputedLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where its elements are."""
+
+    start: Shape
+    """Of the box, in the tensor."""
+    shape: Shape
+    leaf: Leaf
+    offset: int
+    """Of the box's first element, in elements of the leaf."""
+    strides: Shape
+    """In elements of the leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor of boxes. ``dtype`` may differ from that of the leaves: its elements are then cast."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    """They cover each position once; none for a tensor without elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the elements of some leaf are cast."""
+        return any(piece.leaf.dtype != self.dtype for piece in self.pieces)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    return STORED_BITS[STORED_NAME[dtype]] // 8
+
+
+def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
+    """A tensor of a safetensors file whose tensors begin at byte ``start``; torch has its dtype."""
+    leaf = FileLeaf(path, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
+    return whole(leaf, tensor.shape)
+
+
+def whole(leaf: Leaf, shape: Sequence[int]) -> LazyTensor:
+    """A leaf as a tensor, row-major."""
+    shape = tuple(shape)
+    assert math.prod(shape) == leaf.num_elements
+    if leaf.num_elements == 0:
+        return LazyTensor(leaf.dtype, shape, ())
+    piece = Piece((0,) * len(shape), shape, leaf, 0, contiguous_strides(shape))
+    return LazyTensor(leaf.dtype, shape, (piece,))
+
+
+def zeros(dtype: str, shape: Sequence[int]) -> LazyTensor:
+    """A tensor of zeros."""
+    return whole(ZeroLeaf(dtype, math.prod(shape)), shape)
+
+
+def cast(tensor: LazyTensor, dtype: str) -> LazyTensor | None:
+    """The tensor with its elements cast; None where they would be cast twice."""
+    if dtype == tensor.dtype:
+        return tensor
+    return None if tensor.is_cast else replace(tensor, dtype=dtype)
+
+
+def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
+    """The positions of a dim that lie in ascending ``spans``, laid end to end."""
+    size = tensor.shape[dim]
+    if tuple(spans) == ((0, size),):
+        return tensor
+    lengths = [stop - start for start, stop in spans]
+    places = [sum(lengths[:index]) for index in range(len(spans))] if len(spans) < 9 else _sums(lengths)
+    shape = _with(tensor.shape, dim, sum(lengths))
+    ends = [stop for _, stop in spans]
+    pieces: list[Piece] = []
+    for piece in tensor.pieces:
+        low, high = piece.start[dim], piece.start[dim] + piece.shape[dim]
+        for index in range(bisect_right(ends, low), len(spans)):
+            start, stop = max(low, spans[index][0]), min(high, spans[index][1])
+            if spans[index][0] >= high:
+                break
+            if start < stop:
+                pieces.append(_cut(piece, dim, start, stop, places[index] + start - spans[index][0]))
+    return LazyTensor(tensor.dtype, shape, tuple(pieces))
+
+
+def permute(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    """The dims in another order."""
+
+    def reorder(values: Shape) -> Shape:
+        return tuple(values[dim] for dim in order)
+
+    pieces = tuple(
+        replace(p, start=reorder(p.start), shape=reorder(p.shape), strides=reorder(p.strides))
+        for p in tensor.pieces
+    )
+    return LazyTensor(tensor.dtype, reorder(tensor.shape), pieces)
+
+
+def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """Tensors of one dtype laid end to end along a dim.
+
+    Raises:
+        ValueError: they differ in another dim.
+    """
+    first = tensors[0]
+    if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
+        shapes = sorted({tensor.shape for tensor in tensors})
+        raise ValueError(f"shapes {shapes} cannot be joined along dim {dim}")
+    pieces: list[Piece] = []
+    offset = 0
+    for tensor in tensors:
+        assert tensor.dtype == first.dtype
+        pieces += [_moved(piece, dim, offset) for piece in tensor.pieces]
+        offset += tensor.shape[dim]
+    return LazyTensor(first.dtype, _with(first.shape, dim, offset), tuple(pieces))
+
+
+def unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
+    """A new dim of size 1."""
+
+    def insert(values: Shape, value: int) -> Shape:
+        return (*values[:dim], value, *values[dim:])
+
+    pieces = tuple(
+        replace(p, start=insert(p.start, 0), shape=insert(p.shape, 1), strides=insert(p.strides, 0))
+        for p in tensor.pieces
+    )
+    return LazyTensor(tensor.dtype, insert(tensor.shape, 1), pieces)
+
+
+def squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
+    """Without a dim of size 1."""
+    assert tensor.shape[dim] == 1
+
+    def remove(values: Shape) -> Shape:
+        return values[:dim] + values[dim + 1 :]
+
+    pieces = tuple(
+        replace(p, start=remove(p.start), shape=remove(p.shape), strides=remove(p.strides))
+        for p in tensor.pieces
+    )
+    return LazyTensor(tensor.dtype, remove(tensor.shape), pieces)
+
+
+def reshape(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
+    """The elements in row-major order as another shape; None where boxes would not stay boxes."""
+    shape = tuple(shape)
+    assert math.prod(shape) == math.prod(tensor.shape)
+    if not tensor.pieces:
+        return LazyTensor(tensor.dtype, shape, ())
+    groups = _reshape_groups(tensor.shape, shape)
+    pieces = [_reshape_piece(piece, tensor.shape, shape, groups) for piece in tensor.pieces]
+    if any(piece is None for piece in pieces):
+        return None
+    return LazyTensor(tensor.dtype, shape, tuple(piece for piece in pieces if piece is not None))
+
+
+def assemble(
+    dtype: str, shape: Sequence[int], parts: Iterable[tuple[LazyTensor, Sequence[Sequence[Range]]]]
+) -> LazyTensor:
+    """A tensor from parts of it.
+
+    Args:
+        dtype: of all.
+        shape: of the whole.
+        parts: (part, for each dim the spans of the whole that its positions are, in order); together
+            they are to cover the whole exactly once.
+    """
+    pieces: list[Piece] = []
+    for part, places in parts:
+        boxes = list(part.pieces)
+        for dim, spans in enumerate(places):
+            boxes = [moved for box in boxes for moved in _spread(box, dim, spans)]
+        pieces += boxes
+    assert sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape), "covered once"
+    return LazyTensor(dtype, tuple(shape), tuple(pieces))
+
+
+def contiguous_strides(shape: Sequence[int]) -> Shape:
+    """Row-major strides, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def _sums(lengths: Sequence[int]) -> list[int]:
+    places, total = [], 0
+    for length in lengths:
+        places.append(total)
+        total += length
+    return places
+
+
+def _with(values: Shape, dim: int, value: int) -> Shape:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _moved(piece: Piece, dim: int, distance: int) -> Piece:
+    return replace(piece, start=_with(piece.start, dim, piece.start[dim] + distance)) if distance else piece
+
+
+def _cut(piece: Piece, dim: int, start: int, stop: int, place: int) -> Piece:
+    """The part of a piece from ``start`` to ``stop`` of a dim of the tensor, put at ``place``."""
+    offset = piece.offset + (start - piece.start[dim]) * piece.strides[dim]
+    return replace(
+        piece,
+        start=_with(piece.start, dim, place),
+        shape=_with(piece.shape, dim, stop - start),
+        offset=offset,
+    )
+
+
+def _spread(piece: Piece, dim: int, spans: Sequence[Range]) -> Iterable[Piece]:
+    """Put the positions of a dim where ``spans``, in order, say."""
+    done = 0
+    low, high = piece.start[dim], piece.start[dim] + piece.shape[dim]
+    for begin, end in spans:
+        start, stop = max(low, done), min(high, done + end - begin)
+        if start < stop:
+            yield _cut(piece, dim, start, stop, begin + start - done)
+        done += end - begin
+
+
+_Group = tuple[Range, Range]
+"""Dims of the old shape, dims of the new one, of equal products."""
+
+
+def _reshape_groups(old: Shape, new: Shape) -> list[_Group]:
+    """The smallest runs of dims with equal products, in order."""
+    groups: list[_Group] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        start_i, start_j = i, j
+        a = b = 1
+        if i < len(old):
+            a, i = old[i], i + 1
+        if j < len(new):
+            b, j = new[j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * old[i], i + 1
+            else:
+                b, j = b * new[j], j + 1
+        groups.append(((start_i, i), (start_j, j)))
+    return groups
+
+
+def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: Sequence[_Group]) -> Piece | None:
+    start: list[int] = []
+    shape: list[int] = []
+    strides: list[int] = []
+    for (a, b), (c, d) in groups:
+        if b - a == 1 and d - c == 1:
+            start, shape, strides = (
+                [*start, piece.start[a]],
+                [*shape, piece.shape[a]],
+                [*strides, piece.strides[a]],
+            )
+            continue
+        found = _regroup(piece, (a, b), old, new[c:d])
+        if found is None:
+            return None
+        start, shape, strides = [*start, *found[0]], [*shape, *found[1]], [*strides, *found[2]]
+    return replace(piece, start=tuple(start), shape=tuple(shape), strides=tuple(strides))
+
+
+def _regroup(
+    piece: Piece, dims: Range, old: Shape, new: Shape
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
+    """Start, shape and strides of a piece in dims ``new``, which take the place of ``dims``.
+
+    What it covers of ``dims`` must be evenly strided in row-major order, and must be a box of ``new``.
+    """
+    whole_dims = range(*dims)
+    kept = [dim for dim in whole_dims if old[dim] > 1]
+    if not kept:
+        return [0] * len(new), [1] * len(new), [0] * len(new)
+    outer, inner = kept[0], kept[1:]
+    if any(piece.shape[dim] != old[dim] for dim in inner):
+        return None
+    step = piece.strides[kept[-1]]
+    extent = 1
+    for dim in reversed(kept):
+        if piece.strides[dim] != step * extent and piece.shape[dim] > 1:
+            return None
+        extent *= old[dim]
+    below = math.prod(old[dim] for dim in inner)
+    return _box(piece.start[outer] * below, piece.shape[outer] * below, new, step)
+
+
+def _box(
+    first: int, count: int, shape: Shape, step: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
+    """The flat positions from ``first`` on as a box of a row-major ``shape``."""
+    strides = contiguous_strides(shape)
+    start, sizes = [0] * len(shape), [1] * len(shape)
+    for dim, stride in enumerate(strides):
+        start[dim], first = divmod(first, stride)
+        if count >= stride:
+            sizes[dim], rest = divmod(count, stride)
+            if rest or first or start[dim] + sizes[dim] > shape[dim]:
+                return None
+            sizes[dim + 1 :] = shape[dim + 1 :]
+            return start, sizes, [stride * step for stride in strides]
+    return None

@@ -1,0 +1,28 @@
+"""The mesh axes that the collectives of a backward pass run over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..format.dims import axes_of
+from ..format.grad_sums import sums
+from ..format.plan import Boundary, Plan
+
+
+def backward_axes(plan: Plan) -> list[Iterable[int]]:
+    """Each set of mesh axes that some collective of training runs over, beside those of a forward pass."""
+    steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
+    return [
+        range(len(plan.mesh)),
+        *(axes for step in steps for axes in _of_step(step)),
+        *(each.axes for p in plan.parameters for each in sums(p, plan.mesh, 0, p.grad_axes)),
+    ]
+
+
+def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
+    if step.op == "grad_all_reduce":
+        yield step.axes
+    elif step.op in ("all_reduce", "all_gather"):
+        yield step.grad_axes
+    elif step.op == "slice" and step.layout is not None:
+        yield axes_of(step.layout).difference(step.grad_axes)

@@ -1,0 +1,109 @@
+"""One rank's part of a model, for training or for sequence parallelism."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..comm.collectives import Communicator
+from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from ..format.plan_forms import of_sequence, require_training
+from ..parallel.boundary import attach_output
+from ..parallel.build import apply_plan, owner_of, require_mesh, submodule, without_logits_gather
+from ..parallel.refusals import WHY_NO_LABELS, WHY_NO_STATES, refuse
+from .bypassed import watch_first_pass
+from .gates import Gated, GradientGate, attach_gates
+from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
+from .random_streams import attach_draws
+from .sequence import FLAT_OUTPUTS, attach_sequence
+
+
+def parallelize_for_training(
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    gather_logits: bool | None = None,
+    *,
+    training: bool = True,
+    sequence_parallel: bool = False,
+) -> nn.Module:
+    """Make ``model`` one rank's part of itself, in place, with what inference does without.
+
+    Args:
+        model, plan, comm: as for ``parallel.build.parallelize``.
+        gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
+            If None, they are gathered but where a loss was computed from the shards, in training mode.
+        training: the model has a backward pass; its parameters require gradients as they did.
+        sequence_parallel: activations between the parallel blocks are split over the sequence, whose length
+            the number of ranks divides.
+
+    Raises:
+        PlanError: the plan does not fit the model, or lacks what was asked for; the message names the module
+            or parameter.
+    """
+    if training:
+        require_training(plan)
+    may_pad = sequence_parallel and _may_pad(plan)
+    if sequence_parallel:
+        plan = of_sequence(plan)
+    require_mesh(plan, comm)
+    modules = module_plans(plan)
+    gather = _logits_gather(plan, modules, comm) if training else None
+    if gather is not None or gather_logits is False:
+        modules = without_logits_gather(modules, plan.logits)
+    if gather is None and gather_logits is False:
+        refuse(model, "labels", WHY_NO_LABELS)
+    if plan.modules and plan.tp > 1:
+        _refuse_states(model, plan, unless_inference=not sequence_parallel)
+    apply_plan(model, plan, comm, modules, training=training)
+    if training:
+        assert plan.training is not None
+        _attach_gates(model, plan, parameter_plans(plan), comm)
+        attach_draws(model, plan.training.draws, comm)
+        watch_first_pass(model, modules)
+    if gather is not None:
+        assert plan.logits is not None
+        if gather_logits is not False:
+            attach_output(submodule(model, plan.logits.module), plan.logits.slot, gather)
+        attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+    if sequence_parallel:
+        attach_sequence(model, plan.tp, may_pad)
+    return model
+
+
+def _refuse_states(model: nn.Module, plan: Plan, *, unless_inference: bool) -> None:
+    """Refuse outputs of inner activations, but those that the plan was solved for."""
+    known = plan.training.extra_outputs if plan.training is not None else ()
+    for argument in ("output_hidden_states", *FLAT_OUTPUTS):
+        if argument not in known:
+            refuse(model, argument, WHY_NO_STATES, unless_inference=unless_inference)
+
+
+def _may_pad(plan: Plan) -> bool:
+    return plan.training is not None and plan.training.sequence is not None and plan.training.sequence.may_pad
+
+
+def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
+    """The gather that is left out for a loss from shards of the logits; None without such a loss."""
+    if plan.logits is None or plan.training is None or not plan.training.parallel_loss:
+        return None
+    steps = modules[plan.logits.module].outputs
+    found = next(b for b in steps if (b.slot, b.op) == (plan.logits.slot, "all_gather"))
+    assert found.layout is not None
+    assert found.dim is not None
+    return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
+
+
+def _attach_gates(
+    model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan], comm: Communicator
+) -> None:
+    """Have the gradients summed of parameters that ranks share."""
+    gated: dict[str, list[Gated]] = {}
+    for name, source in [(name, name) for name in parameters] + list(plan.tied):
+        entry = parameters[source]
+        gate = GradientGate(comm, entry, entry.grad_axes)
+        owner, attribute = owner_of(model, name)
+        if not gate.is_open and attribute in owner._parameters:
+            around = ".".join(name.split(".")[: -1 - entry.grad_levels])
+            gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
+    for module, found in gated.items():
+        attach_gates(model.get_submodule(module), found)

@@ -1,1 +1,0 @@
-"""Which dims of a tape are one axis, what may be split and what must be whole."""

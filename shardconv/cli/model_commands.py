@@ -1,0 +1,163 @@
+"""The commands that take a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from shardconv_runtime.format.manifest import MANIFEST_NAME
+
+from ..arguments import parse_ranks, require_seed
+from ..convert import convert, plan
+from .options import (
+    experts_option,
+    initial_options,
+    model_options,
+    part_options,
+    sequence_option,
+    size_options,
+    stream_option,
+    tokens_option,
+    tp_option,
+)
+from .working import working
+
+
+@click.command("convert")
+@click.argument("model")
+@click.argument("out", type=click.Path())
+@tp_option
+@experts_option
+@sequence_option
+@size_options
+@part_options("OUT")
+@stream_option
+@initial_options
+@click.option("--no-check", is_flag=True, help="Skip the proof of the plan on numbers (simulated ranks).")
+@model_options
+def convert_command(
+    model: str, out: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
+) -> None:
+    """Convert MODEL to the directory OUT for N ranks.
+
+    MODEL is a directory with config.json and weights, or the id of a Hub repository. The plan is proven
+    before anything is written: every rank is simulated in float64 and compared with the unsharded model.
+    Until all is done, OUT has no manifest.json and holds a directory .partial only; the same command
+    continues a run that was interrupted.
+
+    \b
+    Examples:
+      shardconv convert ./my-model --tp 2 out/
+      shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
+      shardconv convert org/mixture --tp 8 --experts ep out/
+      shardconv convert org/name --tp 8 --sequence-parallel out/
+      shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine; reads their bytes
+      shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
+    """
+    from ..reporting.report import human_bytes
+    from ..reporting.summary import summarize
+
+    parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    require_seed(options["seed"], random_init=options["random_init"])
+    with working(quiet, verbose) as progress:
+        solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
+    if not quiet and (Path(out) / MANIFEST_NAME).is_file():
+        summary = summarize(solved)
+        click.echo(
+            f"{out}: {human_bytes(max(summary.rank_bytes))} on each of {tp} ranks, "
+            f"of {human_bytes(summary.total_bytes)}{_initialised(options)}; "
+            f"shardconv inspect {out} shows the plan"
+        )
+
+
+def _initialised(options: dict[str, Any]) -> str:
+    return f", initialised at random with seed {options['seed'] or 0}" if options["random_init"] else ""
+
+
+@click.command("plan")
+@click.argument("model")
+@tp_option
+@experts_option
+@sequence_option
+@click.option(
+    "--format",
+    "chosen",
+    type=click.Choice(("report", "json", "tp_plan")),
+    help="A report, the plan itself as in plan.json, or a tp_plan of transformers.  "
+    "[default: report; json in FILE]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it to FILE, too."
+)
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Prove the plan on numbers too, as convert does.  [default: if it is written as json]",
+)
+@tokens_option
+@model_options
+def plan_command(
+    model: str,
+    tp: int,
+    chosen: str | None,
+    as_json: bool,
+    output: str | None,
+    check: bool | None,
+    tokens: int,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Show how MODEL would be converted for N ranks; needs its config only, no weights.
+
+    A plan that is written as json can be loaded from: load("org/name", plan="plan.json").
+    Prints each kind of layer with its category, local shapes and bytes per rank, what stays replicated
+    and why, and the collectives of one forward pass with the bytes of their tensors.
+
+    A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
+    from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
+
+    \b
+    Examples:
+      shardconv plan org/name --tp 8
+      shardconv plan ./my-model --tp 4 --json -o plan.json
+      shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
+    """
+    from shardconv_runtime.format.typed_json import write_text
+
+    if as_json and chosen not in (None, "json"):
+        raise click.UsageError(f"--json and --format {chosen} are two formats; give one")
+    chosen = "json" if as_json else chosen
+    if check is None:
+        check = chosen == "json" or (chosen is None and output is not None)
+    with working(quiet, verbose) as progress:
+        solved = plan(model, tp, check=check, progress=progress, **options)
+        shown = _plan_text(solved, chosen or "report", tokens, model, options)
+        if output is not None:
+            write_text(Path(output), shown if chosen else _plan_text(solved, "json", tokens, model, options))
+    if not quiet or chosen not in (None, "report"):
+        click.echo(shown, nl=False)
+
+
+def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
+    """The plan in one of the formats; ``options`` are those of ``plan``."""
+    if chosen == "tp_plan":
+        from shardconv_runtime.hub.access import Hub
+
+        from ..converted.tp_plan import skeleton, to_json, tp_plan
+
+        hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
+        read = {name: options[name] for name in ("dtype", "trust_remote_code")}
+        return to_json(tp_plan(solved, skeleton(model, hub, **read)))
+    if chosen == "json":
+        from shardconv_runtime.format import plan_json as codec
+
+        return codec.dumps(solved)
+    from ..reporting.report import report
+
+    return report(solved, num_tokens=tokens)
+
+
+COMMANDS = (convert_command, plan_command)

@@ -1,0 +1,48 @@
+"""The command that publishes a converted directory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..publishing.push import describe, push
+from ..verifying.directories.verify import DamagedError
+from .options import loudness_options
+from .working import working
+
+
+@click.command("push")
+@click.argument("out", type=click.Path())
+@click.argument("repo_id")
+@click.option("--private", is_flag=True, help="Make the repository private.")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to, made if need be.  [default: main]")
+@click.option("--token", help="Hub token that may write.  [default: that of the Hub login]")
+@click.option("--dry-run", is_flag=True, help="Change nothing, list what would be sent and deleted.")
+@loudness_options
+def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: Any) -> None:
+    """Publish the converted directory OUT in the repository REPO_ID of the Hugging Face Hub.
+
+    OUT is verified first. Its files go to tp-N/, so that one repository may hold the model for several
+    numbers of ranks; what is equal is stored, and sent, once. The model card names them all, with a picture
+    of each plan; what a person wrote in it stays. The same command continues a push that was interrupted.
+
+    \b
+    Examples:
+      shardconv push out/ user/model-tp
+      shardconv push out/ user/model-tp --dry-run
+    """
+    try:
+        with working(quiet, verbose) as progress:
+            pushed = push(out, repo_id, progress=progress, **options)
+    except DamagedError as error:
+        for line in error.problems:
+            click.echo(line, err=True)
+        raise
+    if not quiet:
+        for line in describe(pushed, options["dry_run"]):
+            click.echo(line)
+
+
+COMMANDS = (push_command,)
+"""In the order of the help."""

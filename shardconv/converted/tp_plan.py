@@ -1,0 +1,320 @@
+"""A plan as a transformers ``tp_plan``: ``{"model.layers.*.mlp.up_proj": "colwise", ...}``.
+
+Every module and parameter gets the style that does exactly what the plan says, or none is given: a rule
+that is nearly right gives wrong numbers. What a ``tp_plan`` lacks: it changes no attributes, gives each
+rank one equal block of a dim (or of each half of it), has one rule for all layers, and all ranks take
+part in each collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.dims import Dim, axes_of, size, to_text
+from shardconv_runtime.format.plan import (
+    Boundary,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    global_shape,
+    module_plans,
+    parameter_plans,
+)
+from shardconv_runtime.format.slices import Range, ranges
+from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.meta_model import build_model
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+
+from ..planning.inference_only import inference_only
+from .tp_styles import IDENTITIES, LEAVE_ALONE, Inexpressible, Part, PlannedModule
+
+SHOWN_PROBLEMS = 4
+"""How many modules an error names."""
+
+_Held = tuple[tuple[Range, ...], ...]
+"""The positions of a dim that each rank holds."""
+
+_QUANTISED = (
+    "a tp_plan cannot express a plan of quantised weights: transformers puts modules of its own in place of "
+    "those that were planned; use shardconv convert"
+)
+
+_UNPLANNED = ModulePlan((), "boundary")
+
+
+def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """The rules that make transformers' own tensor parallelism do exactly what the plan says.
+
+    They are for ``DistributedConfig(tp_size=plan.tp, tp_plan=rules)``. Recent versions of transformers
+    add them to the rules that the model's class has; where the plan leaves such a module alone, a rule
+    says so.
+
+    Args:
+        plan: solved for this model.
+        model: its parameters may be on the meta device; see ``skeleton``.
+
+    Returns:
+        The style of each name, ``*`` standing for any layer number; empty for one rank.
+
+    Raises:
+        PlanError: something in the plan has no counterpart; the message names the first such modules.
+    """
+    if plan.experts == "ep":
+        raise PlanError(
+            "a tp_plan cannot express --experts ep: its styles split every expert; use --experts tp"
+        )
+    if any(entry.block for entry in plan.parameters):
+        raise PlanError(_QUANTISED)
+    translation = _Translation(plan, model)
+    rules = translation.rules()
+    if plan.tp == 1:
+        return {}
+    if not rules:
+        raise PlanError(f"the plan splits nothing over {plan.tp} ranks: there is no tp_plan that says so")
+    return rules | translation.left_alone(rules)
+
+
+def to_json(rules: Mapping[str, str]) -> str:
+    """The rules as JSON text, in the order of the model's modules."""
+    return json.dumps(rules, indent=2) + "\n"
+
+
+def skeleton(
+    model: str | os.PathLike[str] | Any,
+    hub: Hub | None = None,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Build a model from its config alone, its parameters on the meta device.
+
+    Args:
+        model: directory, Hub id or config object.
+        hub, dtype, trust_remote_code: how to read it, see ``sources.resolve``.
+
+    Raises:
+        ShardconvError: the model cannot be found or built, or its weights are quantised.
+    """
+    spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
+    if spec.blocks is not None:
+        raise PlanError(f"{spec.name}: {_QUANTISED}")
+    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+
+
+class _Translation:
+    """One plan and the model that it is for."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self._plan = plan = inference_only(plan)  # transformers has its own gradients
+        self._modules = dict(model.named_modules())
+        self._names = {_joined(path, n) for path, m in self._modules.items() for n in m._parameters}
+        self._entries = module_plans(plan)
+        self._parameters = parameter_plans(plan)
+        self._tied = dict(plan.tied)
+        self._own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+        self._converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+        self._known: dict[Dim, _Held] = {}
+
+    def rules(self) -> dict[str, str]:
+        """The rules for what the plan does.
+
+        Raises:
+            PlanError: see ``tp_plan``.
+        """
+        found: dict[str, set[str | None]] = {}
+        problems = {_starred(name): why for name, why in self._unnameable()}
+        for path, module in self._modules.items():
+            try:
+                for name, style in self._translated(path, module):
+                    found.setdefault(_starred(name), set()).add(style)
+            except Inexpressible as why:
+                problems.setdefault(_starred(path), str(why))
+        for name, styles in found.items():
+            if len(styles) > 1:
+                needed = " or ".join(sorted(style or "none" for style in styles))
+                problems.setdefault(name, f"one style is for all layers, and they need {needed}")
+        if problems:
+            raise PlanError(_refusal(problems, self._plan.tp))
+        return {name: style for name, (style,) in found.items() if style is not None}
+
+    def left_alone(self, rules: Mapping[str, str]) -> dict[str, str]:
+        """What takes the place of each rule of the model's class that ``rules`` have no word on."""
+        parameters, modules = set(map(_starred, self._names)), set(map(_starred, self._modules))
+        alone = next(style for style in LEAVE_ALONE if style in ALL_PARALLEL_STYLES)
+        out: dict[str, str] = {}
+        for name, style in self._own.items():
+            if name not in rules and name in modules | parameters:
+                owner = rules.get(name.rpartition(".")[0]) if name in parameters else None
+                out[name] = owner or (style if style in IDENTITIES else alone)
+        return out
+
+    def _unnameable(self) -> Iterator[tuple[str, str]]:
+        """What the plan does to things that no rule can name."""
+        for path in sorted(self._entries.keys() - self._modules.keys()):
+            yield path, "it is one module under two names"
+        for name in sorted(self._parameters.keys() - self._names):
+            if any(map(axes_of, self._parameters[name].dims)):
+                yield name, "it is split, but not a parameter, or one under two names"
+
+    def _translated(self, path: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
+        """The names and styles of a module and of its own parameters."""
+        style, parameters = self._planned(path, module).styles()
+        for needed in (style, *parameters.values()):
+            if needed is not None and needed not in ALL_PARALLEL_STYLES:
+                raise Inexpressible(f'it needs the style "{needed}", which the installed transformers lacks')
+        yield path, style
+        for name, rule in parameters.items():
+            yield _joined(path, name), rule
+
+    def _planned(self, path: str, module: nn.Module) -> PlannedModule:
+        entry = self._entries.get(path, _UNPLANNED)
+        _check_entry(entry, module)
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
+        parts = {name: self._part(name, found) for name, found in plans.items()}
+        split = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
+        for step in (*entry.inputs, *entry.outputs):
+            self._check_step(step, split)
+        for name, part in parts.items():
+            if part is not None:
+                self._check_loading(_joined(path, name), part, parameters[name].dim())
+        return PlannedModule(module, entry, parts)
+
+    def _parameter(self, fqn: str, parameter: torch.Tensor) -> ParameterPlan:
+        found = self._parameters.get(self._tied.get(fqn, fqn))
+        if found is None or global_shape(found) != tuple(parameter.shape):
+            raise PlanError(f"{fqn}: the plan is not for this model; plan the model anew")
+        return found
+
+    def _part(self, name: str, found: ParameterPlan) -> Part | None:
+        """Which part of a parameter each rank holds."""
+        if found.partial:
+            raise Inexpressible(f"{name} is whole on one rank and zero on the others")
+        split = [i for i, dim in enumerate(found.dims) if axes_of(dim)]
+        if not split:
+            return None
+        if len(split) > 1:
+            raise Inexpressible(f"{name} is split in {len(split)} dims")
+        return Part(len(found.dims) - split[0], self._is_of_halves(name, found.dims[split[0]]))
+
+    def _is_of_halves(self, name: str, dim: Dim) -> bool:
+        """Whether each rank holds an equal block of each half of the dim; else one of the dim.
+
+        Raises:
+            Inexpressible: it holds something else.
+        """
+        held = self._held(dim)
+        for parts in (1, 2):
+            if held == _blocks(size(dim), parts, self._plan.tp):
+                return parts == 2
+        counts = {sum(stop - start for start, stop in part) for part in held}
+        if len(set(held)) < len(held):
+            why = f"several ranks hold the same part of {name}"
+        elif len(counts) > 1:
+            why = f"the ranks hold uneven shares of {name}"
+        else:
+            why = f"what a rank holds of {name} is neither one block nor a block of each half"
+        raise Inexpressible(f"{why} ({to_text(dim)})")
+
+    def _held(self, dim: Dim) -> _Held:
+        if dim not in self._known:
+            mesh, tp = self._plan.mesh, self._plan.tp
+            self._known[dim] = tuple(ranges(dim, mesh, rank) for rank in range(tp))
+        return self._known[dim]
+
+    def _check_step(self, step: Boundary, split: set[_Held]) -> None:
+        """A style's steps are over all ranks, and about the dim that its parameters are split in."""
+        if step.op == "all_reduce" and set(step.axes) != set(range(len(self._plan.mesh))):
+            raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
+        if step.layout is not None and ("?" in to_text(step.layout) or self._held(step.layout) not in split):
+            raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
+
+    def _check_loading(self, fqn: str, part: Part, num_dims: int) -> None:
+        """A parameter that a checkpoint stores in another form is split right.
+
+        transformers takes a rank's part of what is stored, before it makes the parameter from that.
+        """
+        for converter in self._converters:
+            if _makes(converter, fqn) and not _keeps_parts(converter, part, num_dims):
+                stored = " and ".join(converter.source_patterns)
+                raise Inexpressible(
+                    f"transformers takes a rank's part of {stored} before it makes {fqn.rpartition('.')[2]} "
+                    "from that, and gets another part"
+                )
+
+
+def _makes(converter: Any, fqn: str) -> bool:
+    """Whether a parameter may be what a conversion makes."""
+    patterns = [re.sub(r"\\\d|\*", ".*", target.strip("^$")) for target in converter.target_patterns]
+    return any(re.search(pattern, fqn) for pattern in patterns)
+
+
+def _keeps_parts(converter: Any, part: Part, num_dims: int) -> bool:
+    """Whether converting the parts of what is stored gives the part of the parameter.
+
+    So it is where tensors are laid end to end in a dim that is not split, and where they are stacked; of a
+    stack, each rank gets one block of a dim, and so of two stacks laid end to end a block of each half.
+    """
+    dim = num_dims - part.from_end
+    stacks = [op for op in converter.operations if isinstance(op, MergeModulelist)]
+    joins = [op for op in converter.operations if isinstance(op, Concatenate)]
+    if len(stacks) + len(joins) < len(converter.operations) or (stacks and dim == 0):
+        return False
+    if not any(op.dim % num_dims == dim for op in joins):
+        return not (stacks and part.of_halves)
+    return bool(stacks) and part.of_halves and len(converter.source_patterns) == 2
+
+
+def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
+    """Raises ``Inexpressible`` for what no style has at all."""
+    if entry.edits:
+        edit = entry.edits[0]
+        local = " or ".join(map(str, sorted(set(edit.local))))
+        raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
+    if entry.norm is not None:
+        raise Inexpressible("it normalises a split dim, and the ranks must share a statistic")
+    if entry.flags:
+        raise Inexpressible("it needs more than steps and slices")
+    first = next(iter(forward_signature(module).parameters), "")
+    for step in (*entry.inputs, *entry.outputs):
+        if step.slot not in ("output", "input.0", f"input.{first}"):
+            raise Inexpressible(f"{step.op} at {step.slot}, and styles act on the first input and the output")
+
+
+def _blocks(total: int, parts: int, tp: int) -> _Held | None:
+    """What each rank holds of a dim that is cut into equal parts, and each part into equal blocks."""
+    block, rest = divmod(total, parts * tp)
+    if rest:
+        return None
+    starts = [[(part * tp + rank) * block for part in range(parts)] for rank in range(tp)]
+    return tuple(tuple((start, start + block) for start in row) for row in starts)
+
+
+def _refusal(problems: Mapping[str, str], tp: int) -> str:
+    shown = [f"{name or 'the model'}: {why}" for name, why in problems.items()][:SHOWN_PROBLEMS]
+    more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+    return (
+        f"a tp_plan cannot express this plan for {tp} ranks: {'; '.join(shown)}{more}; "
+        "use shardconv convert, or another number of ranks"
+    )
+
+
+def _starred(name: str) -> str:
+    """The name as rules have it."""
+    out: str = replace_layer_number_by_wildcard(name)
+    return out
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,138 @@
+"""Tape and rules give the axes of every tensor and what the solver must respect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..tracing.ints import sources
+from ..tracing.opaque import OPAQUE
+from ..tracing.tape import Mark, Op, Tape, starred
+from . import dim_trees as axes
+from .analysis import Analysis
+from .dim_trees import Conflict
+from .norm_sites import NormSite, find_norms
+from .rule_builder import Arguments, Builder, owning_modules
+from .rules import POINTWISE, RULES, views
+from .structure import frozen_leaves
+
+
+def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
+    """Apply the rules to every operator of the tape, in order.
+
+    Args:
+        tape: of the global model.
+        ties: pairs of tensors whose dims must have the same structure.
+    """
+    builder = Builder(tape)
+    norms = find_norms(tape)
+    skip: dict[int, NormSite] = {index: site for site in norms for index in site.events}
+    for index, event in enumerate(tape.events):
+        if isinstance(event, Mark):
+            builder.mark(event)
+            continue
+        site = skip.get(index)
+        if site is None:
+            _apply(builder, event)
+        elif index == site.events[-1]:
+            builder.norm(site)
+    for tid in tape.outputs:
+        builder.tensor(tid)
+    _block_compared(builder)
+    dims = builder.result.dims
+    for a, b in ties:
+        if a in dims and b in dims:
+            for x, y in zip(dims[a], dims[b], strict=True):
+                axes.link(x, y)
+    _link_repeats(builder.result)
+    return builder.result
+
+
+def _block_compared(builder: Builder) -> None:
+    """A parameter's size that is compared with a size of the input must be the global one on every rank.
+
+    Code that refuses more tokens than a table has rows, say: no other trace would show it.
+    """
+    result = builder.result
+    frozen: set[int] | None = None
+    for sides in result.tape.comparisons:
+        sizes = [[s for s in sources(side) if s[0] == "size" and s[1] in result.dims] for side in sides]
+        for own, other in (sizes, reversed(sizes)):
+            tables = [result.dims[tid][dim] for _, tid, dim in own if builder.is_parameter(tid)]
+            if not tables or not other:
+                continue
+            frozen = frozen_leaves(result) if frozen is None else frozen
+            given = [x for _, tid, dim in other for x in axes.leaves(result.dims[tid][dim])]
+            if any(id(x) in frozen for x in given):
+                builder.why = "its size is compared with that of the input"
+                for dim in tables:
+                    builder.block_dim(dim)
+
+
+def _link_repeats(result: Analysis) -> None:
+    """Give the calls of a module with parameters that is called more than once equal structures.
+
+    One without may well serve several purposes.
+    """
+    tape = result.tape
+    owners = owning_modules(tape)
+    first: dict[tuple[str, tuple[str, ...]], Mark] = {}
+    for event in tape.events:
+        if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in owners:
+            other = first.setdefault((tape.calls[event.call].fqn, event.slots), event)
+            if other is not event:
+                result.repeats += [(other.source, event.source), (other.target, event.target)]
+    for a, b in result.repeats:
+        for x, y in zip(reversed(result.dims[a]), reversed(result.dims[b]), strict=False):
+            if x.size == y.size:
+                axes.link(x, y)
+
+
+def _apply(builder: Builder, op: Op) -> None:
+    """Apply the rule of an operator; without one, block all that it touches."""
+    base = op.name.rsplit(".", 1)[0]
+    where = starred(builder.tape.calls[op.call].fqn) or "the model"
+    builder.why = f"{base.partition('.')[2] or 'code'} in {where} needs all of it"
+    if base == OPAQUE:
+        builder.why = f"{where} could not be traced"
+    rule = RULES.get(op.name) or RULES.get(base) or RULES.get(base.rstrip("_"))
+    if rule is None and op.overload is not None and _is_pointwise(op.overload):
+        rule = POINTWISE
+    if rule is None:
+        _block_all(builder, op, op.name)
+        return
+    try:
+        rule(builder, op, Arguments(op))
+    except (Conflict, LookupError, TypeError, ValueError, AssertionError):
+        # A call that the rule's author did not think of. What it has said so far only constrains.
+        _block_all(builder, op, f"{op.name} as it is called")
+        return
+    if op.inputs and builder.parametric.issuperset(op.inputs):
+        builder.parametric.update(op.outputs)
+    if (base in views.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
+        builder.from_stack.update(op.outputs)
+
+
+_PARTS = frozenset({"aten.split", "aten.chunk", "aten.slice", "aten.contiguous"})
+
+
+def _block_all(builder: Builder, op: Op, what: str) -> None:
+    builder.result.unknown.setdefault(what, builder.tape.calls[op.call].fqn)
+    builder.block(*op.inputs)
+    for tid in op.outputs:
+        if tid in builder.result.dims:
+            builder.block(tid)
+        else:
+            builder.set(tid, builder.blocked(*builder.shape(tid)))
+
+
+_POINTWISE_TAG: dict[Any, bool] = {}
+
+
+def _is_pointwise(overload: Any) -> bool:
+    known = _POINTWISE_TAG.get(overload)
+    if known is None:
+        known = _POINTWISE_TAG[overload] = torch.Tag.pointwise in overload.tags
+    return known

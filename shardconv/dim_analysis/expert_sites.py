@@ -1,0 +1,280 @@
+"""Finds the modules of experts on a tape, and makes each one operator that can be split by experts.
+
+A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)``
+from parameters whose leading dim counts the experts. How it does so (a loop, a batched product, a
+grouped one) blocks that dim for the rules. What is found here is a candidate by its inputs and
+parameters alone; ``shardconv.matching.expert_sums`` shows by numbers that it is the sum of what its parts
+compute, before the tape is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo
+
+EXPERTS = "shardconv.experts"
+"""Name, without overload, of the operator that takes the place of a whole module of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A module call with the inputs of experts."""
+
+    call: int
+    fqn: str
+    x: str
+    """Slot of the activations ``[..., H]``."""
+    ids: str
+    """Slot of the chosen experts ``[..., K]``, or ``[...]`` where each token has one."""
+    weights: str
+    """Slot of their weights, of the shape of ``ids``, or with a last dim of 1."""
+    inputs: tuple[int, int, int]
+    """The tensors of these slots, behind their marks."""
+    output: int
+    """The tensor that it returns, before its mark."""
+    parameters: tuple[int, ...]
+    """All parameters of the module and of those in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a module of experts is made one of fewer experts: what the proof found."""
+
+    num_experts: int
+    past_end: bool
+    """Ids of other ranks' experts become one past the last; else 0. Their weights are zero either way."""
+    flags: tuple[str, ...]
+    """Bool attributes to set, so that the module leaves ids past the end out."""
+    edits: tuple[tuple[str, str], ...]
+    """(path of a module from this one, int attribute) that become the local number of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """A call of a module that is a sum over its experts, proven."""
+
+    where: Candidate
+    split: Split
+
+
+def find_experts(tape: Tape) -> list[Candidate]:
+    """All module calls that are given activations, ids and weights of one shape, and hold parameters.
+
+    A module that holds nothing but another candidate is none; nor is one whose inner values are read
+    outside of it.
+    """
+    marks: dict[int, list[Mark]] = {}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            marks.setdefault(event.call, []).append(event)
+    found = [c for call, mine in marks.items() if (c := _candidate(tape, call, mine)) is not None]
+    outer = {c.call for c in found if any(c.call in _ancestors(tape, other.call) for other in found)}
+    return [c for c in found if c.call not in outer]
+
+
+def _candidate(tape: Tape, call: int, marks: list[Mark]) -> Candidate | None:
+    entries = [m for m in marks if not m.is_output]
+    exits = [m for m in marks if m.is_output]
+    plain = all(len(m.slots) == 1 for m in marks) and all(m.slots[0].count(".") == 1 for m in entries)
+    if len(entries) != 3 or len(exits) != 1 or exits[0].slots != ("output",) or not plain:
+        return None
+    fqn = tape.calls[call].fqn
+    parameters = tuple(
+        t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.name.startswith(fqn + ".")
+    )
+    roles = _roles(tape, entries)
+    if roles is None or not parameters or math.gcd(*(_rows(tape, t) for t in parameters)) < 2:
+        return None
+    if _leaks(tape, call, exits[0].source):
+        return None
+    x, ids, weights = roles
+    inputs = x.target, ids.target, weights.target
+    return Candidate(
+        call, fqn, x.slots[0], ids.slots[0], weights.slots[0], inputs, exits[0].source, parameters
+    )
+
+
+def _rows(tape: Tape, tid: int) -> int:
+    shape = tape.tensors[tid].shape
+    return shape[0] if shape else 1
+
+
+def _roles(tape: Tape, entries: list[Mark]) -> tuple[Mark, Mark, Mark] | None:
+    """Which input is the activations, which the ids, which the weights."""
+    infos = {m.target: tape.tensors[m.target] for m in entries}
+    floats = [m for m in entries if infos[m.target].dtype.is_floating_point]
+    ints = [m for m in entries if m not in floats]
+    if len(ints) != 1 or not str(infos[ints[0].target].dtype).startswith("torch.int"):
+        return None
+    shape = infos[ints[0].target].shape
+    for x, weights in (floats, floats[::-1]):
+        tokens = math.prod(infos[x.target].shape[:-1])
+        of_ids = infos[weights.target].shape in (shape, (*shape, 1))
+        if shape and of_ids and tokens in (math.prod(shape), math.prod(shape[:-1])):
+            return x, ints[0], weights
+    return None
+
+
+def _ancestors(tape: Tape, call: int) -> set[int]:
+    """The calls that a call runs in."""
+    out: set[int] = set()
+    while (call := tape.calls[call].parent) >= 0:
+        out.add(call)
+    return out
+
+
+def _inside(tape: Tape, call: int) -> set[int]:
+    """The call and all that run in it."""
+    out = {call}
+    for index in range(call + 1, len(tape.calls)):
+        if tape.calls[index].parent in out:
+            out.add(index)
+    return out
+
+
+def _leaks(tape: Tape, call: int, output: int) -> bool:
+    """Whether anything that is made inside of the call, but its output, is read outside."""
+    inside = _inside(tape, call)
+    made: set[int] = set()
+    read: set[int] = set(tape.outputs)
+    for event in tape.events:
+        if event.call not in inside:
+            read.update(_reads(event))
+        elif isinstance(event, Op):
+            made.update(event.outputs)
+        elif event.call != call:
+            made.add(event.target)
+    return bool((made - {output}) & read)
+
+
+def _reads(event: Event) -> tuple[int, ...]:
+    return (event.source,) if isinstance(event, Mark) else event.inputs
+
+
+# One operator ----------------------------------------------------------------------------------------
+
+
+def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:
+    """The tape on which each site is one operator ``EXPERTS`` between the marks of its module."""
+    sources = tape.sources()
+    for site in sites:
+        tape = _isolated(tape, site)
+    return replace(tape, inner_sources=sources)
+
+
+def _isolated(tape: Tape, site: ExpertSite) -> Tape:
+    call, fqn = site.where.call, site.where.fqn
+    inside = _inside(tape, call)
+    events: list[Event] = []
+    for event in tape.events:
+        if event.call not in inside:
+            events.append(event)
+        elif isinstance(event, Mark) and event.call == call:
+            if event.is_output:
+                events.append(_operator(site))
+            events.append(event)
+    replays = [r for r in tape.replays if r.fqn != fqn and not r.fqn.startswith(fqn + ".")]
+    return replace(tape, events=events, replays=replays)
+
+
+def _operator(site: ExpertSite) -> Op:
+    tids = (*site.where.inputs, *site.where.parameters)
+    refs = tuple(Ref(t) for t in tids)
+    outputs = (site.where.output,)
+    return Op(f"{EXPERTS}.default", refs, {"site": site}, tids, outputs, site.where.call)
+
+
+def isolated_sites(tape: Tape) -> list[ExpertSite]:
+    """The sites that are one operator of this tape."""
+    return [e.kwargs["site"] for e in tape.events if isinstance(e, Op) and e.name == f"{EXPERTS}.default"]
+
+
+def leave_out(model: nn.Module, tape: Tape) -> set[str]:
+    """Let the modules of isolated sites return what they should, without computing; their FQNs.
+
+    For tracing a rank's model: what these compute there was proven, and may depend on data.
+    """
+    outputs: dict[str, list[TensorInfo]] = {}
+    for site in isolated_sites(tape):
+        outputs.setdefault(site.where.fqn, []).append(tape.tensors[site.where.output])
+    for fqn, infos in outputs.items():
+        module = model.get_submodule(fqn)
+        module.forward = _returning(infos, module.forward)
+    return set(outputs)
+
+
+def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for a forward method: one empty tensor for each call."""
+    remaining = iter(infos)
+
+    @functools.wraps(forward)
+    def stand_in(*_: Any, **__: Any) -> Any:
+        info = next(remaining)
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    return stand_in
+
+
+# Stacks without ids ----------------------------------------------------------------------------------
+
+_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum")
+_PICKING = (
+    "aten.select",
+    "aten.index",
+    "aten.index_select",
+    "aten.unbind",
+    "aten._grouped_mm",
+    "transformers.grouped_mm_fallback",
+)
+_PASSING = (
+    "aten.transpose", "aten.permute", "aten.mT", "aten.to", "aten._to_copy", "aten.contiguous",
+    "aten.alias", "aten.clone", "aten.detach",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of stacked matrices that is in no site."""
+
+    parameter: int
+    is_picked: bool
+    """Single matrices are taken out of it; else it is a factor of batched products only."""
+
+
+def find_stacks(tape: Tape) -> list[Stack]:
+    """Parameters of three or more dims that are read as a stack of matrices, outside of the sites."""
+    owner = {t: t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and _is_stack(i.shape)}
+    picked: dict[int, bool] = {}
+    for event in tape.events:
+        if not isinstance(event, Op) or not event.inputs or event.name == f"{EXPERTS}.default":
+            continue
+        base = event.name.rsplit(".", 1)[0]
+        for tid in event.inputs:
+            if tid not in owner:
+                continue
+            if base in _PASSING:
+                owner.update(dict.fromkeys(event.outputs, owner[tid]))
+            elif base in _PRODUCTS:
+                picked.setdefault(owner[tid], False)
+            elif base in _PICKING and _of_first_dim(event):
+                picked[owner[tid]] = True
+    return [Stack(tid, is_picked) for tid, is_picked in picked.items()]
+
+
+def _is_stack(shape: Sequence[int]) -> bool:
+    return len(shape) > 2 and shape[0] > 1
+
+
+def _of_first_dim(op: Op) -> bool:
+    if not op.name.startswith(("aten.select", "aten.unbind", "aten.index_select")):
+        return True
+    dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0)
+    return bool(dim == 0)

@@ -1,0 +1,284 @@
+"""What a rule reads and says: the one interface between the rules and what they find out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..tracing.fold import prefixes
+from ..tracing.tape import Mark, Op, Ref, Tape
+from . import dim_trees as axes
+from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
+from .dim_trees import Conflict, Node
+from .norm_sites import NormSite
+
+
+class Builder:
+    """What a rule may read and say. ``out`` dims are trees; sharing a node means 'the same dim'."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.result = Analysis(tape)
+        self.mark_of: dict[int, Mark] = {}
+        self.lookup_calls = pure_lookups(tape)
+        self.passive_calls = passive_calls(tape)
+        self.input_sizes = {n for tid in tape.inputs for n in tape.tensors[tid].shape if n > 1}
+        self.why = ""
+        """What the current operator is, for the reports."""
+        self.parametric = self.result.parametric
+        self.from_stack = self.result.from_stack
+
+    # Tensors ---------------------------------------------------------------------------------
+
+    def tensor(self, tid: int) -> tuple[Node, ...]:
+        """The dims of a tensor; parameters, inputs and constants get theirs here."""
+        known = self.result.dims.get(tid)
+        if known is not None:
+            return known
+        info = self.tape.tensors[tid]
+        is_parameter = info.kind in ("parameter", "buffer")
+        dims = tuple(axes.leaf(n, blocked=not is_parameter) for n in info.shape)
+        if info.kind == "input":
+            self.result.frozen += dims
+            for dim in dims:
+                axes.make_atomic(dim)
+        self.result.dims[tid] = dims
+        self.result.partial[tid] = Partial(zero=info.kind != "parameter")
+        if info.kind == "parameter":
+            self.parametric.add(tid)
+        return dims
+
+    def partial(self, tid: int) -> Partial:
+        """The partial state of a tensor."""
+        self.tensor(tid)
+        return find_partial(self.result.partial[tid])
+
+    def shape(self, tid: int) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return self.tape.tensors[tid].shape
+
+    def is_parameter(self, tid: int) -> bool:
+        """Whether the tensor is a parameter itself."""
+        return self.tape.tensors[tid].kind == "parameter"
+
+    # What rules say --------------------------------------------------------------------------
+
+    def set(self, tid: int, dims: Sequence[Node], partial: Partial | None = None) -> None:
+        """Give an output its dims; not partial unless a state is given."""
+        shape = self.shape(tid)
+        assert tuple(d.size for d in dims) == shape, f"dims {dims} for a tensor of shape {shape}"
+        self.result.dims[tid] = tuple(dims)
+        self.result.partial[tid] = partial if partial is not None else Partial(zero=True)
+
+    def never_partial(self, *tids: int) -> None:
+        """These must be whole where they are used."""
+        for tid in tids:
+            self.partial(tid).zero = True
+
+    def same_partial(self, *states: Partial) -> Partial:
+        """All of these are partial or none is."""
+        first = find_partial(states[0])
+        for other in states[1:]:
+            root = find_partial(other)
+            if root is not first:
+                root.parent = first
+                first.zero |= root.zero
+        return first
+
+    def bilinear_partial(self, a: int, b: int) -> Partial:
+        """The state of a product: at most one factor may be partial, and never a parameter."""
+        self.never_partial(*(t for t in (a, b) if t in self.parametric))
+        p, q = self.partial(a), self.partial(b)
+        if q.zero:
+            return p
+        if p.zero:
+            return q
+        output = Partial()
+        self.result.contractions.append(Contraction(output, (), (p, q)))
+        return output
+
+    def contract(self, dims: Sequence[Node], *inputs: int) -> Partial:
+        """The state of an output in which ``dims`` are summed over; it is linear in ``inputs``."""
+        states = [s for s in {id(p): p for p in map(self.partial, inputs)}.values() if not s.zero]
+        output = Partial()
+        has_weight = not self.parametric.isdisjoint(inputs)
+        self.result.contractions.append(Contraction(output, tuple(dims), tuple(states), has_weight))
+        return output
+
+    def work(self, dims: Sequence[Node]) -> None:
+        """A product over all these dims was computed."""
+        self.result.works.append(Work(tuple(dims), math.prod(d.size for d in dims)))
+
+    def take_from_stack(self, source: int, target: int) -> None:
+        """``target`` is some of ``source`` along its first dim."""
+        info = self.tape.tensors[source]
+        if len(info.shape) == 3 and info.dtype.is_floating_point and source in self.parametric:
+            self.from_stack.add(target)
+
+    def lookup(self, mark: Mark, table: int, output: int) -> None:
+        """Rows of a table are looked up by ids that enter a module at ``mark``."""
+        returned = self.lookup_calls[mark.call]
+        self.result.lookups.append(TableLookup(mark.call, mark.slots[0], returned, table, output))
+
+    def free_partial(self) -> Partial:
+        """The state of zeros: as good as any."""
+        return Partial()
+
+    def block(self, *tids: int) -> None:
+        """No dim of these may be sharded, and none may be partial."""
+        for tid in tids:
+            for dim in self.tensor(tid):
+                self.block_dim(dim)
+        self.never_partial(*tids)
+
+    def block_dim(self, dim: Node) -> None:
+        """The current operator needs all of this dim."""
+        axes.block(dim, self.why)
+
+    def blocked(self, *sizes: int) -> list[Node]:
+        """Fresh dims that are never sharded."""
+        return [axes.leaf(n, blocked=True) for n in sizes]
+
+    def split(self, dim: Node, inner: int) -> tuple[Node, Node]:
+        """(outer, inner) factors of a dim; blocked if its structure forbids that."""
+        try:
+            return axes.split(dim, inner)
+        except Conflict:
+            self.block_dim(dim)
+            return axes.leaf(dim.size // inner, True), axes.leaf(inner, True)
+
+    def cut(self, dim: Node, sizes: Sequence[int]) -> list[Node]:
+        """Consecutive segments of a dim; blocked if its structure forbids that."""
+        try:
+            return axes.cut(dim, sizes)
+        except Conflict:
+            self.block_dim(dim)
+            return [axes.leaf(n, True) for n in sizes]
+
+    # Events ----------------------------------------------------------------------------------
+
+    def mark(self, mark: Mark) -> None:
+        """Before and after a mark: one structure, separate leaves and states."""
+        before = self.tensor(mark.source)
+        if mark.call in self.passive_calls:
+            self.set(mark.target, before, self.partial(mark.source))
+            return
+        after = []
+        for dim in before:
+            twin = axes.leaf(dim.size)
+            if dim.size in self.input_sizes and _is_settled(dim):
+                axes.make_atomic(twin)
+            else:
+                axes.link(dim, twin)
+            after.append(twin)
+        state = Partial(zero=self.partial(mark.source).zero)
+        self.set(mark.target, after, state)
+        self.mark_of[mark.target] = mark
+
+    def norm(self, site: NormSite) -> None:
+        """A whole norm module: its dims pass through; a sharded part that is normalised costs a statistic."""
+        dims = self.tensor(site.inputs[0])
+        for other in site.inputs[1:]:
+            for x, y in zip(dims, self.tensor(other), strict=True):
+                axes.unify(x, y)
+        for tid in site.parameters:
+            axes.unify(self.tensor(tid)[-1], dims[-1])
+        self.never_partial(*site.inputs, *site.parameters)
+        groups, normalised = axes.leaf(1), dims[-1]
+        if site.groups > 1:
+            groups, normalised = self.split(dims[-1], dims[-1].size // site.groups)
+        self.set(site.output, dims)
+        self.result.norms.append(NormUse(site, groups, normalised))
+
+
+def _is_settled(dim: Node) -> bool:
+    """Whether a dim, which is as long as an input, has parts of which none may ever be sharded: a sequence
+    that was padded and cut into chunks, say. Behind a mark it is one leaf again."""
+    parts = axes.leaves(dim)
+    return axes.find(dim).kind != axes.LEAF and all(x.blocked and not x.atomic for x in parts)
+
+
+def owning_modules(tape: Tape) -> set[str]:
+    """FQNs of the modules that have parameters or buffers, themselves or in modules inside."""
+    return {p for i in tape.tensors if i.kind in ("parameter", "buffer") for p in prefixes(i.name)}
+
+
+def passive_calls(tape: Tape) -> frozenset[int]:
+    """Calls of modules without parameters that are called in several forms, at which nothing can be done.
+
+    One dropout for scores and for states, say: a step of the module would run at each of its calls.
+    """
+    forms: dict[str, dict[tuple[str, ...], set[tuple[int, ...]]]] = {}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            slots = forms.setdefault(tape.calls[event.call].fqn, {})
+            slots.setdefault(event.slots, set()).add(tape.tensors[event.source].shape)
+    several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
+    passive = several - owning_modules(tape) - {""}
+    return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
+
+
+def pure_lookups(tape: Tape) -> dict[int, str]:
+    """Module calls that return rows of a table times scalars and do nothing else, and where they return them.
+
+    Rows that a rank does not hold are zeroed where such a module returns.
+    """
+    ops: dict[int, list[Op]] = {}
+    results: dict[int, list[Mark]] = {}
+    for event in tape.events:
+        if isinstance(event, Op):
+            ops.setdefault(event.call, []).append(event)
+        elif event.is_output:
+            results.setdefault(event.call, []).append(event)
+    parents = {c.parent for c in tape.calls}
+    return {
+        call: results[call][0].slots[0]
+        for call, mine in ops.items()
+        if call not in parents
+        and len(results.get(call, ())) == 1
+        and _is_lookup(tape, mine, results[call][0])
+    }
+
+
+def _is_lookup(tape: Tape, ops: list[Op], result: Mark) -> bool:
+    rows: set[int] = set()
+    for op in ops:
+        if op.name.startswith("aten.embedding.") and not rows:
+            rows.update(op.outputs)
+        elif rows.intersection(op.inputs):
+            sides = [t for t in op.inputs if t not in rows]
+            if any(math.prod(tape.tensors[t].shape) != 1 for t in sides):
+                return False
+            rows.update(op.outputs)
+    return result.source in rows
+
+
+class Arguments:
+    """An operator's arguments by the names of its schema."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, op: Op) -> None:
+        self.values: dict[str, Any] = dict(op.kwargs)
+        if op.overload is not None:
+            schema = op.overload._schema.arguments
+            for argument, value in zip(schema, op.args, strict=False):
+                self.values[argument.name] = value
+            for argument in schema:
+                if argument.name not in self.values and argument.has_default_value():
+                    self.values[argument.name] = argument.default_value
+        else:
+            self.values.update({str(i): a for i, a in enumerate(op.args)})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensor(self, name: str) -> int | None:
+        """The tensor given for ``name``; None where it is absent or a number."""
+        value = self.values.get(name)
+        return value.tid if isinstance(value, Ref) else None
+
+    def tensors(self, name: str) -> list[int]:
+        """The tensors given as a list."""
+        return [v.tid for v in self.values.get(name) or () if isinstance(v, Ref)]

@@ -1,0 +1,33 @@
+"""What each operator does to axes: one table, one module per family.
+
+A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its
+dims and its partial state. An operator that is in no table and is not pointwise blocks every dim that
+it touches; the plan reports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import attention, contraction, convolution, factory, pointwise, pooling, reduction, selection, views
+from . import expert_modules as experts
+
+Rule = Callable[[Any, Any, Any], None]
+
+RULES: dict[str, Rule] = {
+    **pointwise.RULES,
+    **contraction.RULES,
+    **convolution.RULES,
+    **pooling.RULES,
+    **views.RULES,
+    **selection.RULES,
+    **reduction.RULES,
+    **attention.RULES,
+    **experts.RULES,
+    **factory.RULES,
+}
+"""By the name of the operator without overload, ``aten.linear``."""
+
+POINTWISE: Rule = pointwise.nonlinear
+"""For operators that torch tags as pointwise and that have no entry of their own."""

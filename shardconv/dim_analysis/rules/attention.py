@@ -1,0 +1,54 @@
+"""Attention as one operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import dim_trees as axes
+
+if TYPE_CHECKING:
+    from ...tracing.tape import Op
+    from ..rule_builder import Arguments, Builder
+
+
+def attention(b: Builder, op: Op, args: Arguments) -> None:
+    """``scaled_dot_product_attention``: query [.., H, L, E], key [.., G, S, E], value [.., G, S, V].
+
+    With grouped heads, H is G times the group, G being the outer factor.
+    """
+    query, key, value = op.inputs[:3]
+    mask = args.tensor("attn_mask")
+    b.never_partial(*op.inputs)
+    q, k, v = (b.tensor(t) for t in (query, key, value))
+    for dim in (*q[-2:], *k[-2:], v[-2]):
+        b.block_dim(dim)
+    axes.unify(k[-2], v[-2])
+    axes.unify(q[-1], k[-1])
+    for x, y in zip(k[:-2], v[:-2], strict=True):
+        axes.unify(x, y)
+    for index, (x, y) in enumerate(zip(q[:-2], k[:-2], strict=True)):
+        if x.size == y.size or y.size == 1:
+            axes.unify(x, y)
+        elif index == len(q) - 3 and args["enable_gqa"]:
+            outer, _ = b.split(x, x.size // y.size)
+            axes.unify(outer, y)
+        else:
+            b.block_dim(x)
+            b.block_dim(y)
+    if mask is not None:
+        _mask(b, mask, [*q[:-1], k[-2]])
+    lead = [x if x.size >= y.size else y for x, y in zip(q[:-2], k[:-2], strict=True)]
+    b.work([*q, k[-2]])
+    b.set(op.outputs[0], [*lead, q[-2], v[-1]])
+
+
+def _mask(b: Builder, mask: int, scores: list[axes.Node]) -> None:
+    dims = b.tensor(mask)
+    for dim, score in zip(dims, scores[len(scores) - len(dims) :], strict=True):
+        if dim.size == score.size:
+            axes.unify(dim, score)
+        else:
+            b.block_dim(dim)
+
+
+RULES = {"aten.scaled_dot_product_attention": attention}

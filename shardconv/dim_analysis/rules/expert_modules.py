@@ -1,0 +1,34 @@
+"""A whole module of experts as one operator: a sum over the experts, which may be split."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import dim_trees as axes
+from ..expert_sites import EXPERTS
+
+if TYPE_CHECKING:
+    from ...tracing.tape import Op
+    from ..expert_sites import ExpertSite
+    from ..rule_builder import Arguments, Builder
+
+
+def experts(b: Builder, op: Op, args: Arguments) -> None:
+    """``sum over k of weights[..., k] * expert[ids[..., k]](x)``; all dims but that of experts are whole."""
+    site: ExpertSite = op.kwargs["site"]
+    b.block(*site.where.inputs)
+    count = axes.leaf(site.split.num_experts)
+    for tid in site.where.parameters:
+        first, *others = b.tensor(tid)
+        outer, inner = b.split(first, first.size // count.size)
+        axes.unify(count, outer)
+        for dim in (inner, *others):
+            b.block_dim(dim)
+        b.never_partial(tid)
+    b.work([count])
+    target = op.outputs[0]
+    b.set(target, b.blocked(*b.shape(target)), b.contract([count]))
+    b.result.experts.append((site, count))
+
+
+RULES = {EXPERTS: experts}

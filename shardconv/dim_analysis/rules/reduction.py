@@ -1,0 +1,182 @@
+"""Operators that reduce a dim or need all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .. import dim_trees as axes
+from ..dim_trees import Node
+from . import pointwise
+
+if TYPE_CHECKING:
+    from ...tracing.tape import Op
+    from ..rule_builder import Arguments, Builder
+
+
+def _reduced(args: Arguments, rank: int) -> list[int]:
+    given = args["dim"]
+    if given is None or given == []:
+        return list(range(rank))
+    return [d % rank for d in (given if isinstance(given, (list, tuple)) else [given])] if rank else []
+
+
+def _remaining(b: Builder, dims: list[Node], reduced: list[int], rank: int) -> list[Node]:
+    if rank == len(dims):
+        return [axes.leaf(1) if i in reduced else d for i, d in enumerate(dims)]
+    return [d for i, d in enumerate(dims) if i not in reduced]
+
+
+def sum_(b: Builder, op: Op, args: Arguments) -> None:
+    """A sum is a contraction: over a sharded dim it is partial."""
+    source, target = op.inputs[0], op.outputs[0]
+    dims = list(b.tensor(source))
+    reduced = _reduced(args, len(dims))
+    rank = len(b.shape(target))
+    b.set(target, _remaining(b, dims, reduced, rank), b.contract([dims[i] for i in reduced], source))
+
+
+def mean(b: Builder, op: Op, args: Arguments) -> None:
+    """A mean is linear, over dims that must be whole."""
+    source, target = op.inputs[0], op.outputs[0]
+    dims = list(b.tensor(source))
+    reduced = _reduced(args, len(dims))
+    for i in reduced:
+        b.block_dim(dims[i])
+    b.set(target, _remaining(b, dims, reduced, len(b.shape(target))), b.partial(source))
+
+
+def reduce(b: Builder, op: Op, args: Arguments) -> None:
+    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …); ``max`` of two is none."""
+    if args.tensor("other") is not None:
+        pointwise.nonlinear(b, op, args)
+        return
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    reduced = _reduced(args, len(dims))
+    b.never_partial(*op.inputs)
+    for i in reduced:
+        b.block_dim(dims[i])
+    for tid in op.outputs:
+        b.set(tid, _remaining(b, dims, reduced, len(b.shape(tid))))
+
+
+def along(b: Builder, op: Op, args: Arguments) -> None:
+    """Same shape, but a dim must be whole: ``softmax``, ``sort``, ``cumprod`` …"""
+    source = op.inputs[0]
+    dims = b.tensor(source)
+    b.never_partial(*op.inputs)
+    for i in _reduced(args, len(dims)):
+        b.block_dim(dims[i])
+    for tid in op.outputs:
+        b.set(tid, dims)
+
+
+def cumsum(b: Builder, op: Op, args: Arguments) -> None:
+    """Linear along a dim that must be whole."""
+    source = op.inputs[0]
+    dims = b.tensor(source)
+    b.block_dim(dims[args["dim"]])
+    b.set(op.outputs[0], dims, b.partial(source))
+
+
+def topk(b: Builder, op: Op, args: Arguments) -> None:
+    """Along a dim that must be whole, a new one comes out."""
+    source = op.inputs[0]
+    b.never_partial(source)
+    for tid in op.outputs:
+        dims = list(b.tensor(source))
+        b.block_dim(dims[args["dim"]])
+        dims[args["dim"]] = axes.leaf(b.shape(tid)[args["dim"]], True)
+        b.set(tid, dims)
+
+
+def triangle(b: Builder, op: Op, args: Arguments) -> None:
+    """``tril``/``triu``: linear; the last two dims must be whole."""
+    dims = b.tensor(op.inputs[0])
+    for dim in dims[-2:]:
+        b.block_dim(dim)
+    b.set(op.outputs[0], dims, b.partial(op.inputs[0]))
+
+
+def norm(b: Builder, op: Op, args: Arguments) -> None:
+    """``layer_norm``/``rms_norm`` over trailing dims."""
+    source = op.inputs[0]
+    dims = b.tensor(source)
+    b.never_partial(*op.inputs)
+    count = len(args["normalized_shape"])
+    for i in range(1, count + 1):
+        b.block_dim(dims[-i])
+        for tid in op.inputs[1:]:
+            axes.unify(b.tensor(tid)[-i], dims[-i])
+    b.set(op.outputs[0], dims)
+    for tid in op.outputs[1:]:
+        b.set(tid, b.blocked(*b.shape(tid)))
+
+
+def group_norm(b: Builder, op: Op, args: Arguments) -> None:
+    """``group_norm``: whole groups may be apart, but the group count is a literal; all is blocked."""
+    b.block(*op.inputs)
+    for tid in op.outputs:
+        b.set(tid, b.blocked(*b.shape(tid)))
+
+
+def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
+    """Systems of equations, one for each position of the leading dims."""
+    b.never_partial(*op.inputs)
+    for tid in op.inputs:
+        for dim in b.tensor(tid)[-2:]:
+            b.block_dim(dim)
+    matrix, right = (list(b.tensor(t)) for t in op.inputs[:2])
+    for x, y in zip(matrix[:-2], right[:-2], strict=True):
+        axes.unify(x, y)
+    lead = [x if x.size >= y.size else y for x, y in zip(matrix[:-2], right[:-2], strict=True)]
+    b.set(op.outputs[0], [*lead, *right[-2:]])
+
+
+RULES = {
+    "aten.linalg_solve_triangular": solve_triangular,
+    "aten.sum": sum_,
+    "aten.mean": mean,
+    **dict.fromkeys(
+        (
+            "aten.max",
+            "aten.min",
+            "aten.amax",
+            "aten.amin",
+            "aten.argmax",
+            "aten.argmin",
+            "aten.var",
+            "aten.std",
+            "aten.var_mean",
+            "aten.prod",
+            "aten.any",
+            "aten.all",
+            "aten.logsumexp",
+            "aten.linalg_vector_norm",
+            "aten.norm",
+        ),
+        reduce,
+    ),
+    **dict.fromkeys(
+        (
+            "aten.softmax",
+            "aten._softmax",
+            "aten.log_softmax",
+            "aten._log_softmax",
+            "aten.sort",
+            "aten.cumprod",
+            "aten.argsort",
+            "aten.cummax",
+            "aten.cummin",
+            "aten.logcumsumexp",
+        ),
+        along,
+    ),
+    "aten.cumsum": cumsum,
+    "aten.topk": topk,
+    **dict.fromkeys(("aten.tril", "aten.triu"), triangle),
+    **dict.fromkeys(
+        ("aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"), norm
+    ),
+    **dict.fromkeys(("aten.group_norm", "aten.native_group_norm"), group_norm),
+}

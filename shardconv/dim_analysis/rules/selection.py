@@ -1,0 +1,261 @@
+"""Operators that take parts of tensors or lay them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...tracing.tape import Ref
+from .. import dim_trees as axes
+from ..dim_trees import Node
+from .pointwise import broadcast
+
+if TYPE_CHECKING:
+    from ...tracing.tape import Op
+    from ..rule_builder import Arguments, Builder
+
+
+def cat(b: Builder, op: Op, args: Arguments) -> None:
+    """Laid end to end along one dim; all others are the same."""
+    tids = [t for t in args.tensors("tensors") if b.shape(t) != (0,)]
+    target = op.outputs[0]
+    if not tids:
+        b.set(target, b.blocked(*b.shape(target)))
+        return
+    rank = len(b.shape(target))
+    dim = args["dim"] % rank
+    dims = list(b.tensor(tids[0]))
+    for tid in tids[1:]:
+        for index, other in enumerate(b.tensor(tid)):
+            if index != dim:
+                axes.unify(dims[index], other)
+    dims[dim] = axes.concatenation([b.tensor(t)[dim] for t in tids])
+    b.set(target, dims, b.same_partial(*(b.partial(t) for t in tids)))
+
+
+def stack(b: Builder, op: Op, args: Arguments) -> None:
+    """A new dim, whole, that counts the tensors."""
+    tids = args.tensors("tensors")
+    target = op.outputs[0]
+    dims = broadcast(b, tids, len(b.shape(tids[0])))
+    position = args["dim"] % (len(dims) + 1)
+    dims.insert(position, axes.leaf(len(tids), True))
+    b.set(target, dims, b.same_partial(*(b.partial(t) for t in tids)))
+
+
+def split(b: Builder, op: Op, args: Arguments) -> None:
+    """``split``, ``chunk``, ``split_with_sizes``, ``tensor_split``: consecutive segments of a dim."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    parts = b.cut(dims[dim], [b.shape(t)[dim] for t in op.outputs])
+    for tid, part in zip(op.outputs, parts, strict=True):
+        b.set(tid, [*dims[:dim], part, *dims[dim + 1 :]], b.partial(source))
+
+
+def slice_(b: Builder, op: Op, args: Arguments) -> None:
+    """``slice``: a segment, or every n-th position."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    start, stop, step = _bounds(dims[dim].size, args["start"], args["end"], args["step"])
+    dims[dim] = _segment(b, dims[dim], start, stop, step)
+    b.set(op.outputs[0], dims, b.partial(source))
+
+
+def _bounds(size: int, start: int | None, end: int | None, step: int | None) -> tuple[int, int, int]:
+    first, last, stride = slice(start, end, step).indices(size)
+    return first, max(first, last), stride
+
+
+def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
+    size = dim.size
+    if (start, stop, step) == (0, size, 1):
+        return dim
+    if stop == start:
+        return axes.leaf(0, True)
+    if step == 1:
+        sizes = [n for n in (start, stop - start, size - stop) if n]
+        return b.cut(dim, sizes)[1 if start else 0]
+    if size % step == 0 and start < step and stop > size - step + start:
+        outer, inner = b.split(dim, step)
+        b.block_dim(inner)
+        return outer
+    b.block_dim(dim)
+    return axes.leaf(len(range(start, stop, step)), True)
+
+
+def narrow(b: Builder, op: Op, args: Arguments) -> None:
+    """``narrow``."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    start = args["start"]
+    if isinstance(start, Ref):
+        b.block_dim(dims[dim])
+        dims[dim] = axes.leaf(args["length"], True)
+    else:
+        start %= max(dims[dim].size, 1)
+        dims[dim] = _segment(b, dims[dim], start, start + args["length"], 1)
+    b.set(op.outputs[0], dims, b.partial(source))
+
+
+def select(b: Builder, op: Op, args: Arguments) -> None:
+    """One position of a dim, which must be whole."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    b.block_dim(dims.pop(args["dim"]))
+    b.set(op.outputs[0], dims, b.partial(source))
+    if args["dim"] == 0:
+        b.take_from_stack(source, op.outputs[0])
+
+
+def unbind(b: Builder, op: Op, args: Arguments) -> None:
+    """Every position of a dim, which must be whole."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    b.block_dim(dims.pop(args["dim"]))
+    for tid in op.outputs:
+        b.set(tid, dims, b.partial(source))
+
+
+def embedding(b: Builder, op: Op, args: Arguments) -> None:
+    """Rows of a table. Its rows may be sharded if the ids enter this module at a mark."""
+    table, ids = op.inputs[0], op.inputs[1]
+    rows, width = b.tensor(table)
+    target = op.outputs[0]
+    b.never_partial(ids)
+    dims = [*b.tensor(ids), width]
+    mark = b.mark_of.get(ids)
+    enters = mark is not None and mark.call == op.call and not mark.is_output and op.call in b.lookup_calls
+    if mark is None or not enters or not b.is_parameter(table):
+        b.block_dim(rows)
+        b.set(target, dims, b.partial(table))
+        return
+    b.set(target, dims, b.contract([rows], table))
+    b.lookup(mark, table, target)
+
+
+def index_select(b: Builder, op: Op, args: Arguments) -> None:
+    """Positions of a dim, which must be whole, by ids."""
+    source = op.inputs[0]
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    b.never_partial(op.inputs[1])
+    b.block_dim(dims[dim])
+    dims[dim] = b.tensor(op.inputs[1])[0] if b.tensor(op.inputs[1]) else axes.leaf(1)
+    b.set(op.outputs[0], dims, b.partial(source))
+
+
+def index(b: Builder, op: Op, args: Arguments) -> None:
+    """``x[i, :, j]``: indexed dims must be whole, the others stay."""
+    source, target = op.inputs[0], op.outputs[0]
+    dims = list(b.tensor(source))
+    indices: Sequence[Any] = args["indices"]
+    tids = [i.tid for i in indices if isinstance(i, Ref)]
+    b.never_partial(*tids)
+    if any(b.tape.tensors[t].dtype.is_floating_point is False and _is_mask(b, t) for t in tids):
+        b.block(source, *tids)
+        b.set(target, b.blocked(*b.shape(target)))
+        return
+    picked = [p for p, i in enumerate(indices) if isinstance(i, Ref)]
+    for p in picked:
+        b.block_dim(dims[p])
+    common = broadcast(b, tids, max(len(b.shape(t)) for t in tids))
+    adjacent = picked == list(range(picked[0], picked[-1] + 1))
+    position = picked[0] if adjacent else 0
+    kept = [d for p, d in enumerate(dims) if p not in picked]
+    b.set(target, [*kept[:position], *common, *kept[position:]], b.partial(source))
+    if picked == [0]:
+        b.take_from_stack(source, target)
+
+
+def _is_mask(b: Builder, tid: int) -> bool:
+    import torch
+
+    return b.tape.tensors[tid].dtype in (torch.bool, torch.uint8)
+
+
+def gather(b: Builder, op: Op, args: Arguments) -> None:
+    """``gather``: along one dim by ids; the others are the same where sizes agree."""
+    source, target = op.inputs[0], op.outputs[0]
+    ids = args.tensor("index")
+    assert ids is not None
+    dims, places = list(b.tensor(source)), list(b.tensor(ids))
+    b.never_partial(ids)
+    for i, (x, y) in enumerate(zip(dims, places, strict=True)):
+        if i == args["dim"] % len(dims):
+            b.block_dim(x)
+        elif x.size != y.size:
+            b.block_dim(x)
+            b.block_dim(y)
+        else:
+            axes.unify(x, y)
+    b.set(target, places, b.partial(source))
+
+
+def scatter(b: Builder, op: Op, args: Arguments) -> None:
+    """``scatter``, ``scatter_add``: writes along one dim by ids."""
+    source, target = op.inputs[0], op.outputs[0]
+    dims = list(b.tensor(source))
+    others = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
+    b.never_partial(*op.inputs)
+    for tid in others:
+        for i, (x, y) in enumerate(zip(dims, b.tensor(tid), strict=True)):
+            if i == args["dim"] % len(dims) or x.size != y.size:
+                b.block_dim(x)
+                b.block_dim(y)
+            else:
+                axes.unify(x, y)
+    b.block_dim(dims[args["dim"]])
+    b.set(target, dims)
+
+
+def index_add(b: Builder, op: Op, args: Arguments) -> None:
+    """``index_add``: rows are added at ids; linear in both."""
+    source, target = op.inputs[0], op.outputs[0]
+    ids, added = args.tensor("index"), args.tensor("source")
+    assert ids is not None
+    assert added is not None
+    b.block(ids)
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    for i, (x, y) in enumerate(zip(dims, b.tensor(added), strict=True)):
+        if i == dim:
+            b.block_dim(x)
+            b.block_dim(y)
+        else:
+            axes.unify(x, y)
+    b.set(target, dims, b.same_partial(b.partial(source), b.partial(added)))
+
+
+def index_put(b: Builder, op: Op, args: Arguments) -> None:
+    """``x[i] = v``: indexed dims must be whole, and so must the values."""
+    source, target = op.inputs[0], op.outputs[0]
+    dims = b.tensor(source)
+    b.never_partial(*op.inputs)
+    for tid in op.inputs[1:]:
+        b.block(tid)
+    indices = args["indices"]
+    for p, dim in enumerate(dims):
+        if p >= len(indices) or indices[p] is not None or len(op.inputs) > 2:
+            b.block_dim(dim)
+    b.set(target, dims)
+
+
+RULES = {
+    **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat),
+    "aten.stack": stack,
+    **dict.fromkeys(("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split"), split),
+    "aten.slice": slice_,
+    "aten.narrow": narrow,
+    "aten.select": select,
+    "aten.unbind": unbind,
+    "aten.embedding": embedding,
+    "aten.index_select": index_select,
+    "aten.index": index,
+    "aten.gather": gather,
+    **dict.fromkeys(("aten.scatter", "aten.scatter_add"), scatter),
+    "aten.index_add": index_add,
+    "aten.index_put": index_put,
+}

@@ -1,0 +1,126 @@
+"""What the trees of dims say about which leaves exclude, mirror or freeze each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..tracing.tape import Mark, Tape, starred
+from . import dim_trees as axes
+from .analysis import Analysis
+from .dim_trees import LEAF, PRODUCT, SUM, Node, find
+
+
+def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
+    """Pairs of leaves of a tensor that multiply: in different dims, or different factors of one."""
+    seen: list[list[Node]] = []
+    for dim in dims:
+        yield from _pairs_within(dim)
+        here = axes.leaves(dim)
+        for before in seen:
+            yield from ((x, y) for x in before for y in here)
+        seen.append(here)
+
+
+def _pairs_within(node: Node) -> Iterator[tuple[Node, Node]]:
+    node = find(node)
+    if node.kind == LEAF:
+        return
+    if node.kind == PRODUCT:
+        yield from multiplying_pairs(node.children)
+        return
+    for child in node.children:
+        yield from _pairs_within(child)
+
+
+def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
+    """Leaves of two trees of one structure, pairwise; None where the structures differ."""
+    a, b = find(a), find(b)
+    if a.kind == LEAF and b.kind == LEAF:
+        return [(a, b)] if a.size == b.size and a.size > 1 else ([] if a.size == b.size else None)
+    parts_a, parts_b = (axes.segments(x) if x.kind == SUM else axes.factors(x) for x in (a, b))
+    if a.kind != b.kind or len(parts_a) != len(parts_b):
+        return None
+    out: list[tuple[Node, Node]] = []
+    for x, y in zip(parts_a, parts_b, strict=True):
+        pairs = corresponding_leaves(x, y)
+        if pairs is None:
+            return None
+        out += pairs
+    return out
+
+
+def width(tape: Tape) -> int:
+    """The last size that most marked floating point tensors have: the model's hidden size."""
+    sizes = Counter(shape[-1] for shape in _marked(tape))
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def num_tokens(tape: Tape) -> int:
+    """How many rows of the hidden size most marked tensors have: batch times sequence length."""
+    wide = width(tape)
+    rows = Counter(math.prod(shape[:-1]) for shape in _marked(tape) if shape[-1] == wide)
+    return max(1, rows.most_common(1)[0][0]) if rows else 1
+
+
+def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
+    """Shapes of the floating point tensors that cross a module's boundary.
+
+    Each once, however often its module is called, and once for the numbered parts of one layer: a loop over
+    experts is no majority.
+    """
+    marks = [
+        (_in_layer(tape.calls[e.call].fqn), e.slots, e.source) for e in tape.events if isinstance(e, Mark)
+    ]
+    shapes = {(fqn, slots, tape.tensors[t].shape): tape.tensors[t].dtype for fqn, slots, t in marks}
+    return (shape for (_, _, shape), dtype in shapes.items() if shape and dtype.is_floating_point)
+
+
+def _in_layer(fqn: str) -> str:
+    """``fqn`` with stars for all numbers but the first."""
+    match = re.match(r"(.*?\b\d+\.)(.*)", fqn)
+    return match[1] + starred(match[2]) if match else fqn
+
+
+def frozen_leaves(analysis: Analysis) -> set[int]:
+    """``id`` of the leaves of the inputs' dims and of all that marks link to them."""
+    return linked_leaves(analysis, analysis.frozen)
+
+
+def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[int]:
+    """``id`` of the leaves of some dims and of all that marks link to them."""
+    todo = [x for dim in dims for x in axes.leaves(dim)]
+    linked: set[int] = set()
+    neighbours: dict[int, list[Node]] = {}
+    for event in analysis.tape.events:
+        if isinstance(event, Mark):
+            for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
+                for x, y in corresponding_leaves(before, after) or ():
+                    neighbours.setdefault(id(x), []).append(y)
+                    neighbours.setdefault(id(y), []).append(x)
+    while todo:
+        leaf = find(todo.pop())
+        if id(leaf) not in linked:
+            linked.add(id(leaf))
+            todo += neighbours.get(id(leaf), [])
+    return linked
+
+
+def differentiable(analysis: Analysis) -> set[int]:
+    """The tensors that depend on a parameter in a way that has a derivative, or may have."""
+    tape = analysis.tape
+    found = {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and i.dtype.is_floating_point}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            if event.source in found:
+                found.add(event.target)
+        elif not found.isdisjoint(event.inputs):
+            found.update(t for t in event.outputs if _has_gradient(analysis, t))
+    return found
+
+
+def _has_gradient(analysis: Analysis, tid: int) -> bool:
+    dtype = analysis.tape.tensors[tid].dtype
+    return dtype.is_floating_point or dtype.is_complex

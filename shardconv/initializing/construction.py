@@ -1,0 +1,421 @@
+"""How a model's constructor initialises each tensor, recorded, so that one can be made without the rest.
+
+A model is built on the meta device, transformers' initialisation included, and each operator that writes to
+some memory becomes a **step**. The steps that one tensor depends on are found backwards from its last value.
+A step that overwrites all of a tensor ends the search for earlier ones: numbers that are drawn and never used
+(the constructor's, which transformers draws again) are not drawn at all. Doing these steps on real tensors
+gives what building the real model would have given, special cases of parents and neighbours included.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+from shardconv_runtime.parallel.meta_model import LazyInit, _building  # the lock of all that builds models
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+
+Seeds = Callable[[int], int]
+"""The seed of a step, by its index."""
+
+BLANK = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_permuted,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
+"""Make memory without values."""
+
+SHAPED = {
+    *BLANK,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+}
+"""Read no more than the shape of their first argument."""
+
+OVERWRITES = {
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+    aten.normal_,
+    aten.uniform_,
+    aten.log_normal_,
+    aten.exponential_,
+    aten.cauchy_,
+    aten.bernoulli_,
+    aten.random_,
+}
+"""Write to every element of their first argument without reading it."""
+
+FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
+"""Functions that ``LazyInit`` records whole, as they were when torch was imported."""
+
+TRUNCATED = nn.init._no_grad_trunc_normal_
+"""Private: all references to ``trunc_normal_``, wherever they were imported to, come here. On a meta tensor
+torch does nothing; done step by step, it would draw until no element lies outside."""
+
+ELEMENTWISE = {nn.init.uniform_, nn.init.normal_, TRUNCATED, aten.normal_.default, aten.uniform_.default}
+"""Draw each element on its own from one distribution: part of a tensor may be drawn alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """What a meta tensor was when it was seen; some operators change the shape of a tensor in place."""
+
+    memory: torch.UntypedStorage
+    """It is kept, so that its identity stays its own."""
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Window:
+        """The window of a tensor."""
+        offset = int(tensor.storage_offset())
+        flags = tensor.is_conj(), tensor.is_neg()
+        return cls(tensor.untyped_storage(), tensor.dtype, offset, tensor.shape, tensor.stride(), *flags)
+
+    @property
+    def key(self) -> int:
+        """Identity of the memory."""
+        return int(self.memory._cdata)
+
+    @property
+    def spans(self) -> bool:
+        """Whether it is all of its memory, each element once."""
+        expected = 1
+        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda dim: dim[1]):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return self.shape.numel() * self.dtype.itemsize == self.memory.nbytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One operator that wrote to some memory; in the place of tensors it has windows."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    default_dtype: torch.dtype
+    reads: frozenset[int]
+    """Storages whose values it reads."""
+    writes: frozenset[int]
+    covers: frozenset[int]
+    """Storages of which nothing older is left; those that it made are among them."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws numbers."""
+        return _is_random(self.func)
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it makes memory without values."""
+        return _packet(self.func) in BLANK
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The steps that a tensor's value depends on."""
+
+    indices: tuple[int, ...]
+    """Ascending."""
+    blank: bool
+    """Some of them may leave elements without a value."""
+    is_written: bool
+    """Whether any step gives the tensor itself values."""
+
+
+class Construction(LazyInit):  # type: ignore[no-untyped-call]
+    """While active, models are built on the meta device, and how each tensor gets its value is recorded.
+
+    What needs a value at once, as ``item`` does, gets the one that a replay would give.
+
+    Args:
+        seeds: gives the seed of each step that draws numbers.
+    """
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._writers_of: dict[int, list[int]] = defaultdict(list)
+        self._seeds = seeds
+
+    @contextmanager
+    def active(self) -> Iterator[Construction]:
+        """Record what is done in the block, that included which torch leaves out on the meta device.
+
+        Threads take turns, with those that build models too.
+        """
+        with _building, self, _OnCpu(), _patched(self._truncated):
+            yield self
+
+    def meta(self, tensor: Tensor) -> Tensor:
+        """What stood for a tensor in the block: itself, unless it was made before, with values."""
+        return self._as_meta(tensor)
+
+    def chain(self, tensor: Tensor) -> Chain:
+        """The steps that a meta tensor depends on.
+
+        Raises:
+            ValueError: something that it depends on was made outside of the block.
+        """
+        own = _storage(tensor)
+        todo: list[int] = []
+        live: set[int] = set()
+        found: set[int] = set()
+        blank = is_written = False
+
+        def want(storage: int, before: int) -> None:
+            live.add(storage)
+            writers = self._writers_of.get(storage, [])
+            at = bisect_left(writers, before)
+            if at:
+                heappush(todo, -writers[at - 1])
+            elif storage not in self._constants:
+                raise ValueError("it was made outside of the model's constructor")
+
+        want(own, len(self.steps))
+        while todo:
+            index = -heappop(todo)
+            if index in found:
+                continue
+            found.add(index)
+            step = self.steps[index]
+            blank |= step.is_blank
+            is_written |= own in step.writes and not step.is_blank
+            for storage in step.writes & live:
+                live.discard(storage)
+                if storage not in step.covers:
+                    want(storage, index)
+            for storage in step.reads - live:
+                want(storage, index)
+        return Chain(tuple(sorted(found)), blank, is_written or own in self._constants)
+
+    def elementwise(self, tensor: Tensor, chain: Chain) -> Step | None:
+        """The one step that draws a tensor, if each of its elements is drawn on its own."""
+        if len(chain.indices) != 1 or not tensor.is_contiguous() or not Window.of(tensor).spans:
+            return None
+        step = self.steps[chain.indices[0]]
+        drawn = _windows((step.args, step.kwargs))
+        alike = len(drawn) == 1 and drawn[0].dtype == tensor.dtype
+        return step if alike and step.func in ELEMENTWISE else None
+
+    def value(self, tensor: Tensor, chain: Chain) -> Tensor:
+        """What a meta tensor stands for, on the CPU; elements without a value are NaN."""
+        memory = _Memory(self._constants)
+        for index in chain.indices:
+            step = self.steps[index]
+            args, kwargs = tree_map_only(Window, memory, (step.args, step.kwargs))
+            with _default_dtype(step.default_dtype), torch.no_grad(), _seeded(step, index, self._seeds):
+                outputs = step.func(*args, **_on_cpu(_without_generator(kwargs)))
+            if step.is_blank and (outputs.is_floating_point() or outputs.is_complex()):
+                outputs.fill_(torch.nan)
+            memory.keep(step.outputs, outputs)
+        return memory(Window.of(tensor))
+
+    def _record(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Called by ``LazyInit`` for each operator."""
+        if torch.Tag.inplace_view in getattr(func, "tags", ()):
+            return
+        args, kwargs, outputs = tree_map_only(Tensor, Window.of, (args, kwargs, outputs))
+        packet, given = _packet(func), _windows((args, kwargs))
+        made = {window.key for window in _windows(outputs)} - {window.key for window in given}
+        changed = _changed(func, args, kwargs)
+        writes = made | {window.key for window in changed}
+        if not writes:
+            return  # a view: its geometry says all
+        overwrites = packet in OVERWRITES or func in FILLS or func is TRUNCATED
+        unread = {id(window) for window in changed} if overwrites else set()
+        reads = {window.key for window in given if id(window) not in unread and packet not in SHAPED}
+        covered = {window.key for window in changed if overwrites and window.spans} - reads
+        for key in writes:
+            self._writers_of[key].append(len(self.steps))
+        sets = frozenset(reads), frozenset(writes), frozenset(made | covered)
+        self.steps.append(Step(func, args, kwargs, outputs, torch.get_default_dtype(), *sets))
+
+    def _replay(self, tensor: Tensor) -> Any:
+        """Called by ``LazyInit`` where a value is needed at once."""
+        chain = self.chain(tensor)
+        return lambda meta: self.value(meta, chain)
+
+    def _truncated(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In the place of ``TRUNCATED``."""
+        if not tensor.is_meta:
+            made: Tensor = TRUNCATED(tensor, *args, **kwargs)
+            return made
+        self._record(TRUNCATED, (tensor, *args), kwargs, tensor)
+        return tensor
+
+
+def draw(step: Step, tensor: Tensor, seed: int) -> None:
+    """Do an elementwise step on another tensor, in place; threads may do so at the same time."""
+    generator = torch.Generator().manual_seed(seed)
+    args, kwargs = tree_map_only(Window, lambda _: tensor, (step.args, step.kwargs))
+    with torch.no_grad():
+        step.func(*args, **{**kwargs, "generator": generator})
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Real memory under the meta storages that it stands for; called, it turns meta into real.
+
+    Memory that no step made is made without values: its first step overwrites it, or reads its shape only.
+    """
+
+    constants: dict[int, Tensor]
+    real: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def __call__(self, window: Window) -> Tensor:
+        if window.key not in self.real:
+            constant = self.constants.get(window.key)
+            self.real[window.key] = (
+                torch.empty(window.memory.nbytes(), dtype=torch.uint8).untyped_storage()
+                if constant is None
+                else torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype)
+                .copy_(constant)
+                .untyped_storage()
+            )
+        real = torch.empty(0, dtype=window.dtype)
+        real.set_(self.real[window.key], window.offset, window.shape, window.stride)
+        real = real.conj() if window.is_conj else real
+        return torch._neg_view(real) if window.is_neg else real
+
+    def keep(self, windows: Any, reals: Any) -> None:
+        """Take the memory of new results."""
+        for window, real in zip(tree_leaves(windows), tree_leaves(reals), strict=True):
+            if isinstance(window, Window) and window.key not in self.real:
+                if real.stride() != window.stride or real.storage_offset() != window.offset:
+                    real = torch.empty_strided(window.shape, window.stride, dtype=real.dtype).copy_(real)
+                self.real[window.key] = real.untyped_storage()
+
+
+class _OnCpu(TorchFunctionMode):
+    """Has code that asks believe that a meta tensor is one on the CPU, but for torch's own and ours.
+
+    torch's initialisers leave some meta tensors as they are. transformers makes an empty tensor to see
+    whether it is on the meta device, and then leaves out a model's initialisation. Data that goes to a
+    tensor's device would be lost on the way to the meta device.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ASKING and _is_misled(sys._getframe(1).f_globals.get("__name__", "")):
+            return _ASKING[func]
+        return func(*args, **(kwargs or {}))
+
+
+_ASKING = {
+    Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+    Tensor.device.__get__: torch.device("cpu"),  # type: ignore[attr-defined]
+}
+
+
+_OWN = ("torch", "shardconv_runtime", "shardconv")
+
+
+def _is_misled(module: str) -> bool:
+    """Whether this is an initialiser of torch's, or the code of a model."""
+    return module == nn.init.__name__ or module.partition(".")[0] not in _OWN
+
+
+@contextmanager
+def _patched(truncated: Callable[..., Tensor]) -> Iterator[None]:
+    nn.init._no_grad_trunc_normal_ = truncated
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = TRUNCATED
+
+
+@contextmanager
+def _seeded(step: Step, index: int, seeds: Seeds) -> Iterator[None]:
+    """Draw from torch's own generator, which is as it was afterwards: many operators take no other."""
+    if not step.is_random:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seeds(index))
+        yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype != before:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The model's own generator would not be as it was."""
+    return {**kwargs, "generator": None} if kwargs.get("generator") is not None else kwargs
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Window]:
+    """The tensors that an operator writes to."""
+    if func in FILLS or func is TRUNCATED:
+        return _windows((args, kwargs))
+    given = [value for value, written in zip(args, _written(func)[0], strict=False) if written]
+    return _windows(given + [value for name, value in kwargs.items() if name in _written(func)[1]])
+
+
+def _windows(values: Any) -> list[Window]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Window)]
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Which arguments an operator writes to, by position and by name."""
+    arguments = func._schema.arguments
+    flags = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    return flags, frozenset(a.name for a, flag in zip(arguments, flags, strict=True) if flag)
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return func in FILLS or func is TRUNCATED or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _packet(func: Any) -> Any:
+    return getattr(func, "overloadpacket", func)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory under a tensor, valid while something refers to it."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,1 @@
+"""What a module computes, tried by numbers: norms, and sums over experts."""

@@ -1,0 +1,312 @@
+"""Proves by numbers that a module of experts is the sum of what modules of fewer experts compute.
+
+The hypothesis: with the rows of its parameters that belong to some of the experts, ids that count from
+the first of these, and a weight of zero wherever an id is that of another expert, the module computes the
+term of these experts. How it is made a module of fewer experts is searched: which int attributes are the
+number of experts, and whether it leaves out an id past its last expert (some do when a bool attribute
+says so), which spares the work on other ranks' tokens. Every candidate is compared with the whole module in
+float64, for even and uneven splits and all ways in which transformers runs experts. A large module is made
+narrower first: what its widths are has no part in the hypothesis.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.plan import Edit
+from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.build import owner_of
+from shardconv_runtime.parallel.edits import apply_edits, raise_flags
+from torch import Tensor, nn
+
+from ..dim_analysis.expert_sites import Candidate, Split
+from ..tracing.tape import Tape
+from ..verifying.simulation.float64 import Float64
+
+TOLERANCE = 1e-11
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""The ways in which transformers runs experts on any device; a plan must hold for each."""
+
+_MAX_ATTRIBUTES = 6
+_MAX_CHOICES = 3
+_NUM_TOKENS = 6
+_SMALL = 1 << 18
+"""Elements of all experts up to which their widths stay as they are."""
+_TOO_LARGE = 1 << 26
+_NARROW = 8
+"""What the greatest common divisor of the widths becomes."""
+
+
+class NotProven(Exception):
+    """No way to split the module was found; the message says what failed last."""
+
+
+def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> Split:
+    """How a module of experts is split, shown to be right.
+
+    Args:
+        module: the candidate's module; its parameters may be on meta.
+        where: its place on the tape.
+        tape: the traced forward pass.
+
+    Raises:
+        NotProven: it is not the sum over parts of its leading dims, as far as can be seen.
+    """
+    if any(b.device.type == "meta" for b in module.buffers()):
+        raise NotProven("it has buffers that the checkpoint holds")
+    problem = "its parameters have no common leading dim"
+    for num_experts in _counts(module):
+        try:
+            trial = _first_trial(module, where, tape, num_experts)
+        except _Failed as failure:
+            problem = str(failure)
+            continue
+        for split in _splits(module, num_experts):
+            try:
+                trial.check(split)
+                return split
+            except _Failed as failure:
+                problem = str(failure)
+    raise NotProven(problem)
+
+
+def _first_trial(module: nn.Module, where: Candidate, tape: Tape, num_experts: int) -> _Trial:
+    """Of the module as it is if it is small, else of the first narrower one that runs."""
+    problem = _Failed("it is too large to be tried, and could not be made narrower")
+    width = tape.tensors[where.inputs[0]].shape[-1]
+    for narrower, divisor in _narrower(module, num_experts, width):
+        try:
+            return _Trial(narrower, where, tape, num_experts, width // divisor)
+        except _Failed as failure:
+            problem = failure
+    raise problem
+
+
+def _narrower(module: nn.Module, num_experts: int, width: int) -> Iterator[tuple[nn.Module, int]]:
+    """The module with all widths divided, and by what; int attributes of these widths stay, or follow."""
+    numel = sum(p.numel() for p in module.parameters())
+    inner = [(p.shape[0] // num_experts, *p.shape[1:]) for p in module.parameters()]
+    widths = {n for shape in inner for n in shape if n > 1} | {width}
+    divisor = math.gcd(*widths) // _NARROW
+    if numel > _SMALL and divisor > 1:
+        for depth in range(3):
+            yield _divided(module, num_experts, divisor, widths, depth), divisor
+    if numel <= _TOO_LARGE:
+        yield module, 1
+
+
+def _divided(module: nn.Module, num_experts: int, divisor: int, widths: set[int], depth: int) -> nn.Module:
+    """Parameters, and attributes (``depth`` 1) and those of configs (2), with their widths divided."""
+    out = copy.deepcopy(module)
+    for owner in out.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                rows, *inner = parameter.shape
+                sizes = [n // divisor if n in widths else n for n in (rows // num_experts, *inner)]
+                small = parameter.new_empty((num_experts * sizes[0], *sizes[1:]))
+                owner._parameters[name] = nn.Parameter(small, requires_grad=False)
+    for width in sorted(widths) if depth else ():
+        for path, attribute in _attributes(module, width):
+            if depth == 2 or "." not in attribute:
+                apply_edits(out.get_submodule(path), (Edit(attribute, width, (width // divisor,)),), 0)
+    return out
+
+
+def _counts(module: nn.Module) -> list[int]:
+    """Numbers of experts that it may have: the leading dim, or an int attribute that divides it."""
+    rows = {p.shape[0] for p in module.parameters()}
+    shared = list(rows) if len(rows) == 1 else []
+    owned = sorted({v for m in module.modules() for v in vars(m).values() if type(v) is int}, reverse=True)
+    divisors = [n for n in owned if n > 1 and all(r % n == 0 for r in rows)]
+    return [n for n in dict.fromkeys([*shared, *divisors]) if n > 1]
+
+
+def _splits(module: nn.Module, num_experts: int) -> Iterator[Split]:
+    """Leaving foreign ids out comes first; of the rest, the fewest edits."""
+    attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
+    unset = [k for k, v in vars(module).items() if v is False and k != "training"]
+    ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
+    for past_end, flags in ways:
+        for count in range(len(attributes) + 1):
+            for edits in itertools.combinations(attributes, count):
+                yield Split(num_experts, past_end, flags, edits)
+
+
+def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
+    """Int attributes of this value: those of modules first, then those of their configs."""
+    configs: list[tuple[str, str]] = []
+    for path, owner in module.named_modules():
+        for name, item in vars(owner).items():
+            if type(item) is int and item == value and not name.startswith("_"):
+                yield path, name
+            elif hasattr(item, "to_dict") and hasattr(item, "__dict__"):
+                equal = [k for k, v in vars(item).items() if type(v) is int and v == value]
+                configs += [(path, f"{name}.{key}") for key in equal]
+    yield from configs
+
+
+class _Failed(Exception):
+    """One candidate is not right."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One input ``x``, ``ids``, ``weights``, and what the whole module returns for it."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    want: Tensor
+
+
+class _Trial:
+    """The whole module on random numbers, to compare parts with."""
+
+    def __init__(self, module: nn.Module, where: Candidate, tape: Tape, num_experts: int, width: int) -> None:
+        self.module = module
+        self.width = width
+        self.where = where
+        self.num_experts = num_experts
+        self.generator = torch.Generator().manual_seed(num_experts)
+        self.parameters = {n: self._random(p.shape) for n, p in module.named_parameters()}
+        self.calls: dict[str, list[_Call]] = {}
+        inputs = [self._inputs(tape, kind) for kind in ("spread", "first")]
+        problem: _Failed | None = None
+        for name in _implementations(module):
+            whole = self._part(name, Split(num_experts, False, (), ()), range(num_experts))
+            try:
+                self.calls[name] = [_Call(*i, self._run(whole, *i)) for i in inputs]
+            except _Failed as failure:
+                problem = failure
+                continue
+            self._require_no_more_experts(whole, *inputs[0])
+        current = _implementation(module)
+        if not self.calls or (current in IMPLEMENTATIONS and current not in self.calls):
+            raise problem or _Failed("it cannot be run by itself")
+
+    def check(self, split: Split) -> None:
+        """Raises ``_Failed`` unless parts of the module add up to the whole one."""
+        for bounds in _bounds(self.num_experts):
+            parts = [range(a, b) for a, b in itertools.pairwise(bounds)]
+            for name, calls in self.calls.items():
+                modules = [self._part(name, split, part) for part in parts]
+                for call in calls:
+                    terms = [self._term(m, split, part, call) for m, part in zip(modules, parts, strict=True)]
+                    _require_equal(sum(terms[1:], terms[0]), call.want)
+
+    def _term(self, module: nn.Module, split: Split, part: range, call: _Call) -> Tensor:
+        foreign = (call.ids < part.start) | (call.ids >= part.stop)
+        ids = (call.ids - part.start).masked_fill(foreign, len(part) if split.past_end else 0)
+        mask = foreign.reshape(call.weights.shape)
+        return self._run(module, call.x, ids, call.weights.masked_fill(mask, 0.0))
+
+    def _part(self, implementation: str, split: Split, part: range) -> nn.Module:
+        """A module of the experts in ``part``."""
+        local = copy.deepcopy(self.module)
+        if implementation:
+            local.config._experts_implementation = implementation  # type: ignore[union-attr]
+        try:
+            for path, attribute in split.edits:
+                edit = Edit(attribute, self.num_experts, (len(part),))
+                apply_edits(local.get_submodule(path), (edit,), 0)
+            raise_flags(local, split.flags)
+        except ShardconvError as error:
+            raise _Failed(str(error)) from error
+        for name, whole in self.parameters.items():
+            rows = whole.shape[0] // self.num_experts
+            own = whole[part.start * rows : part.stop * rows]
+            owner, attribute = owner_of(local, name)
+            owner._parameters[attribute] = nn.Parameter(own, requires_grad=False)
+        return local.eval()
+
+    def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
+        args, named = _arguments({slot.partition(".")[2]: value for slot, value in slots.items()}, module)
+        try:
+            with torch.inference_mode(), Float64():
+                result = module(*args, **named)
+        except Exception as error:  # whatever a module that was changed may raise
+            raise _Failed(f"{type(error).__name__}: {error}") from error
+        if not isinstance(result, Tensor) or not bool(result.isfinite().all()):
+            raise _Failed("it returns values that are not finite")
+        return result
+
+    def _require_no_more_experts(self, whole: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Some modules give a meaning to ids beyond their matrices, which each rank would add."""
+        for beyond in (self.num_experts, self.num_experts + 1):
+            try:
+                result = self._run(whole, x, torch.full_like(ids, beyond), weights)
+            except _Failed:
+                continue
+            if bool(result.any()):
+                raise _Failed("it computes something for ids beyond its stacked parameters")
+
+    def _random(self, shape: Sequence[int]) -> Tensor:
+        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return numbers / math.sqrt(shape[-1])
+
+    def _inputs(self, tape: Tape, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Few tokens in the shapes of the traced call; ``first``: the first experts only."""
+        x, ids, weights = (tape.tensors[t].shape for t in self.where.inputs)
+        one_each = math.prod(ids[:-1]) != math.prod(x[:-1])
+        choices = 1 if one_each else min(ids[-1], self.num_experts, _MAX_CHOICES)
+        scores = torch.rand(_NUM_TOKENS, self.num_experts, generator=self.generator, dtype=torch.float64)
+        if kind == "first":
+            scores += torch.arange(self.num_experts, 0, -1)
+        top, chosen = scores.topk(choices, -1)
+        shape = _lead(ids) if one_each else (*_lead(ids[:-1]), choices)
+        widened = (*shape, 1) if len(weights) > len(ids) else shape
+        values = torch.randn(*_lead(x[:-1]), self.width, generator=self.generator, dtype=torch.float64)
+        return values, chosen.reshape(shape), (top % 1 + 0.5).reshape(widened)
+
+
+def _arguments(values: dict[str, Tensor], module: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """By position as far as that goes: the ways to run experts name their parameters differently."""
+    args = []
+    for position, name in enumerate(forward_signature(module).parameters):
+        key = next((k for k in (name, str(position)) if k in values), None)
+        if key is None:
+            break
+        args.append(values.pop(key))
+    return args, values
+
+
+def _lead(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape ``[1, ..., tokens]`` in place of one of other batch and length."""
+    return (*(1 for _ in shape[1:]), _NUM_TOKENS)
+
+
+def _implementation(module: nn.Module) -> str:
+    return str(getattr(getattr(module, "config", None), "_experts_implementation", None) or "")
+
+
+def _implementations(module: nn.Module) -> tuple[str, ...]:
+    """Those that the module may be run by; one without a name where it knows none."""
+    return IMPLEMENTATIONS if _implementation(module) else ("",)
+
+
+def _bounds(num_experts: int) -> Iterable[tuple[int, ...]]:
+    """Even and uneven splits, as the bounds of their parts."""
+    half, third = (num_experts + 1) // 2, (num_experts + 2) // 3
+    bounds: list[tuple[int, ...]] = [
+        (0, half, num_experts),
+        (0, 1, num_experts),
+        (0, num_experts - 1, num_experts),
+    ]
+    if num_experts > 2:
+        bounds.append((0, third, min(2 * third, num_experts - 1), num_experts))
+    return dict.fromkeys(bounds)
+
+
+def _require_equal(got: Tensor, want: Tensor) -> None:
+    if got.shape != want.shape:
+        raise _Failed(f"its parts return {list(got.shape)} where the whole returns {list(want.shape)}")
+    error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
+    if not error <= TOLERANCE:
+        raise _Failed(f"the sum over parts of its experts differs by {error:.1e} of its largest output")

@@ -1,0 +1,138 @@
+"""Finds the formula of a norm module by trying: what the runtime would compute must equal the module.
+
+A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Which
+one (RMS or layer norm, where it casts, whether it stores its weight less one) is not read from the
+code: every variant is compared with the module itself, on random weights and inputs, in three dtypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.format.plan import NormInfo
+from shardconv_runtime.parallel.sharded_norm import ShardedNorm
+from torch import nn
+
+from ..dim_analysis.norm_sites import ACTIVATIONS, NormSite
+from ..dim_analysis.rule_builder import Arguments
+from ..tracing.tape import Op, Tape
+from ..verifying.simulation.float64 import Float64
+from ..verifying.simulation.rank_threads import run_ranks
+
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def fit_norm(module: nn.Module, site: NormSite, tape: Tape) -> NormInfo | None:
+    """The formula of a norm module, as if on one rank, or None if no variant computes the same.
+
+    Args:
+        module: the norm; its parameters may be on meta.
+        site: its place on the tape.
+        tape: the traced forward pass.
+    """
+    size = tape.tensors[site.inputs[0]].shape[-1]
+    cases = {dtype: _case(module, site, size, dtype) for dtype in _TOLERANCES}
+    best: tuple[float, NormInfo] | None = None
+    for info in _variants(site, tape, size):
+        error = 0.0
+        for dtype, case in cases.items():
+            error += _error(info, *case) / _TOLERANCES[dtype]
+            if not error <= 1:
+                break
+        if error <= 1 and (best is None or error < best[0]):
+            best = error, info
+    return best[1] if best else None
+
+
+def _variants(site: NormSite, tape: Tape, size: int) -> Iterator[NormInfo]:
+    for weight, bias in _roles(site, tape):
+        for kind, offset, dtype, early, eps in itertools.product(
+            ("rms", "layer"), (0.0, 1.0), ("float32", "input"), (False, True), _epsilons(site, tape)
+        ):
+            info = NormInfo(
+                kind=kind, eps=eps, size=size // site.groups, axes=(), weight=weight, bias=bias,
+                weight_offset=offset, compute_dtype=dtype, weight_before_cast=early, groups=(site.groups,),
+            )  # fmt: skip
+            yield from _gated(info, site, tape) if len(site.inputs) > 1 else (info,)
+
+
+def _roles(site: NormSite, tape: Tape) -> list[tuple[str, str]]:
+    """Names of the parameters as (weight, bias), in every order."""
+    names = [tape.tensors[t].name.rpartition(".")[2] for t in site.parameters]
+    if len(names) < 2:
+        return [(names[0] if names else "", "")]
+    pairs: list[tuple[str, str]] = list(itertools.permutations(names, 2))
+    return pairs
+
+
+def _gated(info: NormInfo, site: NormSite, tape: Tape) -> Iterator[NormInfo]:
+    """Either argument as the gate, before and after the norm."""
+    used = {op.name.rsplit(".", 1)[0] for i in site.events if isinstance(op := tape.events[i], Op)}
+    activations = [name for op, name in ACTIVATIONS.items() if op in used] or ["identity"]
+    for names, activation, first in itertools.product(
+        itertools.permutations(site.arguments), activations, (True, False)
+    ):
+        yield replace(info, input=names[0], gate=names[1], gate_activation=activation, gate_first=first)
+
+
+def _epsilons(site: NormSite, tape: Tape) -> list[float]:
+    """Small numbers among the operators' arguments, defaults too."""
+    found: dict[float, None] = {}
+    for index in site.events:
+        op = tape.events[index]
+        if isinstance(op, Op):
+            for value in Arguments(op).values.values():
+                if isinstance(value, float) and 0 <= value < 1e-2:
+                    found[value] = None
+    return list(found) or [0.0]
+
+
+def _case(
+    module: nn.Module, site: NormSite, size: int, dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor]:
+    """The module with random weights, its arguments and its output."""
+    generator = torch.Generator().manual_seed(size)
+    real = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
+    for parameter in real.parameters():
+        parameter.data = (torch.rand(parameter.shape, generator=generator) + 0.5).to(dtype)
+    given = {}
+    for name in site.arguments:
+        x = torch.randn(5, 3, size, generator=generator, dtype=torch.float64)
+        given[name] = (x * 2 + 0.3).to(dtype)
+    with torch.inference_mode(), _precision(dtype):
+        return real, given, _call(real, given)
+
+
+def _call(module: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Call with named arguments; unnamed ones have their position for a name."""
+    result: torch.Tensor = module(
+        *(x for name, x in given.items() if name.isdigit()),
+        **{name: x for name, x in given.items() if not name.isdigit()},
+    )
+    return result
+
+
+def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """In float64, casts to float32 are left out on both sides: what they do shows in the other dtypes."""
+    return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def _error(info: NormInfo, real: nn.Module, given: dict[str, torch.Tensor], want: torch.Tensor) -> float:
+    """Largest difference from the module's output, relative to its largest value."""
+
+    def compute(comm: Communicator) -> torch.Tensor:
+        with torch.inference_mode(), _precision(want.dtype):
+            return _call(ShardedNorm(info, real, comm), given)
+
+    (got,) = run_ranks((1,), compute)
+    if got.dtype != want.dtype:
+        return math.inf
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())

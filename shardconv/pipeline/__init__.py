@@ -1,0 +1,1 @@
+"""Solving, stage by stage: build, trace, fold, analyze, solve, localize, annotate, check."""

@@ -1,0 +1,158 @@
+"""Whose random numbers are the same on all ranks, and whose are not.
+
+A mask of dropout on a tensor that every rank holds whole must be the same on all ranks; on shards, the ranks'
+masks must be independent. The runtime changes the stream of random numbers at module boundaries, so each
+operator that may draw (dropout rests on the tape, and is there all the same) is looked up between those.
+
+What a module draws in training alone, on no tape, it draws as the code around it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import DrawPlan
+from torch import nn
+
+from ..dim_analysis.dim_trees import leaves
+from ..solving.gradients import TORN, placement
+from ..tracing.tape import Mark, ModuleCall, Op, starred
+from .annotate import Solution
+
+Kind = tuple[int, ...] | None
+"""Mesh axes over which what is drawn differs between ranks; None: on some positions of a tensor only."""
+
+_ATTENTION = "scaled_dot_product"
+
+
+@dataclass
+class _Module:
+    """What a module's own code draws."""
+
+    kinds: dict[str, set[Kind]] = field(default_factory=dict)
+    """By the module inside of it that returned last; empty before the first."""
+    inside: list[str] = field(default_factory=list)
+    """The modules that its code calls."""
+
+    def all_kinds(self) -> set[Kind]:
+        """Everywhere in its code."""
+        return set[Kind]().union(*self.kinds.values())
+
+
+def draw_plans(solution: Solution, model: nn.Module) -> tuple[DrawPlan, ...]:
+    """The modules at which the stream of random numbers changes; alike ones share an entry."""
+    entries = _entries(_modules(solution, model))
+    grouped: dict[tuple[str, DrawPlan], list[str]] = {}
+    for fqn, entry in entries.items():
+        for name in solution.folded.names(fqn):
+            grouped.setdefault((starred(name), entry), []).append(name)
+    return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in grouped.items())
+
+
+def _entries(modules: Mapping[str, _Module]) -> dict[str, DrawPlan]:
+    if not any(kind != () for module in modules.values() for kind in module.all_kinds()):
+        return {}
+    own = {fqn: DrawPlan((), _only(module)) for fqn, module in modules.items()}
+    needed = {fqn for fqn, module in modules.items() if own[fqn].axes}
+    for fqn, module in modules.items():
+        if len(module.all_kinds()) > 1 or None in module.all_kinds():
+            needed |= {fqn, *module.inside}
+            following = _following(fqn, module)
+            if following is None:
+                own[fqn] = replace(own[fqn], axes=(), mixed=True)
+            else:
+                own[fqn] = replace(own[fqn], axes=following.get("", ()))
+                for child in module.inside:
+                    own[child] = replace(own[child], afterwards=following.get(child, ()))
+    whole = {fqn for fqn, module in modules.items() if module.all_kinds() == {()}}
+    inside = {fqn for fqn in whole if any(not n or fqn.startswith(n + ".") for n in needed)}
+    return {fqn: entry for fqn, entry in own.items() if fqn in needed | inside}
+
+
+def _following(fqn: str, module: _Module) -> dict[str, tuple[int, ...]] | None:
+    """What a module draws behind each of those that it calls; None if that cannot be told."""
+    out: dict[str, tuple[int, ...]] = {}
+    for after, kinds in module.kinds.items():
+        kind = next(iter(kinds))
+        if len(kinds) > 1 or kind is None:
+            return None
+        out[after] = kind
+    is_own = all(not fqn or child.startswith(fqn + ".") for child in module.inside)
+    return out if is_own else None
+
+
+def _only(module: _Module) -> tuple[int, ...]:
+    kinds = list(module.all_kinds())
+    return (kinds[0] or ()) if len(kinds) == 1 else ()
+
+
+def _modules(solution: Solution, model: nn.Module) -> dict[str, _Module]:
+    """Of each module on the tape, by FQN, in the order of their calls."""
+    tape = solution.analysis.tape
+    found = {call.fqn: _Module() for call in tape.calls}
+    last: dict[int, str] = {}
+    drawing: set[int] = set()
+    for event in tape.events:
+        for call, child in _around(tape.calls, event.call):
+            if last.get(call) != child:
+                last[call] = child
+                found[tape.calls[call].fqn].inside.append(child)
+        if isinstance(event, Op) and _may_draw(event):
+            drawing.add(event.call)
+            _note(found, tape.calls, last, event.call, _of_op(solution, event))
+        elif isinstance(event, Mark) and event.call not in drawing and _is_dropout(solution, model, event):
+            _note(found, tape.calls, last, event.call, _of_tensor(solution, event.source))
+    for site, count in solution.analysis.experts:
+        axes = solution.layouts.assignment.axes(count)
+        if axes and not found[site.where.fqn].kinds:  # what is inside is not on the tape
+            found[site.where.fqn].kinds[""] = {tuple(sorted(axes))}
+    return found
+
+
+def _note(
+    found: Mapping[str, _Module], calls: list[ModuleCall], last: Mapping[int, str], call: int, kind: Kind
+) -> None:
+    found[calls[call].fqn].kinds.setdefault(last.get(call, ""), set()).add(kind)
+
+
+def _around(calls: list[ModuleCall], call: int) -> Iterator[tuple[int, str]]:
+    """The calls around one, each with the FQN of the module inside of it that runs."""
+    while (parent := calls[call].parent) >= 0:
+        yield parent, calls[call].fqn
+        call = parent
+
+
+def _may_draw(op: Op) -> bool:
+    return op.overload is not None and torch.Tag.nondeterministic_seeded in op.overload.tags
+
+
+def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
+    """Whether a tensor leaves a dropout of channels, say, of which no operator is on the tape."""
+    fqn = solution.analysis.tape.calls[mark.call].fqn
+    return mark.is_output and isinstance(model.get_submodule(fqn), nn.modules.dropout._DropoutNd)
+
+
+def _of_op(solution: Solution, op: Op) -> Kind:
+    if (
+        _ATTENTION in op.name and op.inputs[0] in solution.analysis.dims
+    ):  # the mask is on the probabilities, which have the query's dims but its last
+        return _split(solution, op.inputs[0], slice(-1))
+    kinds = {_of_tensor(solution, t) for t in op.outputs}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _of_tensor(solution: Solution, tid: int) -> Kind:
+    if tid not in solution.analysis.dims:
+        return ()
+    mesh = range(len(solution.layouts.mesh))
+    if any(placement(solution.analysis, solution.layouts.assignment, tid, axis) == TORN for axis in mesh):
+        return None
+    return _split(solution, tid, slice(None))
+
+
+def _split(solution: Solution, tid: int, dims: slice) -> tuple[int, ...]:
+    parts = [x for dim in solution.analysis.dims[tid][dims] for x in leaves(dim) if x.size > 1]
+    return tuple(sorted({axis for x in parts for axis in solution.layouts.assignment.axes(x)}))

@@ -1,0 +1,203 @@
+"""Whole experts on each rank: what is made of the tape, what is forbidden, and what must come out.
+
+``--experts ep``. Modules that are called with ids are proven and become one operator each
+(``experts``). Stacks that are multiplied whole, as a batch of matrices whose products are summed later,
+need no ids: there the rules split the dim of experts by themselves, once the other dims are ruled out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format import slices
+from shardconv_runtime.format.dims import axes_of
+from torch import nn
+
+from ..dim_analysis import dim_trees as axes
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import Node, find
+from ..dim_analysis.expert_sites import ExpertSite, find_experts, find_stacks, isolate
+from ..dim_analysis.structure import corresponding_leaves
+from ..matching.expert_sums import NotProven, prove_experts
+from ..tracing.fold import Folded
+from ..tracing.tape import Mark, Tape
+from .layout import Layouts
+from .localize import Attribute, AttributeEdit
+
+REMEDY = "use --experts tp, the default, which splits each expert"
+
+
+def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
+    """The folded tape on which each module of experts is one operator.
+
+    Raises:
+        SolveError: a module that is called like experts was not proven to be a sum over them.
+    """
+    sites = []
+    for candidate in find_experts(folded.tape):
+        module = model.get_submodule(candidate.fqn)
+        try:
+            sites.append(ExpertSite(candidate, prove_experts(module, candidate, folded.tape)))
+        except NotProven as problem:
+            raise SolveError(
+                f"--experts ep: {candidate.fqn} could not be proven to be a sum over its experts "
+                f"({problem}); {REMEDY}"
+            ) from problem
+    return replace(folded, tape=isolate(folded.tape, sites))
+
+
+class ExpertParallel:
+    """What ``--experts ep`` asks of the solution of one model.
+
+    Where modules are given ids, stacks that every token is multiplied by (shared experts) are left to the
+    solver.
+
+    Args:
+        analysis: of the tape that ``isolate_experts`` returned.
+
+    Raises:
+        SolveError: the model has no experts, or some that cannot be split.
+    """
+
+    def __init__(self, analysis: Analysis) -> None:
+        self.analysis = analysis
+        _refuse_picked(analysis)
+        self.dense = [] if analysis.experts else _dense_stacks(analysis)
+        if not analysis.experts and not self.dense:
+            raise SolveError(f"--experts ep: the model has no stacks of experts; {REMEDY}")
+        for tid in self.dense:
+            _join(analysis, tid)
+
+    def forbidden(self) -> list[Node]:
+        """Dims inside of the experts."""
+        return [dim for tid in self.dense for dim in self.analysis.dims[tid][1:]]
+
+    def edits(self, layouts: Layouts) -> dict[Attribute, AttributeEdit]:
+        """Numbers of experts that become local."""
+        out: dict[Attribute, AttributeEdit] = {}
+        for site, count in self.analysis.experts:
+            layout = layouts.dim(count)
+            ranks = range(math.prod(layouts.mesh))
+            local = tuple(slices.local_size(layout, layouts.mesh, rank) for rank in ranks)
+            if axes_of(layout):
+                for path, attribute in site.split.edits:
+                    fqn = f"{site.where.fqn}.{path}" if path else site.where.fqn
+                    shown = local[:1] if len(set(local)) == 1 else local
+                    out[fqn, attribute] = AttributeEdit(site.split.num_experts, shown)
+        return out
+
+    def notes(self, layouts: Layouts) -> tuple[str, ...]:
+        """Experts that more than one rank holds.
+
+        Raises:
+            SolveError: experts that every rank would hold.
+        """
+        found: dict[str, None] = {}
+        num_ranks = math.prod(layouts.mesh)
+        for owner, count in self._counts():
+            layout = layouts.dim(count)
+            split = math.prod(layouts.mesh[a] for a in axes_of(layout))
+            if num_ranks > 1 and split == 1:
+                raise SolveError(
+                    f"--experts ep: the {count.size} experts of {owner} cannot be split over {num_ranks} "
+                    f"ranks; {REMEDY}, or another --tp"
+                )
+            if split < num_ranks:
+                note = f"{count.size} experts on {num_ranks} ranks: {num_ranks // split} ranks hold each"
+                found[note] = None
+        return tuple(found)
+
+    def _counts(self) -> list[tuple[str, Node]]:
+        """Each module of experts with the dim that counts them."""
+        dense = [(_owner(self.analysis.tape, tid), self.analysis.dims[tid][0]) for tid in self.dense]
+        return [(site.where.fqn, count) for site, count in self.analysis.experts] + dense
+
+
+def _dense_stacks(analysis: Analysis) -> list[int]:
+    """Stacks whose products are summed over the stack."""
+    summed = _summed_leaves(analysis)
+    out = []
+    for stack in find_stacks(analysis.tape):
+        leaves = axes.leaves(analysis.dims[stack.parameter][0])
+        if any(id(x) in summed for x in leaves):  # else one matrix for each of some heads, say
+            out.append(stack.parameter)
+    return out
+
+
+def _refuse_picked(analysis: Analysis) -> None:
+    """Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules."""
+    for stack in find_stacks(analysis.tape):
+        if stack.is_picked:
+            raise _cannot_split(analysis.tape, stack.parameter)
+
+
+def _cannot_split(tape: Tape, tid: int) -> SolveError:
+    return SolveError(
+        f"--experts ep: {_owner(tape, tid)} holds stacked matrices ({tape.tensors[tid].name}) that are used "
+        f"in a way that cannot be split; {REMEDY}"
+    )
+
+
+def _owner(tape: Tape, tid: int) -> str:
+    return tape.tensors[tid].name.rpartition(".")[0] or "the model"
+
+
+def _summed_leaves(analysis: Analysis) -> set[int]:
+    """Leaves over which activations are summed, and those that become one of them behind marks.
+
+    A sum over products with a weight is another thing: a matrix that mixes heads, say.
+    """
+    before: dict[int, list[Node]] = {}
+    for a, b in _across_marks(analysis):
+        before.setdefault(id(b), []).append(a)
+    return set(_reached([find(x) for x in _contracted(analysis)], before))
+
+
+def _join(analysis: Analysis, tid: int) -> None:
+    """Make the dim of experts of a stack one dim wherever it may be split, on both sides of marks.
+
+    What is multiplied by it, or reads its size, then has the local one from the first mark on.
+
+    Raises:
+        SolveError: it may not be split all the way to where it is summed over.
+    """
+    leaves = axes.leaves(analysis.dims[tid][0])
+    neighbours: dict[int, list[Node]] = {}
+    for a, b in _across_marks(analysis):
+        if not a.blocked and not b.blocked:
+            neighbours.setdefault(id(a), []).append(b)
+            neighbours.setdefault(id(b), []).append(a)
+    for leaf in leaves:
+        for other in _reached([find(leaf)], neighbours).values():
+            axes.unify(leaf, other)
+    contracted = {id(find(x)) for x in _contracted(analysis)}
+    if any(find(x).blocked for x in leaves) or not any(id(find(x)) in contracted for x in leaves):
+        raise _cannot_split(analysis.tape, tid)
+
+
+def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
+    """Leaves before and after each mark."""
+    for event in analysis.tape.events:
+        if isinstance(event, Mark):
+            for x, y in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
+                for a, b in corresponding_leaves(x, y) or ():
+                    yield find(a), find(b)
+
+
+def _reached(start: list[Node], neighbours: Mapping[int, list[Node]]) -> dict[int, Node]:
+    """All that can be reached from some leaves, by ``id``."""
+    todo, found = list(start), dict[int, Node]()
+    while todo:
+        leaf = todo.pop()
+        if id(leaf) not in found:
+            found[id(leaf)] = leaf
+            todo += neighbours.get(id(leaf), [])
+    return found
+
+
+def _contracted(analysis: Analysis) -> list[Node]:
+    dims: Sequence[Node] = [d for c in analysis.contractions if not c.has_weight for d in c.dims]
+    return [x for dim in dims for x in axes.leaves(dim)]

@@ -1,0 +1,108 @@
+"""From trees and an assignment to the dims of the plan, and to the local shapes of each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from shardconv_runtime.format import slices
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves
+
+from ..dim_analysis import dim_trees as axes
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import LEAF, Node, find
+from ..dim_analysis.structure import frozen_leaves, num_tokens
+from ..solving.solve import Assignment
+
+
+class Layouts:
+    """The dims of every tensor under an assignment."""
+
+    def __init__(self, analysis: Analysis, assignment: Assignment) -> None:
+        self.analysis = analysis
+        self.assignment = assignment
+        self.mesh = assignment.mesh
+        self._dims: dict[int, Dim] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._frozen = frozen_leaves(analysis)
+        self.num_tokens = num_tokens(analysis.tape)
+
+    def dim(self, node: Node) -> Dim:
+        """The layout of one dim."""
+        node = find(node)
+        known = self._dims.get(id(node))
+        if known is None:
+            known = self._dims[id(node)] = _simplified(self._tree(node, open_leaves=frozenset()))
+        return known
+
+    def _tree(self, node: Node, open_leaves: Collection[int]) -> Dim:
+        """The tree of a dim; leaves whose ``id`` is among ``open_leaves`` have no size."""
+        node = find(node)
+        if node.kind == LEAF:
+            size = 0 if id(node) in open_leaves else node.size
+            return Leaf(size, self.assignment.axes(node))
+        children = tuple(self._tree(c, open_leaves) for c in node.children)
+        return Product(children) if node.kind == axes.PRODUCT else Sum(children)
+
+    def open_dim(self, node: Node) -> Dim:
+        """The layout of an activation's dim: parts that depend on the input's size are left open."""
+        return _simplified(self._tree(node, open_leaves=self._frozen))
+
+    def dims(self, tid: int) -> tuple[Dim, ...]:
+        """The layouts of a tensor's dims."""
+        return tuple(self.dim(node) for node in self.analysis.dims[tid])
+
+    def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
+        """What a rank holds of a tensor; tensors inside of norm modules count as whole."""
+        nodes = self.analysis.dims.get(tid)
+        if nodes is None:
+            return self.analysis.tape.tensors[tid].shape
+        return tuple(self._local_size(node, rank) for node in nodes)
+
+    def _local_size(self, node: Node, rank: int) -> int:
+        node = find(node)
+        key = (id(node), rank)
+        known = self._sizes.get(key)
+        if known is None:
+            known = self._sizes[key] = slices.local_size(self.dim(node), self.mesh, rank)
+        return known
+
+    def is_sharded(self, tid: int) -> bool:
+        """Whether ranks hold different parts of a tensor."""
+        return any(axes_of(d) for d in self.dims(tid))
+
+    def ranks_differ(self) -> bool:
+        """Whether some size is uneven, so that local shapes depend on the rank."""
+        for dims in self.analysis.dims.values():
+            for node in dims:
+                for leaf in leaves(self.dim(node)):
+                    if leaf.size % math.prod(self.mesh[axis] for axis in leaf.axes):
+                        return True
+        return False
+
+
+def _simplified(dim: Dim) -> Dim:
+    """The same positions, written with as few parts as possible."""
+    if isinstance(dim, Leaf):
+        return dim
+    children = dim.factors if isinstance(dim, Product) else dim.segments
+    parts = [p for c in children for p in _spliced(_simplified(c), type(dim))]
+    if isinstance(dim, Product):
+        parts = [p for p in parts if p != Leaf(1)] or [Leaf(1)]
+    merged: list[Dim] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if isinstance(part, Leaf) and isinstance(last, Leaf) and not part.axes and not last.axes:
+            size = last.size * part.size if isinstance(dim, Product) else last.size + part.size
+            merged[-1] = Leaf(size)
+        else:
+            merged.append(part)
+    if len(merged) == 1:
+        return merged[0]
+    return Product(tuple(merged)) if isinstance(dim, Product) else Sum(tuple(merged))
+
+
+def _spliced(dim: Dim, kind: type) -> tuple[Dim, ...]:
+    if isinstance(dim, kind) and not isinstance(dim, Leaf):
+        return dim.factors if isinstance(dim, Product) else dim.segments
+    return (dim,)

@@ -1,0 +1,296 @@
+"""A branch of a repository on the Hub, as ``push`` reads and changes it.
+
+Files go through ``HfApi.create_commit``: ``upload_large_folder`` is not in every version of the client. It
+asks the Hub which contents it lacks, uploads these (through Xet, or by plain HTTP), and commits.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.hub.hub_errors import explain, hub_error, is_temporary
+from shardconv_runtime.hub.time_limits import bounded
+from shardconv_runtime.wording import option
+
+from ..reporting.progress import Advance
+from .changes import HubFile, Item, Tree
+
+Value = TypeVar("Value")
+
+TRIES = 4
+"""Of a call that the client does not repeat by itself."""
+FIRST_WAIT_S = 1.0
+"""After the first try; doubled after each other one."""
+THREADS = 4
+"""Files that are sent at once."""
+MAIN = "main"
+
+
+@dataclass
+class _Addition(CommitOperationAdd):
+    """A file that is sent, and tells of it as it is read; Xet reads by itself and tells nothing."""
+
+    advance: Advance = field(default=lambda num_bytes: None, repr=False, kw_only=True)
+
+    @contextmanager
+    def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
+        """The content; ``with_tqdm`` says that it is read to be sent."""
+        if with_tqdm and isinstance(self.path_or_fileobj, str):
+            with _Told(self.path_or_fileobj, self.advance) as file:
+                yield file
+        else:
+            with super().as_file() as file:
+                yield file
+
+
+class _Told(io.BufferedReader):
+    """A file that tells what is read of it, once: what is sent again after an error is not news."""
+
+    def __init__(self, path: str, advance: Advance) -> None:
+        super().__init__(io.FileIO(path))
+        self._advance, self._furthest = advance, 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As any file does."""
+        data = super().read(size)
+        if self.tell() > self._furthest:
+            self._advance(self.tell() - self._furthest)
+            self._furthest = self.tell()
+        return data
+
+
+class Meter:
+    """Tells the bytes of files that are sent, once, whatever has to be tried again.
+
+    Args:
+        advance: is told.
+    """
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance, self._lock = advance, threading.Lock()
+        self._now = self._furthest = 0
+
+    def begin(self) -> None:
+        """The files are sent from their beginning."""
+        self._now = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So much more is sent."""
+        with self._lock:
+            self._now += num_bytes
+            if self._now > self._furthest:
+                self._advance(self._now - self._furthest)
+                self._furthest = self._now
+
+    def end(self, total_bytes: int) -> None:
+        """All is there, what needed not be sent too."""
+        self.add(total_bytes - self._now)
+
+
+class Remote:
+    """A branch; it and the repository may not exist yet.
+
+    Args:
+        repo_id: as ``user/name``.
+        revision: the branch; None: ``main``.
+        token: None: that of the login.
+
+    Raises:
+        SourceError: this and every method: what is asked of the Hub cannot be had, and why.
+    """
+
+    def __init__(self, repo_id: str, revision: str | None, token: str | None) -> None:
+        self.repo_id, self.revision = repo_id, revision
+        self._token = token or get_token()
+        _require_repo_id(repo_id)
+        if revision is not None and re.fullmatch(r"[0-9a-f]{40}|refs/.*", revision):
+            raise SourceError(
+                f"{revision} is no branch; give the name of one, old or new, as {option('revision')}"
+            )
+        self._api = HfApi(token=self._token or False, library_name="shardconv")
+        self._texts: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        """Where a person looks at it."""
+        branch = f"/tree/{self.revision}" if self.revision not in (None, MAIN) else ""
+        return f"{self._api.endpoint}/{self.repo_id}{branch}"
+
+    def require_login(self) -> None:
+        """Refuse what needs a token, if there is none."""
+        if not self._token:
+            raise SourceError(
+                f"nobody is logged in who could push to {self.repo_id}; run hf auth login, or pass "
+                f"{option('token')}"
+            )
+
+    def tree(self) -> Tree:
+        """What is there now."""
+        return self.patiently(self._tree)
+
+    def _tree(self) -> Tree:
+        try:
+            info = self._api.repo_info(self.repo_id, revision=self.revision)
+            has_branch = True
+        except RepositoryNotFoundError:
+            return Tree(None, {}, has_branch=False)
+        except RevisionNotFoundError:
+            info, has_branch = self._api.repo_info(self.repo_id), False
+        entries = self._api.list_repo_tree(self.repo_id, recursive=True, revision=info.sha)
+        files = {entry.path: _hub_file(entry) for entry in entries if isinstance(entry, RepoFile)}
+        return Tree(info.sha, files, bool(info.private), has_branch)
+
+    def text(self, path: str, tree: Tree) -> str | None:
+        """A file of text; None: it is not there."""
+        if path not in tree.files:
+            return None
+        content = tree.files[path].blob_id
+
+        def read() -> str:
+            return self._read(self.repo_id, path, tree.commit)
+
+        if content not in self._texts:
+            self._texts[content] = self.patiently(read)
+        return self._texts[content]
+
+    def card_of(self, model: str, revision: str | None) -> str | None:
+        """The README.md of another repository; None: there is none to be had."""
+        try:
+            with bounded():
+                return self._read(model, "README.md", revision)
+        except Exception as error:  # the client has its own ways to say that a file is not there
+            if hub_error(error) is None and not isinstance(error, SourceError | OSError | ValueError):
+                raise
+            return None
+
+    def _read(self, repo_id: str, path: str, revision: str | None) -> str:
+        with tempfile.TemporaryDirectory() as directory:
+            file = self._api.hf_hub_download(repo_id, path, revision=revision, local_dir=directory)
+            try:
+                return Path(file).read_bytes().decode()  # with the ends of lines that it has
+            except UnicodeDecodeError as error:
+                raise SourceError(f"{path} of {repo_id} is no text in UTF-8; correct it there") from error
+
+    def make(self, tree: Tree, private: bool) -> None:
+        """Make the repository and the branch, where they are missing.
+
+        Args:
+            tree: what is there.
+            private: that the repository is to be private.
+        """
+        if tree.commit is None:
+            self.patiently(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=True))
+        elif private and not tree.private:
+            raise SourceError(
+                f"{self.repo_id} is there and public; make it private in its settings, or leave out "
+                f"{option('private')}"
+            )
+        branch = self.revision
+        if branch is not None and not tree.has_branch:
+            self.patiently(lambda: self._api.create_branch(self.repo_id, branch=branch, exist_ok=True))
+
+    def commit(
+        self,
+        title: str,
+        items: Sequence[Item],
+        delete: Sequence[str] = (),
+        *,
+        parent: str | None = None,
+        meter: Meter | None = None,
+    ) -> str:
+        """Send files and commit them; once, without patience.
+
+        Args:
+            title: of the commit.
+            items: files to add.
+            delete: paths of files to delete.
+            parent: the commit that the branch must be at.
+            meter: is told the bytes of ``items``.
+
+        Returns:
+            The id of the commit.
+        """
+        meter = meter or Meter(lambda num_bytes: None)
+        meter.begin()
+        deletions = [CommitOperationDelete(path, is_folder=False) for path in delete]
+        additions = [_addition(item, meter.add) for item in items]
+        try:
+            done = self._api.create_commit(
+                self.repo_id,
+                [*deletions, *additions],
+                commit_message=title,
+                revision=self.revision,
+                parent_commit=parent,
+                num_threads=THREADS,
+            )
+        except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a file here
+            if hub_error(error) is not None or getattr(error, "filename", None):
+                raise
+            raise SourceError(self._explained(error)) from error
+        meter.end(sum(item.num_bytes for item in items))
+        return str(done.oid)
+
+    def patiently(self, call: Callable[[], Value]) -> Value:
+        """Call, again where that may help; any error of the client becomes ours.
+
+        A server that takes a request and does not answer is not asked again.
+
+        Raises:
+            SourceError: it cannot be done, and why.
+        """
+        wait = FIRST_WAIT_S
+        for left in reversed(range(TRIES)):
+            try:
+                with bounded():
+                    return call()
+            except SourceError:  # it has been tried again already
+                raise
+            except Exception as error:
+                if left and is_temporary(error):
+                    time.sleep(wait)
+                    wait *= 2
+                    continue
+                if hub_error(error) is None:
+                    raise
+                raise SourceError(self._explained(error)) from error
+        raise AssertionError("the last try returns or raises")
+
+    def _explained(self, error: Exception) -> str:
+        text = explain(self.repo_id, self.revision, error, writing=True)
+        return text.replace(self._token, "***") if self._token else text
+
+
+def _addition(item: Item, advance: Advance) -> _Addition:
+    """A file to send; the client is told its sha256, which it would compute."""
+    addition = _Addition(item.path, item.content, advance=advance)
+    addition.upload_info.sha256 = bytes.fromhex(item.sha256)
+    return addition
+
+
+def _hub_file(entry: RepoFile) -> HubFile:
+    large = entry.lfs
+    return HubFile(entry.size, entry.blob_id, large.sha256 if large else None)
+
+
+def _require_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+        if repo_id.count("/") == 1:
+            return
+    except HFValidationError:
+        pass
+    raise SourceError(f"{repo_id} is not the id of a repository; give it as user/name")

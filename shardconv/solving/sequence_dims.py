@@ -1,0 +1,87 @@
+"""Sequence parallelism: a solved model once more, with activations split over the sequence.
+
+Parameters stay as they are. Between the parallel blocks, where norms, dropout and residuals treat each token
+alone, a dim may be split that the input's length decides; the solver chooses where that begins and ends. A
+reduction becomes a reduce_scatter there, and a gather precedes what needs all tokens.
+(Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ..dim_analysis.analysis import Analysis, find_partial
+from ..dim_analysis.dim_trees import Node, find, leaves
+from ..dim_analysis.structure import linked_leaves
+from ..tracing.fold import Folded
+from .elimination import Infeasible
+from .mesh_axis_problem import Graph
+from .solve import Assignment
+
+TOKENS = "input_ids"
+"""The input whose second dim is the sequence."""
+SECOND_TOKENS = "decoder_input_ids"
+"""An input that is another sequence; such models are left out."""
+
+
+def sequence_leaves(analysis: Analysis) -> set[int]:
+    """``id`` of the leaves that are the sequence and may be split: those that are a dim of their own wherever
+    they occur. A split part of a product (batch times sequence) could not be gathered."""
+    tape = analysis.tape
+    inputs = {tape.tensors[t].name: t for t in tape.inputs}
+    tokens = inputs.get(TOKENS)
+    if tokens is None or SECOND_TOKENS in inputs or len(tape.tensors[tokens].shape) != 2:
+        return set()
+    found = linked_leaves(analysis, [analysis.dims[tokens][1]])
+    for dims in analysis.dims.values():
+        for dim in dims:
+            parts = leaves(dim)
+            if find(dim) not in parts:
+                found.difference_update(id(find(part)) for part in parts)
+    return found
+
+
+def solve_sequence(
+    analysis: Analysis, plain: Assignment, folded: Folded, forbidden: Iterable[Node] = ()
+) -> Assignment | None:
+    """The cheapest assignment in which parameters are split as they are, and activations over the sequence.
+
+    Args:
+        analysis: of the traced model.
+        plain: the solved model.
+        folded: which tensors must be treated alike.
+        forbidden: leaves that must stay whole.
+
+    Returns:
+        None if no activation would be split.
+    """
+    sequence = sequence_leaves(analysis)
+    graph = Graph(analysis, forbidden, folded, sequence)
+    leaf_axes: dict[int, tuple[int, ...]] = {}
+    partial_axes: dict[int, tuple[int, ...]] = {}
+    for axis, extent in enumerate(plain.mesh):
+        taken = {key: math.prod(plain.mesh[a] for a in axes) for key, axes in leaf_axes.items()}
+        try:
+            split, partial = graph.solve_axis(extent, taken, pinned=_pinned(analysis, plain, axis))
+        except Infeasible:
+            return None
+        for key in split:
+            leaf_axes[key] = (*leaf_axes.get(key, ()), axis)
+        for key in partial:
+            partial_axes[key] = (*partial_axes.get(key, ()), axis)
+    if sequence.isdisjoint(leaf_axes):
+        return None
+    return Assignment(plain.mesh, leaf_axes, partial_axes, plain.replicated, (graph, plain))
+
+
+def _pinned(analysis: Analysis, plain: Assignment, axis: int) -> dict[int, bool]:
+    """Leaves and states of parameters, and whether they use a mesh axis."""
+    out: dict[int, bool] = {}
+    for tid, info in enumerate(analysis.tape.tensors):
+        if info.kind in ("parameter", "buffer") and tid in analysis.dims:
+            for dim in analysis.dims[tid]:
+                out |= {id(find(x)): axis in plain.axes(x) for x in leaves(dim)}
+            state = find_partial(analysis.partial[tid])
+            out[id(state)] = axis in plain.partial_axes(state)
+    return out

@@ -1,0 +1,1 @@
+"""Whether a converted directory is what it should be, and computes what it should."""

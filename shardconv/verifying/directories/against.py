@@ -1,0 +1,297 @@
+"""Compares what a converted directory holds with the model that it was made from, byte for byte.
+
+What each rank should hold is worked out again from the source, as the writer does, and carried out by the
+same copier; instead of writing, its sink reads the place where the bytes should be and compares.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
+from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.checkpoint.scaled import flatten
+from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format.block_scales import SUFFIX, stored_plans
+from shardconv_runtime.format.dims import Dim
+from shardconv_runtime.format.manifest import Manifest
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape
+from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
+
+from ...arguments import MEMORY
+from ...converted.shards import Converted
+from ...reporting.progress import Progress
+from ...writing.writer import copy_small_files
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The model that a converted directory should hold."""
+
+    spec: ModelSpec
+    weights: Mapping[str, LazyTensor]
+    """Global, by name in the files, of the plan's dtypes."""
+    problems: tuple[str, ...]
+    """Of weights that are missing, not in the plan, or of another shape; they are not in ``weights``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What ``compare`` found."""
+
+    num_tensors: int
+    """Global ones that were compared."""
+    problems: tuple[str, ...]
+    """One for each tensor that differs."""
+
+
+def read_reference(
+    model: str | os.PathLike[str], plan: Plan, hub: Hub, *, trust_remote_code: bool
+) -> Reference:
+    """Find the weights of a model as the plan would have them.
+
+    Args:
+        model: a directory or Hub id.
+        plan: of the converted directory; its dtypes are those that the weights are cast to.
+        hub: how to download it.
+        trust_remote_code: import the repository's own Python code.
+
+    Raises:
+        SourceError: the model cannot be had, or its weights do not fit its config.
+    """
+    has_blocks = any(entry.block for entry in plan.parameters)
+    spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
+    spec = replace(spec, dtype=plan.model.dtype, dequantise=spec.blocks is not None and not has_blocks)
+    _, found = flatten(plan, lazy_weights(spec))
+    weights: dict[str, LazyTensor] = {}
+    problems = []
+    for name, entry in stored_plans(plan).items():
+        wanted = f"{list(global_shape(entry))} in the plan"
+        if name not in found:
+            problems.append(f"{name}: is not in {model}, and {wanted}")
+        elif found[name].shape != global_shape(entry):
+            problems.append(f"{name}: is {list(found[name].shape)} in {model}, and {wanted}")
+        else:
+            weights[name] = as_planned(name, entry, found[name])
+    tied = {alias + suffix for alias, _ in plan.tied for suffix in ("", SUFFIX)}
+    planned = stored_plans(plan).keys() | tied
+    problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
+    return Reference(spec, weights, tuple(problems))
+
+
+def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
+    """Compare every byte of every rank's part of every tensor.
+
+    Raises:
+        SourceError: a file of the source cannot be read.
+        CheckpointError: a file of the directory cannot be read.
+    """
+    places = list(_places(converted, reference.weights))
+    with _Comparer(places) as comparer:
+        units = plan_units(comparer.placed(converted.plan, reference.weights), {}, MEMORY)
+        with progress.bar("comparing", sum(place.end - place.begin for place in places)) as advance:
+
+            def finished(unit: Unit, sink: _Sink) -> None:
+                comparer.take(sink)
+                advance(sink.num_bytes)
+
+            run(units, lambda: _Sink(comparer), finished)
+        problems = [*reference.problems, *comparer.problems(converted.plan, reference.spec.name)]
+    return Comparison(len(reference.weights), tuple(problems))
+
+
+def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
+    """Remarks on files that are no weights and differ from the source's."""
+    with TemporaryDirectory() as scratch:
+        theirs = {entry.path: entry.checksum for entry in copy_small_files(spec, Path(scratch))}
+    ours = {entry.path: entry.checksum for entry in found.files if not entry.path.endswith(".safetensors")}
+    remarks = []
+    for path in sorted(ours.keys() | theirs.keys()):
+        if path not in theirs:
+            remarks.append(f"{path}: is not in {spec.name}")
+        elif path not in ours:
+            remarks.append(f"{path}: is in {spec.name} and not here")
+        elif ours[path] != theirs[path]:
+            remarks.append(f"{path}: differs from that of {spec.name}")
+    return remarks
+
+
+class _Place(NamedTuple):
+    """Where a rank's part of a tensor is."""
+
+    path: Path
+    file: str
+    """The path in the directory."""
+    begin: int
+    """In bytes of the file."""
+    end: int
+    name: str
+    rank: int | None
+    shape: Shape
+    """Local."""
+    dtype: str
+
+
+def _places(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Place]:
+    """Of all tensors that are to be compared and have elements."""
+    files = {manifest.resolve(converted.directory, e.path): e.path for e in converted.manifest.files}
+    for rank, tensors in converted.tensors.items():
+        for name, tensor in tensors.items():
+            if name in weights and tensor.pieces:
+                leaf = tensor.pieces[0].leaf
+                assert isinstance(leaf, FileLeaf), "a converted directory is read from files"
+                assert isinstance(leaf.path, Path), "on this machine"
+                end = leaf.offset + tensor.num_bytes
+                file = files[leaf.path]
+                yield _Place(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)
+
+
+class _Comparer:
+    """The open files of the directory, and the first difference in each place."""
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        by_file: dict[Path, list[_Place]] = {}
+        for place in places:
+            by_file.setdefault(place.path, []).append(place)
+        self._files = [sorted(held, key=lambda place: place.begin) for held in by_file.values()]
+        self._begins = [[place.begin for place in held] for held in self._files]
+        self._handles: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._different: dict[_Place, int] = {}
+
+    def __enter__(self) -> _Comparer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[Placed]:
+        """What should be at each place."""
+        parameters = stored_plans(plan)
+        for index, held in enumerate(self._files):
+            for place in held:
+                wanted = shard(parameters[place.name], weights[place.name], plan.mesh, place.rank or 0)
+                assert wanted.shape == place.shape, "converted.read has checked it"
+                yield Placed(wanted, index, place.begin)
+
+    def difference(self, index: int, offset: int, data: memoryview) -> int | None:
+        """The first byte of a file, from ``offset`` on, that is not that of ``data``."""
+        found = self._read(index, offset, len(data))
+        wanted = np.frombuffer(data, np.uint8)
+        if np.array_equal(found, wanted):
+            return None
+        return offset + int(np.argmax(found != wanted))
+
+    def take(self, sink: _Sink) -> None:
+        """Keep the first differences that one unit found."""
+        for (index, _), offset in sink.different.items():
+            place = self._files[index][self.place(index, offset)]
+            self._different[place] = min(offset, self._different.get(place, offset))
+
+    def place(self, index: int, offset: int) -> int:
+        """Which tensor of a file a byte belongs to."""
+        return bisect_right(self._begins[index], offset) - 1
+
+    def problems(self, plan: Plan, model: str) -> Iterator[str]:
+        """A line for each tensor that differs, in the order of the plan."""
+        by_name: dict[str, list[tuple[_Place, int]]] = {}
+        for place, offset in self._different.items():
+            by_name.setdefault(place.name, []).append((place, offset))
+        count = dict.fromkeys(by_name, 0)
+        for held in self._files:
+            for place in held:
+                if place.name in count:
+                    count[place.name] += 1
+        for name, entry in stored_plans(plan).items():
+            if name in by_name:
+                differing = sorted(by_name[name], key=lambda item: item[0].rank or 0)
+                yield _line(differing, count[name], entry, plan.mesh, model)
+
+    def _read(self, index: int, offset: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        held: np.ndarray[Any, np.dtype[np.uint8]] | None = getattr(self._buffers, "held", None)
+        if held is None or len(held) < num_bytes:
+            held = self._buffers.held = np.empty(num_bytes, np.uint8)
+        into = held[:num_bytes].data
+        while len(into):
+            count = self._read_some(index, offset, into)
+            into, offset = into[count:], offset + count
+        return held[:num_bytes]
+
+    def _read_some(self, index: int, offset: int, into: memoryview) -> int:
+        path = self._files[index][0].path
+        try:
+            count = os.preadv(self._handle(index, path), [into], offset)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read at byte {offset} ({error.strerror})") from error
+        if count == 0:
+            raise CheckpointError(f"{path} has no byte {offset}: it was cut off since its header was read")
+        return count
+
+    def _handle(self, index: int, path: Path) -> int:
+        with self._lock:
+            if index not in self._handles:
+                self._handles[index] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._handles[index]
+
+
+@dataclass
+class _Sink:
+    """Compares what one unit puts."""
+
+    comparer: _Comparer
+    num_bytes: int = 0
+    different: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(file, which of its tensors) -> first byte that differs."""
+
+    def put(self, file: int, offset: int, data: memoryview) -> None:
+        """Compare."""
+        self.num_bytes += len(data)
+        found = self.comparer.difference(file, offset, data)
+        if found is not None:
+            key = file, self.comparer.place(file, found)
+            self.different[key] = min(found, self.different.get(key, found))
+
+
+def _line(
+    differing: Sequence[tuple[_Place, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
+) -> str:
+    """What is said of a tensor, which differs in some of ``count`` files."""
+    place, offset = differing[0]
+    element = (offset - place.begin) // item_bytes(place.dtype)
+    local = [int(index) for index in np.unravel_index(element, place.shape)]
+    whole = [
+        _global_index(dim, mesh, place.rank or 0, index) for dim, index in zip(entry.dims, local, strict=True)
+    ]
+    files = f", and in {len(differing)} of {count} files" if count > 1 else ""
+    return (
+        f"{place.name}: differs from {model} first at {whole}, in {place.file} at {local} "
+        f"(byte {offset} of the file){files}"
+    )
+
+
+def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
+    """The position that a rank's position is of the whole dim."""
+    for start, stop in ranges(dim, mesh, rank):
+        if index < stop - start:
+            return start + index
+        index -= stop - start
+    raise AssertionError("a local index lies in what the rank holds")

@@ -1,0 +1,210 @@
+"""Checks that a converted directory is whole and, if asked, that it is the model and computes the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
+from shardconv_runtime.format.fingerprint import check_code
+from shardconv_runtime.format.plan import Plan
+
+from ...reporting.progress import Progress, Silent
+from ...reporting.report import human_bytes
+from .intact import Contents, check, one_line, open_contents
+
+if TYPE_CHECKING:
+    from .against import Reference
+    from .numerics import Numerics
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was checked of a directory that is as it should be."""
+
+    num_files: int
+    """Manifest and plan included."""
+    num_bytes: int
+    remarks: tuple[str, ...]
+    """What may be meant so: other files in the directory, an edited ``config.json``."""
+    num_tensors: int | None = None
+    """How many were compared with the source; None: it was not asked for."""
+    numerics: Numerics | None = None
+    """How the simulated ranks compare with the unsharded model; None: it was not asked for."""
+
+
+class DamagedError(CheckpointError):
+    """A converted directory is not as it should be.
+
+    Args:
+        directory: the directory.
+        problems: all that was found, each in one line; they are notes of the exception, too.
+        remarks: what may be meant so.
+    """
+
+    def __init__(self, directory: Path, problems: Sequence[str], remarks: Sequence[str] = ()) -> None:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{directory}: {count}; copy the directory again, or convert the model again")
+        self.problems = tuple(problems)
+        self.remarks = tuple(remarks)
+        for problem in problems:
+            self.add_note(problem)
+
+
+def verify(
+    out: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    numerics: bool = False,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Verified:
+    """Check a converted directory.
+
+    Every file of the manifest is there, of its size and checksum; the plan and the manifest are as they were
+    written; each shard holds the tensors that the plan says; no other file of tensors is there.
+
+    Args:
+        out: a converted directory.
+        against: directory or Hub id of the model that it should be: every byte of every rank's part of every
+            tensor is compared, cast as the plan says.
+        numerics: run all ranks in this process in float64 on their real weights, as far as memory allows, and
+            compare with the unsharded model.
+        revision, cache_dir, local_files_only, token: how to download ``against`` from the Hub.
+        trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
+        progress: where to report to.
+
+    Raises:
+        DamagedError: with all problems.
+        CheckpointError: ``out`` is no converted directory, or its ranks compute something else.
+        ShardconvError: ``against`` cannot be had, or the model cannot be run here.
+
+    Example:
+        >>> shardconv.verify("out/", against="my-model/").num_tensors
+        291
+    """
+    progress, directory = progress or Silent(), Path(out)
+    hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
+    _require_model(against, hub)
+    contents = open_contents(directory)
+    if contents.plan is not None and (numerics or against is not None):
+        _require_usable(directory, contents.plan, numerics, trust_remote_code)
+    reference = None
+    if against is not None:
+        _require_source(directory, contents)
+        reference = _reference(against, contents, hub, trust_remote_code, progress)
+    found = check(contents, progress)
+    problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
+    if reference is not None:
+        num_tensors = _compare(directory, reference, problems, remarks, progress)
+    elif against is not None:
+        remarks.append(f"not compared with {against}, since the plan cannot be used")
+    if problems and numerics:
+        remarks.append("the ranks were not run, since there are problems")
+    if problems:
+        raise DamagedError(directory, problems, remarks)
+    outcome = _run(directory, reference, trust_remote_code, progress) if numerics else None
+    return Verified(found.num_files, found.num_bytes, tuple(remarks), num_tensors, outcome)
+
+
+def describe(out: str | os.PathLike[str], found: Verified, against: str | None) -> list[str]:
+    """What ``verify`` found, in lines for a person."""
+    size = human_bytes(found.num_bytes)
+    lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
+    if found.num_tensors is not None:
+        lines.append(f"all {found.num_tensors} tensors are those of {against}, to the byte")
+    if found.numerics is not None:
+        numerics = found.numerics
+        without = f", without {', '.join(numerics.left_out)}" if numerics.left_out else ""
+        lines.append(
+            f"the simulated ranks differ from the unsharded model by {numerics.worst:.1e} of its largest "
+            f"output at most ({numerics.dtype}{without})"
+        )
+    return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
+
+
+def _require_model(against: str | os.PathLike[str] | None, hub: Mapping[str, object]) -> None:
+    given = [name for name, value in hub.items() if value]
+    if against is None and given:
+        raise ShardconvError(
+            f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
+        )
+
+
+def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_code: bool) -> None:
+    """What would else be found out after hours of reading."""
+    if plan.model.trust_remote_code and not trust_remote_code:
+        raise SourceError(f"{directory} runs custom code; read its *.py files, then pass --trust-remote-code")
+    if numerics:
+        check_code(plan)
+
+
+def _require_source(directory: Path, contents: Contents) -> None:
+    from ...initializing.initial_weights import is_initialised
+
+    if is_initialised(contents.manifest.source):
+        raise SourceError(
+            f"{directory} is {contents.manifest.source.name}: there is no checkpoint to compare it with; "
+            "leave out --against, the checksums are verified without it"
+        )
+
+
+def _reference(
+    model: str | os.PathLike[str],
+    contents: Contents,
+    hub: Mapping[str, Any],
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Reference | None:
+    """The model to compare with; None where the plan does not say how."""
+    if contents.plan is None:
+        return None
+    from shardconv_runtime.hub.access import Hub
+
+    from .against import read_reference
+
+    progress.stage(f"reading {os.fspath(model)}")
+    return read_reference(model, contents.plan, Hub(**hub), trust_remote_code=trust_remote_code)
+
+
+def _compare(
+    directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
+) -> int | None:
+    """Add what differs; the number of tensors that were compared.
+
+    Where there are problems already, it is no news that something cannot be read.
+    """
+    from ...converted import shards
+    from .against import compare, compare_small_files
+
+    try:
+        opened = shards.read(directory)
+        comparison = compare(opened, reference, progress)
+    except (CheckpointError, SourceError) as error:
+        if not problems:
+            raise
+        remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
+        return None
+    problems.extend(map(one_line, comparison.problems))
+    remarks.extend(map(one_line, compare_small_files(opened.manifest, reference.spec)))
+    return comparison.num_tensors
+
+
+def _run(
+    directory: Path, reference: Reference | None, trust_remote_code: bool, progress: Progress
+) -> Numerics:
+    from shardconv_runtime.checkpoint.resolve import resolve
+
+    from ...converted import shards
+    from .numerics import run_numerics
+
+    spec = resolve(directory, trust_remote_code=trust_remote_code, need_weights=False)
+    weights = None if reference is None else reference.weights
+    return run_numerics(shards.read(directory), spec, weights, progress)

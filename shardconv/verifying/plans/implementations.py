@@ -1,0 +1,78 @@
+"""Proves a plan for the other implementations that a user may choose when the model is loaded.
+
+transformers can run attention and experts in several ways. A plan is solved for the one that the config
+chooses; the others run other code on the same parameters. The plain one ("eager") of both is simulated as
+well. A fused kernel for GPUs cannot be: it is given the same heads as the implementation that was traced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.plan import Plan
+from torch import nn
+
+from ...tracing.inputs import TraceInputs
+from ..simulation.shallow import Bypass
+from .simulate import MAX_SIMULATED_BYTES, Unprovable, simulate
+
+PLAIN = "eager"
+_SETTERS = {
+    "attention": ("_attn_implementation", "set_attn_implementation"),
+    "experts": ("_experts_implementation", "set_experts_implementation"),
+}
+"""What is chosen -> where a config says how, and the method of a model that chooses."""
+
+
+def notes_on_others(
+    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]
+) -> tuple[str, ...]:
+    """What the plan must say of implementations under which it does not hold; nothing if it does.
+
+    Args:
+        plan: proven for the implementations of the model's config.
+        model: the global model, on meta; it is copied.
+        inputs: what it is called with.
+        bypassed: layers to leave out.
+    """
+    kinds = [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
+    if not kinds or _problem(plan, model, inputs, bypassed, kinds) is None:
+        return ()
+    out = []
+    for kind in kinds:
+        problem = _problem(plan, model, inputs, bypassed, [kind])
+        if problem is not None:
+            chosen = _chosen(model, kind)
+            out.append(f"this plan is for {kind} implemented as {chosen!r}, not as {PLAIN!r}: {problem}")
+    return tuple(out)
+
+
+def _chosen(model: nn.Module, kind: str) -> str | None:
+    attribute, setter = _SETTERS[kind]
+    if not hasattr(model, setter):
+        return None
+    return getattr(getattr(model, "config", None), attribute, None)
+
+
+def _problem(
+    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass], kinds: list[str]
+) -> str | None:
+    """Why the plan does not hold with the plain implementation of these; None if it does, or if that
+    cannot be run at all."""
+    other = copy.deepcopy(model)
+    try:
+        for kind in kinds:
+            getattr(other, _SETTERS[kind][1])(PLAIN)
+    except (ValueError, NotImplementedError):
+        return None  # the model does not offer it
+    if all(_chosen(other, kind) == _chosen(model, kind) for kind in kinds):
+        return None
+    try:
+        simulate(plan, other, inputs, bypassed, MAX_SIMULATED_BYTES // 16)
+    except Unprovable:
+        return None
+    except ShardconvError as error:
+        return str(error).partition(". Nothing was written")[0]
+    return None

@@ -1,0 +1,1 @@
+"""All ranks in one process, on made-up weights, in float64."""

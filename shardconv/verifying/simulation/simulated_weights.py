@@ -1,0 +1,110 @@
+"""Weights for simulations: made up or cut, and put into models on meta."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from shardconv_runtime.format.layout_hash import holds_values
+from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.parallel.build import owner_of
+from torch import Tensor, nn
+
+
+class Weights(Protocol):
+    """Where the numbers of a simulation come from."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
+
+        Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
+        """
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Those of one rank, local, of the same names and dtypes. What ranks share may be one tensor."""
+
+
+class RandomWeights:
+    """The same random numbers for the unsharded model and the ranks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._made: dict[str, Tensor] = {}
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Draw them."""
+        self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
+        return self._made
+
+    def local(self, rank: int) -> Mapping[str, Tensor]:
+        """Cut them."""
+        return local_weights(self._made, self._plan, rank)
+
+
+def _random(name: str, tensor: Tensor) -> Tensor:
+    """Weights of a size that keeps activations in range; norms and biases are random as well."""
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name))
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if tensor.dim() < 2:
+        return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
+
+
+def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """A rank's part of every weight (global shapes to local ones), in the dtype that it has."""
+    entries = parameter_plans(plan)
+    parts = {}
+    for name, weight in weights.items():
+        entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
+        parts[name] = local_tensor(entry, weight, plan.mesh, rank)
+    return parts
+
+
+def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What ``rank`` holds of a parameter in memory.
+
+    Args:
+        entry: the parameter's plan.
+        tensor: global.
+        mesh: of the plan.
+        rank: the rank.
+
+    Returns:
+        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
+    """
+    for index, dim in enumerate(entry.dims):
+        spans = ranges(dim, mesh, rank)
+        if spans != ((0, tensor.shape[index]),):
+            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
+            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
+    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
+    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:
+    """Set parameters and buffers, and every other name of one that is tied; return ``model``.
+
+    Args:
+        model: on meta.
+        tensors: by name.
+        gradients: parameters require gradients if they did before; else none does.
+    """
+    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            aliases.setdefault(id(parameter), []).append((module, attribute))
+    for name, tensor in tensors.items():
+        owner, attribute = owner_of(model, name)
+        if attribute in owner._parameters:
+            replaced = owner._parameters[attribute]
+            real = nn.Parameter(tensor, gradients and replaced is not None and replaced.requires_grad)
+            for module, alias in aliases[id(replaced)]:
+                module._parameters[alias] = real
+        else:
+            owner._buffers[attribute] = tensor
+    return model

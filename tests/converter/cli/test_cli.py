@@ -1,0 +1,414 @@
+"""The command line: what it prints, its exit codes, and that it answers at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import Plan
+
+from shardconv import cli
+
+COMMANDS = {
+    "convert": {
+        "--tp",
+        "--experts",
+        "--sequence-parallel",
+        "--max-file-size",
+        "--memory",
+        "--ranks",
+        "--stream",
+        "--overwrite",
+        "--random-init",
+        "--seed",
+        "--no-check",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+        "--dtype",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "plan": {
+        "--tp",
+        "--experts",
+        "--sequence-parallel",
+        "--format",
+        "--json",
+        "--output",
+        "--check",
+        "--tokens",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+        "--dtype",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "inspect": {"--json", "--tokens", "--tp", "--revision", "--cache-dir", "--local-files-only", "--token"},
+    "replan": {"--no-check", "--sequence-parallel", "--trust-remote-code", "--quiet", "--verbose"},
+    "verify": {
+        "--against",
+        "--numerics",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "merge": {"--max-file-size", "--memory", "--trust-remote-code", "--quiet", "--verbose"},
+    "reshard": {
+        "--tp",
+        "--max-file-size",
+        "--memory",
+        "--ranks",
+        "--overwrite",
+        "--no-check",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
+    "export": {"--format", "--max-file-size", "--memory", "--quiet", "--verbose"},
+    "report": {
+        "--output",
+        "--overwrite",
+        "--tokens",
+        "--tp",
+        "--revision",
+        "--cache-dir",
+        "--local-files-only",
+        "--token",
+    },
+    "push": {"--private", "--revision", "--token", "--dry-run", "--quiet", "--verbose"},
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    capsys.readouterr()
+    code = cli.run([str(arg) for arg in argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_commands_and_their_options_are_these() -> None:
+    found = {
+        name: {option for p in command.params for option in p.opts if option.startswith("--")}
+        for name, command in cli.cli.commands.items()
+    }
+    assert found == COMMANDS
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_every_command_has_help_with_an_example(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    code, out, err = run(capsys, *command, "--help")
+    assert (code, err) == (0, "")
+    assert f"shardconv {command[0] if command else 'convert'} " in out
+    assert "out/" in out or "MODEL" in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["convert", "--help"], ["convert", "a", "b", "--tp", "0"]])
+def test_torch_is_not_imported_before_there_is_work(argv: list[str]) -> None:
+    code = (
+        "import sys; from shardconv import cli; code = cli.run(sys.argv[1:]); "
+        "assert not {'torch', 'transformers', 'tqdm', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if "0" in argv else 0), done.stderr
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestConvert:
+    """The main command."""
+
+    def test_it_converts(self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "out"
+        code, text, err = run(capsys, "convert", llama_dir, "--tp", 2, out, "--dtype", "bfloat16")
+        assert code == 0
+        assert text.startswith(f"{out}: 22.2 kB on each of 2 ranks, of 44.0 kB")
+        assert err.splitlines() == [
+            f"reading {llama_dir}",
+            "finding the weights in the checkpoint",
+            "writing: 0.0 MB",
+        ]
+        assert manifest.read(out).tp == 2
+        assert codec.read(out / "plan.json").model.dtype == "bfloat16"
+
+    def test_quiet_prints_nothing(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(capsys, "convert", "-q", "--tp=2", llama_dir, tmp_path / "out") == (0, "", "")
+
+    def test_interrupts_are_not_errors(
+        self,
+        llama_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def interrupt(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(manifest, "dumps", interrupt)
+        code, out, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
+        assert (code, out, err.strip()) == (
+            130,
+            "",
+            "interrupted; the same command continues what it was writing",
+        )
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
+
+    def test_faults_of_our_own_are_told_apart(
+        self,
+        llama_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*args: object) -> None:
+            raise ZeroDivisionError("oh")
+
+        monkeypatch.setattr(manifest, "dumps", fail)
+        code, _, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
+        assert (code, err.count("\n")) == (1, 1)
+        assert err.startswith("error: internal error (ZeroDivisionError: oh); please report it")
+        code, _, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q", "-v")
+        assert (code, "Traceback" in err) == (1, True)
+
+
+def remove(path: Path) -> None:
+    """Delete a file."""
+    path.unlink()
+
+
+def break_json(model: Path) -> None:
+    """Make config.json invalid."""
+    (model / "config.json").write_text("{")
+
+
+def rename_type(model: Path) -> None:
+    """Make the architecture unknown."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mystery"}))
+
+
+def change_tensors(model: Path, name: str, value: torch.Tensor | None) -> None:
+    """Set or, with None, remove a tensor of the checkpoint."""
+    file = model / "model.safetensors"
+    tensors = {k: v for k, v in load_file(file).items() if k != name}
+    save_file(tensors | ({name: value} if value is not None else {}), file, {"format": "pt"})
+
+
+def overwrite_bytes(model: Path, start: int, content: bytes) -> None:
+    """Change the bytes of the checkpoint from ``start`` on."""
+    file = model / "model.safetensors"
+    old = file.read_bytes()
+    file.write_bytes(old[:start] + content + old[start + len(content) :])
+
+
+def truncate(model: Path) -> None:
+    """Cut the end off the checkpoint."""
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+BAD_INPUT = {
+    "no config": (lambda m: remove(m / "config.json"), "give the directory of a transformers model"),
+    "invalid config": (break_json, "restore the file"),
+    "unknown architecture": (rename_type, "install a transformers that has it"),
+    "no weights": (lambda m: remove(m / "model.safetensors"), "download them"),
+    "missing tensor": (lambda m: change_tensors(m, "lm_head.weight", None), "download it again, or correct"),
+    "extra tensor": (lambda m: change_tensors(m, "extra", torch.ones(1)), "remove it, or correct"),
+    "wrong shape": (
+        lambda m: change_tensors(m, "lm_head.weight", torch.ones(3, 32)),
+        "use the config.json that belongs to these weights",
+    ),
+    "truncated": (truncate, "download or copy it again"),
+    "corrupt header": (lambda m: overwrite_bytes(m, 20, b"\xff\xff"), "download or copy it again"),
+    "corrupt length": (lambda m: overwrite_bytes(m, 0, b"\xff" * 8), "download or copy it again"),
+}
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestBadInput:
+    """One line, with the remedy; exit code 2; nothing left behind."""
+
+    def refused(self, capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+        code, out, err = run(capsys, *argv)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1, err
+        assert err.startswith("error: ")
+        return err
+
+    @pytest.mark.parametrize("case", BAD_INPUT)
+    def test_models(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+    ) -> None:
+        change, remedy = BAD_INPUT[case]
+        change(llama_dir)
+        err = self.refused(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "new" / "out", "-q")
+        assert remedy in err
+        assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["convert", "MODEL", "OUT", "--tp", "0"], "tp must be a whole number of 1 or more, got 0"),
+            (["plan", "MODEL", "--tp", "-2"], "tp must be a whole number of 1 or more, got -2"),
+            (["plan", "MODEL", "--tp", "two"], "'two' is not a valid integer; see shardconv plan --help"),
+            (["plan", "MODEL"], "Missing option '--tp'; see shardconv plan --help"),
+            (["convert", "MODEL", "--tp", "2"], "Missing argument 'OUT'; see shardconv convert --help"),
+            (["convert", "MODEL", "OUT", "--tp", "2", "--dtype", "int4"], "'int4' is not one of 'float64'"),
+            (
+                ["convert", "MODEL", "OUT", "--tp", "2", "--max-file-size", "--memory", "--ranks", "x"],
+                "write it as 5GB or 500MB",
+            ),
+            (["convert", "MODEL", "MODEL", "--tp", "2"], "is not empty; name another directory"),
+            (["convert", "MODEL", "MODEL", "--tp", "2", "--overwrite"], "holds the model to convert"),
+            (["convert", "./absent", "OUT", "--tp", "2", "-q"], "no such directory: ./absent"),
+            (["inspect", "MODEL"], "is not a converted model"),
+            (["replan", "MODEL", "-q"], "is not a converted model"),
+            (["inspect", "./absent"], "is not a converted model"),
+            (["merge", "MODEL", "OUT", "-q"], "is not a converted model"),
+            (["merge", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
+            (["merge", "./absent", "MODEL", "-q"], "is not empty; name another directory\n"),
+            (["merge", "MODEL", "OUT", "--max-file-size", "big"], "write it as 5GB or 500MB"),
+            (["reshard", "MODEL", "OUT", "--tp", "2", "-q"], "is not a converted model"),
+            (["reshard", "MODEL", "OUT", "--tp", "0"], "tp must be a whole number of 1 or more, got 0"),
+            (["reshard", "MODEL", "OUT", "--tp", "2", "--memory", "1kB"], "memory of 1kB is too little"),
+            (["export", "MODEL", "OUT", "-q"], "is not a converted model"),
+            (["export", "MODEL", "MODEL"], "which is read; name a directory outside of it"),
+            (["export", "./absent", "MODEL", "-q"], "is not empty; name another directory\n"),
+            (["export", "MODEL", "OUT", "--format", "gguf"], "'gguf' is not 'dcp'"),
+            (["frobnicate"], "No such command 'frobnicate'"),
+        ],
+    )
+    def test_arguments(
+        self,
+        llama_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        argv: list[str],
+        message: str,
+    ) -> None:
+        places = {"MODEL": str(llama_dir), "OUT": str(tmp_path / "out")}
+        assert message in self.refused(capsys, *(places.get(arg, arg) for arg in argv))
+        assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+    def test_a_full_disk_is_one_line_too(
+        self,
+        llama_dir: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def fail(*args: object) -> None:
+            raise OSError(28, "No space left on device", "out/plan.json")
+
+        monkeypatch.setattr(manifest, "dumps", fail)
+        err = self.refused(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        assert "No space left on device" in err
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
+
+    def test_a_converted_directory_that_lost_a_file(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "out"
+        run(capsys, "convert", llama_dir, "--tp", 2, out, "-q")
+        remove(out / manifest.shard_path(1, 2, 0, 1))
+        assert "rank-00001-of-00002" in self.refused(capsys, "inspect", out)
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestPlan:
+    """The plan, printed and written."""
+
+    def solved(self, llama_dir: Path) -> Plan:
+        import shardconv
+
+        return shardconv.plan(llama_dir, 2)
+
+    def test_it_needs_no_weights(self, llama_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        remove(llama_dir / "model.safetensors")
+        code, out, _ = run(capsys, "plan", llama_dir, "--tp", 2)
+        assert code == 0
+        assert "model.layers.{0,1}.mlp.down_proj" in out
+
+    def test_json_is_the_plan_file(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, out, _ = run(capsys, "plan", llama_dir, "--tp", 2, "--json")
+        assert code == 0
+        assert codec.loads(out) == self.solved(llama_dir)
+        assert run(capsys, "plan", llama_dir, "--tp", 2, "-q", "-o", tmp_path / "p.json") == (0, "", "")
+        assert (tmp_path / "p.json").read_text() == out
+
+    def test_inspect_and_replan_agree_with_it(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = tmp_path / "out"
+        run(capsys, "convert", llama_dir, "--tp", 2, out, "-q")
+        _, planned, _ = run(capsys, "plan", llama_dir, "--tp", 2)
+        code, inspected, _ = run(capsys, "inspect", out)
+        assert code == 0
+        assert inspected.startswith(planned)
+        assert "rank-00001-of-00002             1 file" in inspected
+        _, as_json, _ = run(capsys, "inspect", out, "--json")
+        assert as_json == (out / "plan.json").read_text()
+        code, text, _ = run(capsys, "replan", out)
+        assert code == 0
+        assert text.endswith("the shards are kept\n")
+
+
+@pytest.mark.usefixtures("hand_solver")
+class TestFromConverted:
+    """Commands that make another directory of a converted one."""
+
+    def test_reshard_and_merge(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        code, out, err = run(capsys, "reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4)
+        assert code == 0
+        assert out.startswith(f"{tmp_path / 'out2'}: ")
+        assert "on each of 4 ranks; shardconv inspect" in out
+        assert err.splitlines()[-1].startswith("writing: ")
+        code, out, err = run(capsys, "merge", tmp_path / "out2", tmp_path / "hf", "--memory", "1MiB")
+        assert (code, out) == (0, f"{tmp_path / 'hf'}: 21 tensors in 1 file, 87.9 kB\n")
+        assert err.splitlines() == [
+            f"finding the layout in which transformers saves {tmp_path / 'out2'}",
+            "writing: 0.1 MB",
+        ]
+        files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+        assert files == {path.name: path.read_bytes() for path in llama_dir.iterdir()}
+
+    def test_a_part_says_what_is_missing(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        argv = ("reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4, "--ranks", "0-1")
+        code, out, err = run(capsys, *argv)
+        assert (code, out) == (0, "")
+        assert "still to be written by others: ranks 2-3" in err
+
+    def test_quiet_prints_nothing(
+        self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
+        assert run(capsys, "reshard", "-q", "--tp=3", tmp_path / "out", tmp_path / "out2") == (0, "", "")
+        assert run(capsys, "merge", "-q", tmp_path / "out", tmp_path / "hf") == (0, "", "")

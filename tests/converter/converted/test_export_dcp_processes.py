@@ -1,0 +1,131 @@
+"""Exports read by torch in real processes, into tensors that are sharded in another way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from distributed import run_processes
+from export_cases import CASES, Exported, convert, same
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from shardconv.converted.export_dcp import export
+
+
+def save_state(case: Exported, path: Path) -> Path:
+    """Save what is expected; return ``path``."""
+    save_file({name: tensor.clone() for name, tensor in case.state.items()}, path)  # tied ones apart
+    return path
+
+
+def placements(dims: int, rotation: int) -> Sequence[Placement]:
+    """One of those that a tensor can have."""
+    choices: list[Placement] = [Replicate(), *map(Shard, range(dims))]
+    return [choices[rotation % len(choices)]]
+
+
+def differing(directory: Path, expected: Path, rotation: int) -> tuple[int, list[str]]:
+    """On a rank: how many local tensors it reads, and which are not what they should be."""
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = {
+        name: distribute_tensor(tensor, mesh, placements(tensor.dim(), index + rotation))
+        for index, (name, tensor) in enumerate(sorted(load_file(expected).items()))
+    }
+    found = {name: torch.full_like(tensor, 77) for name, tensor in wanted.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(directory)))
+    bad = [name for name, tensor in wanted.items() if not same(found[name].to_local(), tensor.to_local())]
+    return len(found), bad
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_that_are_sharded_otherwise(name: str, tmp_path: Path) -> None:
+    case = convert(CASES[name], tmp_path)
+    export(case.out, case.directory)
+    save_file(
+        {name: tensor.clone() for name, tensor in case.state.items()}, tmp_path / "expected.safetensors"
+    )
+    for rotation in range(3):
+        for count, bad in run_processes(
+            2, differing, case.directory, tmp_path / "expected.safetensors", rotation, start_group=True
+        ):
+            assert (count, bad) == (len(case.state), [])
+
+
+def save_as_planned(state: Path, plan: Plan, directory: Path) -> None:
+    """On a rank: have torch save tensors that are sharded as by a plan."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = load_file(state)
+    aliases = dict(plan.tied)
+    found = {}
+    for name, tensor in tensors.items():
+        dims = parameter_plans(plan)[aliases.get(name, name)].dims
+        split = [Shard(index) for index, dim in enumerate(dims) if axes_of(dim)]
+        found[name] = distribute_tensor(tensor, mesh, split or [Replicate()])
+    dcp.save(found, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+
+
+def headers(directory: Path) -> dict[str, dict[str, str]]:
+    """Metadata by file."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found[path.name] = file.metadata()
+    return found
+
+
+def test_files_are_like_those_that_torch_writes(tmp_path: Path) -> None:
+    case = convert(CASES["tied"], tmp_path)
+    export(case.out, case.directory)
+    state = save_state(case, tmp_path / "state.safetensors")
+    run_processes(2, save_as_planned, state, case.plan, tmp_path / "torch", start_group=True)
+    ours, theirs = headers(case.directory), headers(tmp_path / "torch")
+    assert list(ours) == list(theirs)
+    assert len(ours) == 2
+    both: list[dict[str, Any]] = []
+    for a, b in zip(ours.values(), theirs.values(), strict=True):
+        both.append({})
+        for which, metadata in (("ours", a), ("theirs", b)):
+            both[-1][which] = json.loads(metadata.pop("DCP_SHARDING_INFO"))
+        assert a == b
+    everywhere = set.intersection(*(set(file["theirs"]) for file in both))
+    assert (
+        len(everywhere) == 2 * 7 + 2
+    )  # what is sharded; which rank writes the rest is no part of the format
+    for file in both:
+        assert {name: file["ours"][name] for name in everywhere} == {n: file["theirs"][n] for n in everywhere}
+    assert {n for file in both for n in file["ours"]} == {n for file in both for n in file["theirs"]}
+
+
+def logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
+    """On a rank: those of transformers' own tensor parallelism."""
+    import transformers.integrations.accelerate as integration
+    from transformers.distributed import DistributedConfig
+
+    # from_pretrained asks that accelerate be installed, and uses nothing of it here
+    integration.is_accelerate_available = lambda: True
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, distributed_config=config)
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def test_transformers_shards_it_on_loading(tmp_path: Path) -> None:
+    case = convert(CASES["uneven, heads cut"], tmp_path)
+    export(case.out, case.directory)
+    ids = torch.tensor([[11, 45, 3, 37, 30, 9, 21]])
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained(case.model)(ids).logits
+    for found in run_processes(2, logits, case.directory, ids):
+        torch.testing.assert_close(found, expected)

@@ -1,0 +1,48 @@
+"""How wide and how long a model's tensors are, whatever it is called with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardconv.dim_analysis.rules import RULES
+from shardconv.dim_analysis.structure import num_tokens, width
+from shardconv.tracing.trace import trace
+
+
+class Pictures(nn.Module):
+    """Patches of images through three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Conv2d(3, 48, 4, 4)
+        self.layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.layers(self.see(pixels).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("images", [2, 5])
+def test_tokens_of_images_are_their_patches(images: int) -> None:
+    tape = trace(Pictures().to("meta"), {"pixels": torch.randn(images, 3, 8, 12)}, RULES)
+    assert width(tape) == 48
+    assert num_tokens(tape) == images * 2 * 3
+
+
+class Named(nn.Module):
+    """Has a parameter name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids)
+
+
+def test_tokens_of_text_are_batch_times_length() -> None:
+    model = nn.Sequential(nn.Embedding(20, 48), nn.Linear(48, 48), nn.Linear(48, 20)).to("meta")
+    tape = trace(Named(model), {"ids": torch.zeros(3, 11, dtype=torch.long)}, RULES)
+    assert width(tape) == 48
+    assert num_tokens(tape) == 33

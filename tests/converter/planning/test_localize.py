@@ -1,0 +1,98 @@
+"""Attribute edits: found where they exist, and where none does the dim stays whole, with the reason."""
+
+from __future__ import annotations
+
+import models
+import pytest
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.dims import Leaf, to_text
+from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+
+
+def edits(plan: Plan, fqn: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Attribute -> (global, local) of a module."""
+    entry = module_plans(plan).get(fqn)
+    return {e.attribute: (e.value, e.local) for e in entry.edits} if entry else {}
+
+
+def dims(plan: Plan, name: str) -> str:
+    """The layout of a parameter."""
+    return ", ".join(map(to_text, parameter_plans(plan)[name].dims))
+
+
+def test_head_counts_in_views_and_in_the_config() -> None:
+    plan = models.plan_of(models.OddModel, 2)
+    assert edits(plan, "stack.0.mixer") == {"quux": (8, (4,)), "config.blip": (4, (2,))}
+    assert edits(plan, "stack.1.chewer") == {"half": (96, (48,))}
+
+
+def test_a_size_that_both_dims_share_is_not_edited() -> None:
+    """``reach`` is read in the same view as the head counts, and keeps its value."""
+    plan = models.plan_of(models.InterleavedModel, 2)
+    assert edits(plan, "stack.0.mixer") == {"horns": (8, (4,))}
+    assert dims(plan, "stack.0.mixer.braid.weight") == "8@0*18, 64"
+
+
+def test_a_tuple_of_sizes() -> None:
+    plan = models.plan_of(models.FusedModel, 2)
+    assert edits(plan, "stack.0.mixer") == {
+        "cuts.0": (48, (24,)),
+        "cuts.1": (24, (12,)),
+        "cuts.2": (24, (12,)),
+        "many": (8, (4,)),
+        "few": (4, (2,)),
+    }
+    assert dims(plan, "stack.0.mixer.everything.weight") == "4@0*12 + 4@0*6 + 4@0*6, 64"
+
+
+def test_uneven_sizes_give_each_rank_its_own_value() -> None:
+    plan = models.plan_of(models.FusedModel, 3)
+    assert edits(plan, "stack.0.mixer")["many"] == (8, (4, 2, 2))
+    assert edits(plan, "stack.0.mixer")["cuts.1"] == (24, (12, 6, 6))
+    assert edits(plan, "stack.0.chewer") == {"half": (96, (32,))}
+
+
+def test_more_ranks_than_key_value_heads() -> None:
+    """The key/value heads take the first mesh axes, the group takes the rest."""
+    plan = models.plan_of(models.OddModel, 8)
+    assert edits(plan, "stack.0.mixer") == {"quux": (8, (1,)), "config.blip": (4, (1,))}
+    assert plan.mesh == (2, 2, 2) or plan.mesh == (4, 2)
+
+
+def test_more_ranks_than_heads_that_are_repeated_by_an_attribute() -> None:
+    """``repeat_interleave(many // few)`` repeats as often as the rank's heads need."""
+    plan = models.plan_of(models.FusedModel, 8)
+    found = edits(plan, "stack.0.mixer")
+    assert (found["many"], found["few"]) == ((8, (1,)), (4, (1,)))
+
+
+def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> None:
+    """The weights are split all the same: attention is a fifth of this model."""
+    plan = models.plan_of(models.LiteralModel, 2)
+    entry = parameter_plans(plan)["stack.0.mixer.alpha.weight"]
+    assert [to_text(d) for d in entry.dims] == ["8@0*6", "64"]
+    assert [b.op for b in module_plans(plan)["stack.0.mixer.alpha"].outputs] == ["all_gather"]
+    assert "no attribute makes it local, what it uses is whole there: stack.*.mixer: view" in plan.notes
+    assert not edits(plan, "stack.0.mixer")
+    assert edits(plan, "stack.0.chewer")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_rows_that_the_length_is_compared_with_are_whole(tp: int) -> None:
+    """The trace is short, and would not show that a rank with fewer rows refuses longer inputs."""
+    entries = parameter_plans(models.plan_of(models.PlacedModel, tp))
+    assert entries["places.weight"].dims[0] == Leaf(128)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_numbers_in_the_code_never_fail(tp: int) -> None:
+    models.plan_of(models.LiteralModel, tp)
+
+
+def test_a_model_that_fails_on_meta_is_named() -> None:
+    class Broken(models.OddModel):
+        def forward(self, input_ids: object) -> object:  # type: ignore[override]
+            return self.speak(self.lookup(input_ids).numpy())
+
+    with pytest.raises(SolveError, match="cannot be traced"):
+        models.plan_of(Broken, 2)

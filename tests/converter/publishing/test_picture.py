@@ -1,0 +1,277 @@
+"""Pictures of plans: what is in them, that nothing of a plan is markup, and that they are always the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
+from shardconv_runtime.format.plan import ParameterPlan, Plan
+from shardconv_runtime.format.slices import ranges
+from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
+from small_models import hand_plan, small_config
+
+from shardconv.publishing.cuts import MAX_PIECES, holders, pieces
+from shardconv.publishing.outline import Bar, Block, Cell, outline
+from shardconv.publishing.picture import WIDTH, picture
+from shardconv.publishing.svg import fitted, text_width
+from shardconv.publishing.weight_picture import faces
+from shardconv.reporting.summary import summarize
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(plan: Plan) -> ElementTree.Element:
+    """The picture as a tree."""
+    return ElementTree.fromstring(picture(plan))
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    """All that is written in the picture."""
+    return [node.text or "" for node in root.iter(f"{SVG}text")]
+
+
+def cells(block: Block) -> list[Cell]:
+    """The weights of a block."""
+    return [item for lane in block.lanes for item in lane.items if isinstance(item, Cell)]
+
+
+def bars(block: Block) -> list[Bar]:
+    """The collectives of a block."""
+    return [item for lane in block.lanes for item in lane.items if isinstance(item, Bar)]
+
+
+def order(block: Block) -> list[str]:
+    """Names of weights and collectives in the order of the picture."""
+    items = [item for lane in block.lanes for item in lane.items]
+    return [item.op if isinstance(item, Bar) else item.path for item in items]
+
+
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: "-".join(map(str, case)))
+def test_every_weight_and_every_byte_of_a_plan_is_in_its_outline(case: tuple[str, str, int, str]) -> None:
+    plan = zoo_plan(*case)
+    blocks = outline(plan)
+    summary = summarize(plan)
+    assert sum(block.rank_bytes for block in blocks) == max(summary.rank_bytes)
+    counted = sum(bar.token_bytes * bar.in_layers for block in blocks for bar in bars(block))
+    assert counted == sum(c.token_bytes for c in summary.collectives)
+    drawn = Counter(
+        dataclasses.replace(tensor.plan, names=())
+        for block in blocks
+        for cell in (*cells(block), *block.whole)
+        for tensor in cell.tensors
+    )
+    assert set(drawn) == {dataclasses.replace(entry, names=()) for entry in plan.parameters}
+    assert all(block.lanes or block.whole for block in blocks)
+
+
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: "-".join(map(str, case)))
+def test_pictures_are_well_formed_and_stand_alone(case: tuple[str, str, int, str]) -> None:
+    plan = zoo_plan(*case)
+    source = picture(plan)
+    root = ElementTree.fromstring(source)
+    assert (root.tag, root.get("width"), root.get("role")) == (f"{SVG}svg", str(WIDTH), "img")
+    assert root.get("viewBox", "").startswith(f"0 0 {WIDTH} ")
+    first, second = list(root)[:2]
+    assert (first.tag, second.tag) == (f"{SVG}title", f"{SVG}desc")
+    assert f"over {case[2]} ranks" in (first.text or "")
+    assert "Each rank holds" in (second.text or "")
+    assert not list(root.iter(f"{SVG}script"))
+    assert not re.search(r"(href|src|@import|https?://(?!www\.w3\.org/2000/svg))", source)
+    used, made = (
+        set(re.findall(r"url\(#([^)]+)\)", source)),
+        set(re.findall(r'<pattern id="([^"]+)"', source)),
+    )
+    assert used == made
+    assert picture(dataclasses.replace(plan)) == source
+
+
+def test_a_decoder_is_drawn_in_the_order_in_which_it_runs() -> None:
+    first, layer, last = outline(zoo_plan("causal", "llama", 4))
+    assert order(first) == ["model.embed_tokens", "all_reduce"]
+    assert (layer.title, layer.count) == ("model.layers.{0,1}", 2)
+    assert [lane.title for lane in layer.lanes] == ["self_attn", "mlp"]
+    assert [name.rpartition(".")[2] for name in order(layer)] == [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "all_reduce"),
+        *("gate_proj", "up_proj", "down_proj", "all_reduce"),
+    ]
+    assert [cell.path for cell in layer.whole] == ["input_layernorm", "post_attention_layernorm"]
+    assert order(last) == ["lm_head", "all_gather"]
+    assert [cell.path for cell in last.whole] == ["model.norm"]
+
+
+def test_what_is_written() -> None:
+    plan = zoo_plan("causal", "llama", 4)
+    written = texts(parsed(plan))
+    for expected in (
+        "LlamaForCausalLM",
+        "rank 3",
+        "whole on every rank",
+        "self_attn",
+        "q_proj",
+        "all_reduce",
+    ):
+        assert expected in written
+    assert "\N{MULTIPLICATION SIGN} 2" in written
+    assert "→ 16 \N{MULTIPLICATION SIGN} 64" in written
+    assert "rank 4" not in written
+
+
+def test_kinds_of_layers_are_drawn_once() -> None:
+    blocks = [block for block in outline(zoo_plan("causal", "qwen3_next", 8)) if block.title]
+    assert len(blocks) == 2
+    assert {frozenset(lane.title for lane in block.lanes) for block in blocks} == {
+        frozenset({"linear_attn", "mlp"}),
+        frozenset({"self_attn", "mlp"}),
+    }
+    for block in blocks:
+        assert block.lanes[-1].title == "mlp", "attention runs first in every layer"
+
+
+def test_a_layer_that_has_a_little_more_is_no_kind_of_its_own() -> None:
+    blocks = [block for block in outline(zoo_plan("seq2seq", "t5", 4)) if block.title]
+    assert [block.title for block in blocks] == ["encoder.block.{0,1}", "decoder.block.{0,1}"]
+    (bias,) = (cell for cell in cells(blocks[0]) if cell.path.endswith("relative_attention_bias"))
+    assert bias.in_layers == 1
+    assert "in 1 of 2 layers" in texts(parsed(zoo_plan("seq2seq", "t5", 4)))
+
+
+def test_tied_weights_are_drawn_where_they_are_used() -> None:
+    last = outline(zoo_plan("causal", "gpt2", 4))[-1]
+    assert [cell.is_tied for cell in cells(last)] == ["transformer.wte.weight"]
+    assert "is transformer.wte" in texts(parsed(zoo_plan("causal", "gpt2", 4)))
+
+
+def test_whole_experts_are_sheets_of_one_colour() -> None:
+    split, whole = (zoo_plan("causal", "mixtral", 4, experts) for experts in ("tp", "ep"))
+
+    def experts(plan: Plan) -> Cell:
+        return next(c for block in outline(plan) for c in cells(block) if c.path.endswith("experts"))
+
+    assert len(faces(experts(whole).tensors[0].plan)) == len(faces(experts(split).tensors[0].plan)) == 3
+    assert picture(split) != picture(whole)
+
+
+def test_nothing_in_a_plan_is_markup() -> None:
+    source = picture(evil_plan())
+    root = ElementTree.fromstring(source)
+    assert "<script" not in source
+    assert "<b " not in source
+    assert {node.tag.removeprefix(SVG) for node in root.iter()} <= {
+        *("svg", "title", "desc", "style", "defs", "pattern", "g", "rect", "text", "line", "path", "circle")
+    }
+    assert EVIL in texts(root)
+    assert any(EVIL in (node.text or "") for node in root.iter(f"{SVG}title"))
+
+
+def test_characters_that_xml_cannot_hold_are_replaced() -> None:
+    plan = hand_plan(small_config(), 2)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, class_name="m:A\x00B\ud800"))
+    assert "A\N{REPLACEMENT CHARACTER}B\N{REPLACEMENT CHARACTER}" in texts(parsed(plan))
+
+
+def test_large_plans_make_bounded_pictures() -> None:
+    root = parsed(wide_plan())
+    written = texts(root)
+    assert any(re.fullmatch(r"… \d+ more kinds of layers …", text) for text in written)
+    assert any(re.fullmatch(r"… and \d+ more", text) for text in written)
+    assert any(re.fullmatch(r"and \d+ more", text) for text in written)
+    assert float(root.get("height", "")) < 12_000
+    assert "rank 63" in written
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 8, 9, 64])
+def test_any_number_of_ranks(tp: int) -> None:
+    plan = hand_plan(small_config(), tp)
+    root = parsed(plan)
+    assert ("rank 0" in texts(root)) == (tp > 1)
+    for node in root.iter(f"{SVG}rect"):
+        numbers = [float(node.get(key, "0")) for key in ("x", "y", "width", "height")]
+        assert all(map(math.isfinite, numbers))
+        assert min(numbers[2:]) >= 0
+
+
+def test_float8_and_parameters_that_are_terms_of_a_sum() -> None:
+    plan = hand_plan(small_config(), 2)
+    blocks = ParameterPlan(
+        ("extra.weight",),
+        (Leaf(256, (0,)), Leaf(128)),
+        "float8_e4m3fn",
+        block=(128, 128),
+        block_dtype="float32",
+    )
+    term = ParameterPlan(("extra.bias",), (Leaf(256),), "float32", partial=(0,))
+    root = parsed(dataclasses.replace(plan, parameters=(*plan.parameters, blocks, term)))
+    assert "float8, factors 2 \N{MULTIPLICATION SIGN} 1" in texts(root)
+    assert "whole on one rank, zero on others" in texts(root)
+    assert any(node.get("id") == "sc-hatch" for node in root.iter(f"{SVG}pattern"))
+
+
+DIMS = st.recursive(
+    st.builds(Leaf, st.integers(1, 12), st.sampled_from([(), (0,), (1,), (0, 1)])),
+    lambda inner: st.one_of(
+        st.builds(lambda *d: Sum(d), inner, inner), st.builds(lambda a, b: Product((a, b)), inner, inner)
+    ),
+    max_leaves=5,
+)
+
+
+@given(dim=DIMS)
+@settings(deadline=None)
+def test_pieces_cover_the_dim(dim: Dim) -> None:
+    cut = pieces(dim, (2, 3))
+    assert cut[0].start == 0.0
+    assert cut[-1].stop == pytest.approx(1.0)
+    assert all(a.stop == b.start for a, b in pairwise(cut))
+    assert len(cut) <= MAX_PIECES + 1
+    for piece in cut:
+        if piece.coordinates is not None:
+            held = holders(piece.coordinates, (2, 3))
+            assert 0 <= held.first <= held.last < 6
+            assert held.count in (1, 2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "mesh"),
+    [
+        (Leaf(10, (0,)), (4,)),
+        (Product((Leaf(4, (0,)), Leaf(8))), (4,)),
+        (Sum((Product((Leaf(4, (0,)), Leaf(8))), Leaf(6, (0,)))), (2,)),
+        (Product((Leaf(3), Leaf(6, (0,)))), (2,)),
+        (Product((Leaf(2, (0,)), Leaf(6, (1,)))), (2, 3)),
+        (Leaf(3, (0,)), (5,)),
+    ],
+)
+def test_few_pieces_are_the_positions_that_ranks_hold(dim: Dim, mesh: tuple[int, ...]) -> None:
+    held: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(math.prod(mesh))}
+    for piece in pieces(dim, mesh):
+        assert piece.coordinates is not None
+        start, stop = (round(edge * size(dim)) for edge in (piece.start, piece.stop))
+        held[holders(piece.coordinates, mesh).first].append((start, stop))
+    for rank, found in held.items():
+        flat = [position for start, stop in found for position in range(start, stop)]
+        assert flat == [p for start, stop in ranges(dim, mesh, rank) for p in range(start, stop)]
+
+
+def test_many_pieces_are_few() -> None:
+    cut = pieces(Leaf(1000, (0,)), (64,))
+    assert [piece.coordinates for piece in cut] == [{0: 0}, {0: 1}, {0: 2}, None, {0: 63}]
+    repeated = pieces(Product((Leaf(1000), Leaf(4, (0,)))), (4,))
+    assert len(repeated) == 12
+    fused = pieces(Sum((Leaf(640, (0,)), Leaf(64, (0,)))), (64,))
+    assert len(fused) == 10
+
+
+@given(text=st.text(max_size=80), width=st.floats(20, 400))
+@settings(deadline=None)
+def test_text_is_cut_to_its_place(text: str, width: float) -> None:
+    shown = fitted(text, 11.0, width)
+    assert shown == text or len(shown) < len(text) + 1
+    assert text_width(shown, 11.0) <= max(width, text_width(shown[:3], 11.0))

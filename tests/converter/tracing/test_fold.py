@@ -1,0 +1,76 @@
+"""Depth is free: a deep model is analysed as a model with each kind of layer once or twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.parallel.meta_model import build_model
+
+from shardconv.dim_analysis.rules import RULES
+from shardconv.dim_analysis.structure import width
+from shardconv.pipeline.stages import solve_plan
+from shardconv.tracing.fold import fold
+from shardconv.tracing.inputs import trace_inputs
+from shardconv.tracing.tape import starred
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(num_layers: int) -> ModelSpec:
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=num_layers)
+    return ModelSpec("llama", config, transformers.LlamaForCausalLM, "float32")
+
+
+def mixture(num_layers: int) -> ModelSpec:
+    """Of whose layers the routers are returned, each alone, and put together in a loss."""
+    config = transformers.MixtralConfig(
+        **SIZES, num_hidden_layers=num_layers, num_local_experts=8, num_experts_per_tok=2
+    )
+    return ModelSpec("mixture", config, transformers.MixtralForCausalLM, "float32")
+
+
+def events(spec: ModelSpec) -> tuple[int, int]:
+    """Of the whole tape and of the folded one; the trace has a cache."""
+    inputs, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32), RULES)
+    assert inputs.options["use_cache"] is True
+    return len(tape.events), len(fold(tape).tape.events)
+
+
+def test_a_deep_model_is_as_small_as_a_shallow_one() -> None:
+    whole, folded = events(llama(24))
+    assert folded == events(llama(6))[1]
+    assert folded < whole / 6
+
+
+def test_routers_of_many_layers_are_no_majority() -> None:
+    """The width of a model, which decides what a collective costs, is not the number of its experts."""
+    spec = mixture(40)
+    _, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32), RULES)
+    assert width(fold(tape).tape) == 32
+
+
+@pytest.mark.parametrize("make", [llama, mixture])
+@pytest.mark.parametrize("num_layers", [2, 3, 9])
+def test_the_plan_is_for_all_layers(make: Callable[[int], ModelSpec], num_layers: int) -> None:
+    """That of a deep model says of each layer what that of a shallow one says."""
+    plan = solve_plan(make(num_layers), 2)
+    rows = [n for m in plan.modules if m.category in ("row", "experts") for n in expand_all(m.names)]
+    assert len(rows) == 2 * num_layers
+    assert {n.split(".")[2] for n in rows} == {str(i) for i in range(num_layers)}
+    other = solve_plan(make(2), 2)
+    assert [(starred(next(iter(expand_all(m.names)))), m.category) for m in plan.modules] == [
+        (starred(next(iter(expand_all(m.names)))), m.category) for m in other.modules
+    ]

@@ -1,0 +1,68 @@
+"""What memory is left, as the kernel's files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardconv.verifying.simulation.memory import available_bytes
+
+GB = 10**9
+
+
+def machine(root: Path, groups: str, available: int = 64 * GB) -> None:
+    """The files of a machine whose process is in these control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+
+
+def group(directory: Path, limit: str, used: int, cached: int, version: int = 2) -> None:
+    """The files of one control group."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (directory / names[0]).write_text(f"{limit}\n")
+    (directory / names[1]).write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 1\n{names[2]} {cached}\n")
+
+
+def test_of_this_machine() -> None:
+    assert 0 < available_bytes() < 1 << 50
+
+
+def test_without_groups(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/\n")
+    assert available_bytes(tmp_path) == 64 * GB
+
+
+def test_the_tightest_group_counts(tmp_path: Path) -> None:
+    machine(tmp_path, "0::/job/step\n")
+    top = tmp_path / "sys/fs/cgroup"
+    group(top / "job/step", "max", 2 * GB, GB)
+    group(top / "job", str(8 * GB), 3 * GB, GB)
+    assert available_bytes(tmp_path) == 6 * GB
+    group(top, str(4 * GB), 3 * GB, GB)
+    assert available_bytes(tmp_path) == 2 * GB
+    group(top / "job/step", str(GB), 2 * GB, 0)
+    assert available_bytes(tmp_path) == 0
+
+
+def test_groups_of_version_1(tmp_path: Path) -> None:
+    machine(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
+    group(tmp_path / "sys/fs/cgroup/memory/a", str(8 * GB), 3 * GB, GB, version=1)
+    group(tmp_path / "sys/fs/cgroup/cpu,cpuacct/a", str(GB), 0, 0, version=1)
+    assert available_bytes(tmp_path) == 6 * GB
+
+
+@pytest.mark.parametrize("groups", ["", "0::/elsewhere\n"])
+def test_groups_that_cannot_be_seen(tmp_path: Path, groups: str) -> None:
+    machine(tmp_path, groups)
+    group(tmp_path / "sys/fs/cgroup", "garbage", 1, 1)
+    assert available_bytes(tmp_path) == 64 * GB
+
+
+def test_a_system_without_these_files(tmp_path: Path) -> None:
+    assert 0 < available_bytes(tmp_path) < 1 << 50

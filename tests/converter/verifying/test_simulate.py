@@ -1,0 +1,224 @@
+"""A plan that is wrong is caught, by the retrace or by the simulated ranks, whatever is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import models
+import pytest
+from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
+from shardconv_runtime.format.plan import Boundary, Edit, ModulePlan, ParameterPlan, Plan
+from torch import nn
+
+from shardconv.pipeline import stages as pipeline
+from shardconv.planning.layout import Layouts
+from shardconv.planning.localize import Unlocalizable
+from shardconv.tracing.inputs import TraceInputs
+from shardconv.verifying.plans.retrace import retrace
+from shardconv.verifying.plans.simulate import TOLERANCE, simulate
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A right plan, and what it is checked with."""
+
+    plan: Plan
+    layouts: Layouts
+    model: nn.Module
+    inputs: TraceInputs
+
+    def retrace(self, plan: Plan) -> None:
+        retrace(plan, self.layouts, self.model, self.inputs)
+
+    def simulate(self, plan: Plan) -> float | None:
+        outcome = simulate(plan, self.model, self.inputs)
+        return None if outcome is None else outcome.worst
+
+
+def solved(model: type[models.OddModel], tp: int = 2, **sizes: Any) -> Checked:
+    """Solve and keep what the check was given."""
+    seen: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "retrace", lambda *given: seen.append(given))
+        plan = models.plan_of(model, tp, **sizes)
+    assert seen[-1][0] == plan
+    return Checked(*seen[-1])
+
+
+@pytest.fixture(scope="module")
+def fused() -> Checked:
+    return solved(models.FusedModel)
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Checked:
+    return solved(models.FusedModel, 3)
+
+
+@pytest.fixture(scope="module")
+def parallel() -> Checked:
+    return solved(models.ParallelModel)
+
+
+# Ways to be wrong ------------------------------------------------------------------------------------
+
+
+def change_parameter(plan: Plan, part: str, change: Callable[[ParameterPlan], ParameterPlan]) -> Plan:
+    """Change the entry of the parameters whose names contain ``part``."""
+    entries = tuple(change(e) if part in e.names[0] else e for e in plan.parameters)
+    assert entries != plan.parameters
+    return replace(plan, parameters=entries)
+
+
+def change_module(plan: Plan, part: str, change: Callable[[ModulePlan], ModulePlan]) -> Plan:
+    """Change the entry of the modules whose names end with ``part``."""
+    entries = tuple(change(e) if e.names[0].endswith(part) else e for e in plan.modules)
+    assert entries != plan.modules
+    return replace(plan, modules=entries)
+
+
+def without(entry: ModulePlan, op: str) -> ModulePlan:
+    """Leave a step out."""
+    inputs = tuple(b for b in entry.inputs if b.op != op)
+    outputs = tuple(b for b in entry.outputs if b.op != op)
+    flags = {"reduce_output": False} if op == "all_reduce" else {"gather_output": False}
+    return replace(entry, inputs=inputs, outputs=outputs, **flags)
+
+
+def with_edit(entry: ModulePlan, attribute: str, local: tuple[int, ...]) -> ModulePlan:
+    """Another local value; none: no edit."""
+    edits = [e if e.attribute != attribute else Edit(attribute, e.value, local) for e in entry.edits]
+    return replace(entry, edits=tuple(e for e in edits if e.local))
+
+
+def _rejects(call: Callable[[Plan], object], plan: Plan) -> None:
+    with pytest.raises((SolveError, Unlocalizable, PlanError)):
+        call(plan)
+
+
+def test_the_right_plan_passes(fused: Checked, uneven: Checked, parallel: Checked) -> None:
+    for checked in (fused, uneven, parallel):
+        checked.retrace(checked.plan)
+        error = checked.simulate(checked.plan)
+        assert error is not None
+        assert error <= TOLERANCE
+
+
+WRONG_NUMBERS = {
+    "halves of gate and up as one": lambda p: change_parameter(
+        p, "both.weight", lambda e: replace(e, dims=(Leaf(192, (0,)), e.dims[1]))
+    ),
+    "every second row": lambda p: change_parameter(
+        p, "both.weight", lambda e: replace(e, dims=(Product((Leaf(96), Leaf(2, (0,)))), e.dims[1]))
+    ),
+    "fused heads as one": lambda p: change_parameter(
+        p, "everything.weight", lambda e: replace(e, dims=(Leaf(96, (0,)), e.dims[1]))
+    ),
+    "heads in another order": lambda p: change_parameter(
+        p, "everything.weight", lambda e: replace(e, dims=(_group_first(), e.dims[1]))
+    ),
+    "a bias of other rows": lambda p: change_parameter(
+        p, "everything.bias", lambda e: replace(e, dims=(Leaf(96, (0,)),))
+    ),
+    "columns of a row-parallel weight": lambda p: change_parameter(
+        p, "back.weight", lambda e: replace(e, dims=(e.dims[0], Product((Leaf(24), Leaf(2, (0,))))))
+    ),
+    "no reduction": lambda p: change_module(p, ".back", lambda e: without(e, "all_reduce")),
+    "no reduction of the embedding": lambda p: change_module(p, "lookup", lambda e: without(e, "all_reduce")),
+    "foreign rows kept": lambda p: change_module(p, "speak", lambda e: _other_layout(e)),
+}
+
+
+def _group_first() -> Sum:
+    """The second head of each group on the first rank: shapes agree, heads do not."""
+    kv = Product((Leaf(4, (0,)), Leaf(6)))
+    return Sum((Product((Leaf(4), Leaf(2, (0,)), Leaf(6))), kv, kv))
+
+
+def _other_layout(entry: ModulePlan) -> ModulePlan:
+    steps = tuple(replace(b, layout=Sum((Leaf(51), Leaf(50, (0,))))) for b in entry.outputs)
+    return replace(entry, outputs=steps)
+
+
+@pytest.mark.parametrize("wrong", WRONG_NUMBERS.values(), ids=WRONG_NUMBERS.keys())
+def test_simulated_ranks_catch_wrong_numbers(fused: Checked, wrong: Callable[[Plan], Plan]) -> None:
+    _rejects(fused.simulate, wrong(fused.plan))
+
+
+WRONG_SHAPES = {
+    "no edit of the heads": (".mixer", "many", ()),
+    "no edit of the sizes": (".mixer", "cuts.1", ()),
+    "another number of heads": (".mixer", "few", (4,)),
+    "no edit of a slice": (".chewer", "half", ()),
+    "a slice in another place": (".chewer", "half", (40,)),
+}
+
+
+@pytest.mark.parametrize(("module", "attribute", "local"), WRONG_SHAPES.values(), ids=WRONG_SHAPES.keys())
+def test_retrace_catches_wrong_edits(
+    fused: Checked, module: str, attribute: str, local: tuple[int, ...]
+) -> None:
+    wrong = change_module(fused.plan, module, lambda e: with_edit(e, attribute, local))
+    with pytest.raises(Unlocalizable) as caught:
+        fused.retrace(wrong)
+    assert "stack." in caught.value.where
+    _rejects(fused.simulate, wrong)
+
+
+def test_retrace_says_which_dims_are_to_blame(fused: Checked) -> None:
+    wrong = change_module(fused.plan, ".chewer", lambda e: with_edit(e, "half", (40,)))
+    with pytest.raises(Unlocalizable) as caught:
+        fused.retrace(wrong)
+    assert caught.value.nodes
+    assert all(fused.layouts.assignment.axes(node) for node in caught.value.nodes)
+
+
+def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
+    """Ranks 0 and 2 differ: 4, 2 and 2 heads."""
+    wrong = change_module(uneven.plan, ".mixer", lambda e: with_edit(e, "many", (4, 2, 4)))
+    _rejects(uneven.retrace, wrong)
+
+
+def test_a_slice_at_a_wrong_start_of_the_right_length_is_caught(fused: Checked) -> None:
+    """Both halves of gate and up would have the right shape if the second began too early."""
+    wrong = change_parameter(
+        fused.plan,
+        "both.weight",
+        lambda e: replace(e, dims=(Sum((Leaf(64, (0,)), Leaf(128, (0,)))), e.dims[1])),
+    )
+    fused.retrace(wrong)
+    _rejects(fused.simulate, wrong)
+
+
+def test_a_reduction_twice_is_caught(parallel: Checked) -> None:
+    def add(entry: ModulePlan) -> ModulePlan:
+        return replace(entry, outputs=(*entry.outputs, Boundary("output", "all_reduce", axes=(0,))))
+
+    _rejects(parallel.simulate, change_module(parallel.plan, "before", add))
+
+
+def test_a_partial_bias_that_is_added_on_every_rank_is_caught(parallel: Checked) -> None:
+    wrong = change_parameter(parallel.plan, "omega.bias", lambda e: replace(e, partial=()))
+    _rejects(parallel.simulate, wrong)
+
+
+def test_a_gather_left_out_is_caught(parallel: Checked) -> None:
+    wrong = change_module(parallel.plan, "speak", lambda e: without(e, "all_gather"))
+    _rejects(parallel.retrace, wrong)
+    _rejects(parallel.simulate, wrong)
+
+
+def test_models_that_do_not_fit_are_not_simulated(fused: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardconv.verifying.plans.simulate.MAX_SIMULATED_BYTES", 1)
+    assert fused.simulate(fused.plan) is None
+
+
+def test_the_model_is_left_on_meta(fused: Checked) -> None:
+    fused.simulate(fused.plan)
+    assert {p.device.type for p in fused.model.parameters()} == {"meta"}
+    shapes = {n: tuple(p.shape) for n, p in fused.model.named_parameters()}
+    assert shapes["stack.0.mixer.everything.weight"] == (96, 64)
+    assert to_text(fused.plan.parameters[0].dims[0]) == "101@0"

@@ -1,0 +1,175 @@
+"""Block-scaled float8 checkpoints: values and factors are sliced together; all else is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quantised_checkpoints import dense_config, experts_config, save_quantised, set_method
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.checkpoint.scaled import with_blocks
+from shardconv_runtime.errors import PlanError, SourceError
+from shardconv_runtime.format import manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.block_scales import (
+    SUFFIX,
+    VALUES_DTYPE,
+    check_blocks,
+    dequantised,
+    factors_entry,
+)
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
+from shardconv_runtime.format.layout_hash import is_common
+from shardconv_runtime.format.plan import ParameterPlan, parameter_plans
+from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.tensors.copying import read_tensor
+from small_models import hand_plan, small_config
+
+import shardconv
+from shardconv.converted.shards import read
+from shardconv.writing.writer import shard
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    """A mixture of experts with latent attention, per-expert files."""
+    save_quantised(experts_config(), transformers.DeepseekV3ForCausalLM, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    """A dense model whose last blocks are cut short in the hidden dim."""
+    save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("kind", ["experts", "dense"])
+def test_each_rank_has_the_factors_of_its_values(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(kind)
+    plan = shardconv.convert(model, tmp_path / "out", 2, check=False)
+    shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", 2, check=False)
+    assert codec.read(tmp_path / "out" / "plan.json") == plan
+    stored, plain = read(tmp_path / "out"), read(tmp_path / "plain").weights()
+    entries = parameter_plans(plan)
+    scaled = {name: entry for name, entry in entries.items() if entry.block}
+    assert len(scaled) >= 2 * 6
+    split = 0
+    for rank, tensors in stored.tensors.items():
+        for name in tensors.keys() & entries.keys():
+            expected = read_tensor(shard(entries[name], plain[name], plan.mesh, rank or 0))
+            found = read_tensor(tensors[name])
+            if name in scaled:
+                factors = read_tensor(tensors[name + SUFFIX])
+                assert (found.dtype, factors.dtype) == (torch.float8_e4m3fn, torch.float32)
+                found = dequantised(found, factors, scaled[name].block, torch.bfloat16)
+                split += rank is not None
+            assert torch.equal(found, expected), (rank, name)
+    assert split >= 2 * 6
+
+
+def test_with_a_dtype_the_factors_are_multiplied_in(experts: Path, tmp_path: Path) -> None:
+    shardconv.convert(experts, tmp_path / "out", 2, dtype="bfloat16", check=False)
+    shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", 2, check=False)
+    shards = [entry.path for entry in manifest.read(tmp_path / "plain").files if "safetensors" in entry.path]
+    assert len(shards) == 3
+    for path in shards:
+        assert (tmp_path / "out" / path).read_bytes() == (tmp_path / "plain" / path).read_bytes()
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["experts", "dense"])
+def test_few_blocks_for_many_ranks(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Widths of 2, 5 and 6 blocks for 4 ranks."""
+    model = request.getfixturevalue(kind)
+    plan = shardconv.convert(model, tmp_path / "out", 4, check=False)
+    shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", 4, check=False)
+    scaled = [entry for entry in parameter_plans(plan).values() if entry.block]
+    assert sum(not is_common(entry) for entry in scaled) > len(scaled) / 2
+    expected = read(tmp_path / "plain").weights()
+    stored = read(tmp_path / "out").weights()
+    for name, entry in parameter_plans(plan).items():
+        found = read_tensor(stored[name])
+        if entry.block:
+            found = dequantised(found, read_tensor(stored[name + SUFFIX]), entry.block, torch.bfloat16)
+        assert torch.equal(found, read_tensor(expected[name])), name
+
+
+def test_a_plan_that_tears_blocks_is_refused() -> None:
+    plan = hand_plan(small_config(), 4)
+    blocks = {name: ((3,) * len(e.dims), "float32") for name, e in parameter_plans(plan).items()}
+    with pytest.raises(PlanError, match=r"split inside of blocks of 3.*another tp than 4, or pass --dtype"):
+        with_blocks(plan, blocks)
+
+
+def change(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Replace or remove a tensor."""
+    tensors = load_file(directory / "model.safetensors")
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def test_values_and_factors_must_fit(dense: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(dense, name + SUFFIX, torch.ones(6, 4))
+    with pytest.raises(SourceError, match=rf"{name}{SUFFIX} is \[6, 4\], factors for .* should be \[6, 5\]"):
+        shardconv.convert(dense, tmp_path / "out", 2, check=False)
+    change(dense, name + SUFFIX, None)
+    with pytest.raises(SourceError, match=rf"{name} is in float8 and has no {name}{SUFFIX}"):
+        shardconv.convert(dense, tmp_path / "out", 2, check=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"bits": 4}, "an unnamed method"),
+    ],
+)
+def test_other_methods_are_refused_by_name(dense: Path, settings: dict[str, object], method: str) -> None:
+    set_method(dense, **settings)
+    for need_weights in (True, False):
+        with pytest.raises(
+            SourceError, match=rf"is quantised \({method}\), which cannot be sharded; convert"
+        ):
+            resolve(dense, need_weights=need_weights)
+
+
+DIMS = st.recursive(
+    st.builds(Leaf, st.integers(1, 12), st.sampled_from([(), (0,)])),
+    lambda inner: (
+        st.builds(lambda parts: Sum(tuple(parts)), st.lists(inner, min_size=1, max_size=3))
+        | st.builds(lambda a, b: Product((a, Leaf(b))), inner, st.integers(1, 8))
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(DIMS, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3]))
+def test_blocks_are_split_as_values_or_not_at_all(dim: Dim, block: int, tp: int) -> None:
+    entry = ParameterPlan(("w",), (dim,), VALUES_DTYPE, block=(block,), block_dtype="float32")
+    try:
+        check_blocks(entry, (tp,))
+    except PlanError:
+        return
+    (factors,) = factors_entry(entry).dims
+    for rank in range(tp):
+        positions = [at for start, stop in ranges(dim, (tp,), rank) for at in range(start, stop)]
+        blocks = [at for start, stop in ranges(factors, (tp,), rank) for at in range(start, stop)]
+        assert sorted({at // block for at in positions}) == blocks
+        assert [block * b + i for b in blocks for i in range(block) if block * b + i < size(dim)] == positions

@@ -1,0 +1,129 @@
+"""Bands: the same tensor, in few long writes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from shardconv_runtime.format.dims import Dim, Leaf
+from shardconv_runtime.format.manifest import Source
+from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
+from shardconv_runtime.tensors import gathered
+from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
+
+from shardconv.converted import shards
+from shardconv.reporting.progress import Silent
+from shardconv.writing import fill
+from shardconv.writing.output import Output
+from shardconv.writing.target import target_file
+from shardconv.writing.workspace import opened
+from shardconv.writing.write_log import read_log
+from shardconv.writing.writer import Origin, write
+
+
+def in_file(path: Path, tensor: torch.Tensor) -> LazyTensor:
+    """A tensor as a file of its own."""
+    path.write_bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return lazy.whole(FileLeaf(path, 0, dtype, tensor.numel()), tensor.shape)
+
+
+def by_columns(path: Path, tensor: torch.Tensor, parts: int) -> LazyTensor:
+    """A tensor whose last dim is divided among files."""
+    files = [in_file(path / f"{i}", part) for i, part in enumerate(tensor.chunk(parts, -1))]
+    return lazy.concatenate(files, tensor.dim() - 1)
+
+
+@pytest.mark.parametrize("shape", [(20, 8), (3, 8, 8), (1, 20, 8), (20, 1, 8)])
+@pytest.mark.parametrize("band", [1, 5, 50, 10**6])
+def test_bands_are_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], band: int
+) -> None:
+    monkeypatch.setattr(gathered, "BAND_BYTES", band)
+    expected = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
+    tensor = by_columns(tmp_path, expected, 4)
+    assert gathered.is_interleaved(tensor)
+    bands = gathered.gathered("w", tensor)
+    largest = max(math.prod(piece.shape) * 2 for piece in bands.pieces)
+    assert largest <= max(band, 2)
+    assert len(bands.pieces) * min(max(band, 2), expected.nbytes) < 4 * expected.nbytes, "full, mostly"
+    assert torch.equal(read_tensor(bands), expected)
+    assert torch.equal(
+        read_tensor(lazy.take(bands, len(shape) - 1, ((1, 3), (6, 7)))), expected[..., [1, 2, 6]]
+    )
+
+
+def test_what_needs_no_bands(tmp_path: Path) -> None:
+    rows = [in_file(tmp_path / f"{i}", torch.zeros(50, 24)) for i in range(4)]
+    assert not gathered.is_interleaved(lazy.concatenate(rows, 0)), "whole rows are long"
+    (tmp_path / "few").mkdir()
+    assert not gathered.is_interleaved(by_columns(tmp_path / "few", torch.zeros(8, 16), 4)), "few runs"
+    (tmp_path / "wide").mkdir()
+    wide = by_columns(tmp_path / "wide", torch.zeros(40, 1 << 16), 4)
+    assert not gathered.is_interleaved(wide), "long runs"
+    assert not gathered.is_interleaved(in_file(tmp_path / "scalar", torch.zeros(())))
+    assert not gathered.is_interleaved(lazy.zeros("float32", (0, 5)))
+
+
+def test_what_bands_would_read_many_times_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    tensor = by_columns(tmp_path / "x", torch.zeros(100, 24), 4)
+    transposed = lazy.permute(lazy.concatenate([tensor, tensor], 0), (1, 0))
+    assert gathered.gathered("w", transposed) is transposed
+    cast = lazy.cast(tensor, "float16")
+    assert cast is not None
+    assert gathered.gathered("w", cast) is cast
+    bands = gathered.gathered("w", tensor)
+    assert gathered.gathered("w", bands) is bands
+
+
+@pytest.mark.parametrize("in_bands", [False, True])
+def test_the_journal_is_short(tmp_path: Path, in_bands: bool) -> None:
+    """Of a matrix of which each rank has columns: a stretch for each band, not for each row of each rank."""
+    expected = torch.randn(1000, 64)
+    (tmp_path / "parts").mkdir()
+    tensor = by_columns(tmp_path / "parts", expected, 8)
+    if in_bands:
+        tensor = gathered.gathered("w", tensor)
+    file = target_file("w.safetensors", "me", {"w": ("float32", (1000, 64))}, {}, lambda name: tensor)
+    with opened(tmp_path / "out", {"a": 1}, [file], {"me"}, tell=print) as workspace:
+        fill.fill(workspace, [tensor], memory=1 << 24, progress=Silent())
+        logged = read_log(workspace.path / "me.journal")[0]
+        assert workspace.checksums() is not None
+        data = workspace.location(0).read_bytes()[len(file.header) :]
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(1000, 64), expected)
+    stretches = sum(map(len, logged.values()))
+    assert stretches == 2 if in_bands else stretches > 5000
+
+
+def plan(dim: Dim, ranks: int) -> Plan:
+    """Columns of a matrix for each rank."""
+    entry = ParameterPlan(("w",), (Leaf(300), dim), "float32")
+    code = CodeInfo("0", "0", (), "0" * 64)
+    return Plan(ranks, (ranks,), ModelInfo("no.module:Model", "float32", 0), code, (entry,), ())
+
+
+def test_columns_for_other_ranks(tmp_path: Path) -> None:
+    expected = torch.randn(300, 96)
+    source = {"w": in_file(tmp_path / "w", expected)}
+    for tp, name in ((8, "first"), (6, "second")):
+        output = Output.prepare(tmp_path / name, overwrite=False, source=tmp_path / "none")
+        origin = Origin(Source("x"), {}, lambda directory: [])
+        done = write(
+            plan(Leaf(96, (0,)), tp),
+            source,
+            output,
+            origin,
+            max_file_size=10**9,
+            memory=1 << 20,
+            progress=Silent(),
+        )
+        assert done
+        weights = shards.read(tmp_path / name).weights()
+        assert gathered.is_interleaved(weights["w"])
+        source = {"w": gathered.gathered("w", weights["w"])}
+        assert torch.equal(read_tensor(source["w"]), expected)

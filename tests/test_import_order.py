@@ -1,0 +1,137 @@
+"""Imports point one way: from a room to those before it, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import shardconv_runtime
+
+import shardconv
+
+CONVERTER_ORDER = (
+    "arguments",
+    "reporting",
+    "initializing",
+    "tracing",
+    "dim_analysis",
+    "solving",
+    "verifying.simulation",
+    "matching",
+    "planning",
+    "verifying.plans",
+    "writing",
+    "pipeline",
+    "convert",
+    "converted",
+    "verifying.directories",
+    "verifying",
+    "publishing",
+    "__init__",
+    "cli",
+    "__main__",
+)
+"""Folders and files of the converter; each may import those before it."""
+
+RUNTIME_ORDER = (
+    "errors",
+    "wording",
+    "format",
+    "comm",
+    "loaded",
+    "parallel",
+    "hub",
+    "tensors",
+    "checkpoint",
+    "saving",
+    "training",
+    "inference",
+    "loading",
+    "__init__",
+)
+"""The same for the runtime."""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """All modules of a package by their full names."""
+    parts = {file: file.relative_to(package.parent).with_suffix("").parts for file in package.rglob("*.py")}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): file for file, p in parts.items()}
+
+
+def imports(name: str, file: Path) -> Iterator[str]:
+    """Full names of what a module imports, in functions and for annotations too."""
+    package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+FILES = modules(Path(shardconv.__path__[0]))
+RUNTIME = modules(Path(shardconv_runtime.__path__[0]))
+CASES = [(FILES, CONVERTER_ORDER, name) for name in sorted(FILES)]
+CASES += [(RUNTIME, RUNTIME_ORDER, name) for name in sorted(RUNTIME)]
+
+
+def imported_modules(name: str, files: dict[str, Path]) -> set[str]:
+    """The modules of ``files`` that one of them imports: ``a.b.c`` is one, or a name in ``a.b``."""
+    found = {full if full in files else full.rpartition(".")[0] for full in imports(name, files[name])}
+    return {module for module in found if module in files} - {name}
+
+
+def place(name: str, order: tuple[str, ...]) -> int:
+    """Where the room of a module, or the module itself, is in the order."""
+    inside = name.partition(".")[2] or "__init__"
+    rooms = [room for room in order if inside == room or inside.startswith(f"{room}.")]
+    assert rooms, f"{name} is in no room of the order"
+    return order.index(max(rooms, key=len))
+
+
+@pytest.mark.parametrize(("files", "order", "name"), CASES, ids=[name for *_, name in CASES])
+def test_a_module_imports_only_what_comes_before_its_room(
+    files: dict[str, Path], order: tuple[str, ...], name: str
+) -> None:
+    own = place(name, order)
+    assert not {other for other in imported_modules(name, files) if place(other, order) > own}
+
+
+@pytest.mark.parametrize(("files", "order"), [(FILES, CONVERTER_ORDER), (RUNTIME, RUNTIME_ORDER)])
+def test_every_room_of_the_order_is_there(files: dict[str, Path], order: tuple[str, ...]) -> None:
+    assert {place(name, order) for name in files} == set(range(len(order)))
+
+
+@pytest.mark.parametrize("files", [FILES, RUNTIME], ids=["converter", "runtime"])
+def test_modules_do_not_import_each_other_in_a_circle(files: dict[str, Path]) -> None:
+    packages = {name for name, file in files.items() if file.stem == "__init__"}
+    graph = {name: imported_modules(name, files) - packages for name in files}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(files) - len(packages)
+
+
+def test_the_root_of_the_runtime_is_small() -> None:
+    root = Path(shardconv_runtime.__path__[0])
+    assert len(list(root.glob("*.py"))) <= 6
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = [name.rpartition(".")[2] for name in (*FILES, *RUNTIME)]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_the_runtime_imports_nothing_of_the_converter() -> None:
+    names = {full.split(".")[0] for name, file in RUNTIME.items() for full in imports(name, file)}
+    assert "torch" in names
+    assert not names & {"shardconv", "click", "tqdm"}
+
+
+def test_the_format_imports_no_torch() -> None:
+    rooms = [name for name in RUNTIME if name.startswith("shardconv_runtime.format.")]
+    code = f"import {', '.join(rooms)}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
