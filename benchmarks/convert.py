@@ -7,7 +7,7 @@ cache. Before each of them the output of the one before is removed and the disk 
 
 - The write phase goes from the entry of the converter's bar "writing" to the end of the conversion.
 - "+ sync": until all files that were made are on the disk. The naive way is not synced.
-- Ratios are of neighbours in time; every number is a median, with the lowest and the highest in brackets.
+- Ratios are of neighbors in time; every number is a median, with the lowest and the highest in brackets.
 - "Peak above start" is what the write phase held in memory beyond what the process held when it began; pages
   of files that are mapped count.
 

@@ -9,7 +9,7 @@ and until a byte of every page was read. Imports were done before, and the ranks
 
 **Steps**: prefill and decode on the CPU over gloo, of the runtime and of transformers' tensor parallelism, in
 the same processes and in turn, step by step; then of a model that was converted for one rank beside the whole
-one. Every number is a median, with the lowest and the highest in brackets; ratios compare neighbours in time.
+one. Every number is a median, with the lowest and the highest in brackets; ratios compare neighbors in time.
 
     python benchmarks/inference.py [--gigabytes 3.5] [--tp 2 4] [--rounds 3] [--markdown FILE]
     python benchmarks/inference.py --small        to see that everything comes out

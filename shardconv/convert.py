@@ -167,7 +167,7 @@ def _initialised(
 
     if has_weights(spec):
         progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
-    origin = origin_of(replace(spec, dequantise=spec.blocks is not None))
+    origin = origin_of(replace(spec, dequantize=spec.blocks is not None))
     identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
     origin = replace(origin, source=initialised_source(origin.source, seed), identity=identity, identify=None)
     progress.stage(f"recording the model's own initialisation: seed {seed}, drawn in {drawn_dtype(spec)}")

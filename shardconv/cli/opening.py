@@ -62,9 +62,9 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
     if is_on_hub(out):
         from shardconv_runtime.hub.access import Hub
         from shardconv_runtime.hub.fetch import find
-        from shardconv_runtime.hub.quiet_libraries import quiet_client
+        from shardconv_runtime.hub.library_logging import without_hub_logging
 
-        with quiet_client():
+        with without_hub_logging():
             repository, found = find(out, Hub(**hub), tp)
         directory = repository.directory
     else:

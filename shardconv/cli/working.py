@@ -14,7 +14,7 @@ import click
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
-    from shardconv_runtime.hub.quiet_libraries import quiet_libraries
+    from shardconv_runtime.hub.library_logging import without_library_logging
 
     from ..reporting.progress import for_terminal
 
@@ -22,7 +22,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     if verbose:
         yield progress
         return
-    with quiet_libraries():
+    with without_library_logging():
         yield progress
 
 

@@ -53,7 +53,7 @@ def replan(
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
     from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.checkpoint.scaled import block_sizes, blocks_of, with_blocks
+    from shardconv_runtime.checkpoint.scaled import block_sizes, stored_blocks_of, with_blocks
 
     from ..pipeline.stages import solve_plan
     from ..writing.writer import tool_versions
@@ -71,7 +71,7 @@ def replan(
         check=check,
         progress=tell,
     )
-    new = with_blocks(new, blocks_of(old))
+    new = with_blocks(new, stored_blocks_of(old))
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}

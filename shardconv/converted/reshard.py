@@ -71,7 +71,7 @@ def reshard(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
-    from shardconv_runtime.checkpoint.scaled import block_sizes, blocks_of, with_blocks
+    from shardconv_runtime.checkpoint.scaled import block_sizes, stored_blocks_of, with_blocks
 
     from ..pipeline.stages import solve_plan
     from ..writing.writer import write
@@ -86,7 +86,7 @@ def reshard(
         check=check,
         progress=progress.stage,
     )
-    solved = with_blocks(solved, blocks_of(found.plan))
+    solved = with_blocks(solved, stored_blocks_of(found.plan))
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)
     write(

@@ -14,7 +14,7 @@ from typing import Any
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.tensors import lazy_tensor as lazy
-from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Piece, Shape, contiguous_strides
+from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
 
 from .saved import Weights, saved_tensors
 
@@ -56,10 +56,10 @@ def saved_factors(model: Any, weights: Weights, factors: Mapping[str, Factors]) 
 def _place(name: str, tensor: LazyTensor) -> LazyTensor:
     """Stands for a parameter: its elements say where in it they are."""
     leaf = FileLeaf(Path(name), 0, tensor.dtype, math.prod(tensor.shape))
-    return lazy.whole(leaf, tensor.shape)
+    return lazy.from_leaf(leaf, tensor.shape)
 
 
-def _owner(piece: Piece) -> str:
+def _owner(piece: StridedBox) -> str:
     """The parameter that a piece is of; of a computed one, none that has a name."""
     return str(piece.leaf.path) if isinstance(piece.leaf, FileLeaf) else ""
 
@@ -82,7 +82,7 @@ def _factors_of(name: str, saved: LazyTensor, factors: Mapping[str, Factors]) ->
     return lazy.assemble(parts[0][0].dtype, shape, parts)
 
 
-def _dims(name: str, piece: Piece, of: Factors) -> list[int | None]:
+def _dims(name: str, piece: StridedBox, of: Factors) -> list[int | None]:
     """Of which dim of the parameter a piece has positions, for each of its own; None where it has one."""
     strides = contiguous_strides(of.shape)
     by_stride = {stride: dim for dim, stride in enumerate(strides) if of.shape[dim] > 1}
@@ -106,7 +106,7 @@ def _block(
 
 
 def _part(
-    name: str, saved: LazyTensor, piece: Piece, dims: list[int | None], block: Shape, of: Factors
+    name: str, saved: LazyTensor, piece: StridedBox, dims: list[int | None], block: Shape, of: Factors
 ) -> tuple[LazyTensor, list[list[Range]]]:
     """The factors of a piece, and where they are among those of the saved tensor."""
     tensor, offset = of.tensor, piece.offset

@@ -46,7 +46,7 @@ _Held = tuple[tuple[Range, ...], ...]
 """The positions of a dim that each rank holds."""
 
 _QUANTISED = (
-    "a tp_plan cannot express a plan of quantised weights: transformers puts modules of its own in place of "
+    "a tp_plan cannot express a plan of quantized weights: transformers puts modules of its own in place of "
     "those that were planned; use shardconv convert"
 )
 
@@ -104,7 +104,7 @@ def skeleton(
         hub, dtype, trust_remote_code: how to read it, see ``sources.resolve``.
 
     Raises:
-        ShardconvError: the model cannot be found or built, or its weights are quantised.
+        ShardconvError: the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.blocks is not None:

@@ -4,7 +4,7 @@ A model is built on the meta device, transformers' initialisation included, and 
 some memory becomes a **step**. The steps that one tensor depends on are found backwards from its last value.
 A step that overwrites all of a tensor ends the search for earlier ones: numbers that are drawn and never used
 (the constructor's, which transformers draws again) are not drawn at all. Doing these steps on real tensors
-gives what building the real model would have given, special cases of parents and neighbours included.
+gives what building the real model would have given, special cases of parents and neighbors included.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from shardconv_runtime.checkpoint.weight_files import LAYOUTS
 from shardconv_runtime.errors import ShardconvError, SourceError, brief
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.tensors.copying import num_workers
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, whole
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, from_leaf
 from torch import Tensor
 
 from .construction import Construction, Step, draw
@@ -151,7 +151,7 @@ class _Weight:
             return self._drawn(step, seeds)
         for number, index in enumerate(random):
             seeds.name_step(index, self._name, number)
-        return whole(self._leaf(self._computed, self._tensor.numel()), self._tensor.shape)
+        return from_leaf(self._leaf(self._computed, self._tensor.numel()), self._tensor.shape)
 
     def _drawn(self, step: Step, seeds: _Seeds) -> LazyTensor:
         """In parts of whole rows, and these in blocks."""
@@ -161,7 +161,9 @@ class _Weight:
             shape = (min(max(PART // row, 1), rows - start), *self._tensor.shape[1:])
             count = shape[0] * row
             taken = [seeds.take(self._name, start, block) for block in range(0, count, BLOCK)]
-            parts.append(whole(self._leaf(_drawing(step, self._tensor.dtype, shape, taken), count), shape))
+            parts.append(
+                from_leaf(self._leaf(_drawing(step, self._tensor.dtype, shape, taken), count), shape)
+            )
         return concatenate(parts, 0)
 
     def _computed(self) -> Tensor:

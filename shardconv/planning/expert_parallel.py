@@ -165,13 +165,13 @@ def _join(analysis: Analysis, tid: int) -> None:
         SolveError: it may not be split all the way to where it is summed over.
     """
     leaves = axes.leaves(analysis.dims[tid][0])
-    neighbours: dict[int, list[Node]] = {}
+    neighbors: dict[int, list[Node]] = {}
     for a, b in _across_marks(analysis):
         if not a.blocked and not b.blocked:
-            neighbours.setdefault(id(a), []).append(b)
-            neighbours.setdefault(id(b), []).append(a)
+            neighbors.setdefault(id(a), []).append(b)
+            neighbors.setdefault(id(b), []).append(a)
     for leaf in leaves:
-        for other in _reached([find(leaf)], neighbours).values():
+        for other in _reached([find(leaf)], neighbors).values():
             axes.unify(leaf, other)
     contracted = {id(find(x)) for x in _contracted(analysis)}
     if any(find(x).blocked for x in leaves) or not any(id(find(x)) in contracted for x in leaves):
@@ -187,14 +187,14 @@ def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
                     yield find(a), find(b)
 
 
-def _reached(start: list[Node], neighbours: Mapping[int, list[Node]]) -> dict[int, Node]:
+def _reached(start: list[Node], neighbors: Mapping[int, list[Node]]) -> dict[int, Node]:
     """All that can be reached from some leaves, by ``id``."""
     todo, found = list(start), dict[int, Node]()
     while todo:
         leaf = todo.pop()
         if id(leaf) not in found:
             found[id(leaf)] = leaf
-            todo += neighbours.get(id(leaf), [])
+            todo += neighbors.get(id(leaf), [])
     return found
 
 

@@ -27,7 +27,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]()#!|~$:])")
 def model_card(repo_id: str, variants: Sequence[Published], base_card: str | None = None) -> str:
     """A README.md for a repository.
 
-    The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantised and finetuned
+    The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantized and finetuned
     models, and a copy of the same numbers in other files is none of these.
 
     Args:

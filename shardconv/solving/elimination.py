@@ -62,18 +62,18 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
     for key in tables:
         for variable in key:
             touching.setdefault(variable, set()).add(key)
-    neighbours = {v: {u for key in keys for u in key} - {v} for v, keys in touching.items()}
+    neighbors = {v: {u for key in keys for u in key} - {v} for v, keys in touching.items()}
     steps: list[tuple[int, tuple[int, ...], Table]] = []
     constant = 0.0
-    waiting = [(len(others), v) for v, others in neighbours.items()]
+    waiting = [(len(others), v) for v, others in neighbors.items()]
     heapq.heapify(waiting)
-    while neighbours:
+    while neighbors:
         degree, variable = heapq.heappop(waiting)
-        if variable not in neighbours or degree != len(neighbours[variable]):
+        if variable not in neighbors or degree != len(neighbors[variable]):
             continue  # it was put back with the degree that it has now
-        scope = tuple(sorted(neighbours[variable] | {variable}))
+        scope = tuple(sorted(neighbors[variable] | {variable}))
         if len(scope) > MAX_WIDTH:
-            constant += _condition(tables, neighbours, solution)
+            constant += _condition(tables, neighbors, solution)
             break
         total = _joined(tables, touching[variable], scope)
         steps.append((variable, scope, total))
@@ -85,10 +85,10 @@ def _eliminate(tables: dict[tuple[int, ...], Table], solution: list[int]) -> flo
                 if other != variable:
                     touching[other].discard(key)
         for other in rest:
-            neighbours[other] |= set(rest) - {other}
-            neighbours[other].discard(variable)
-            heapq.heappush(waiting, (len(neighbours[other]), other))
-        del neighbours[variable], touching[variable]
+            neighbors[other] |= set(rest) - {other}
+            neighbors[other].discard(variable)
+            heapq.heappush(waiting, (len(neighbors[other]), other))
+        del neighbors[variable], touching[variable]
         if rest:
             tables[rest] = message + tables[rest] if rest in tables else message
             for other in rest:
@@ -112,10 +112,10 @@ def _joined(
 
 
 def _condition(
-    tables: dict[tuple[int, ...], Table], neighbours: dict[int, set[int]], solution: list[int]
+    tables: dict[tuple[int, ...], Table], neighbors: dict[int, set[int]], solution: list[int]
 ) -> float:
-    """Try both values of the variable with the most neighbours."""
-    hub = max(neighbours, key=lambda v: (len(neighbours[v]), -v))
+    """Try both values of the variable with the most neighbors."""
+    hub = max(neighbors, key=lambda v: (len(neighbors[v]), -v))
     best, best_solution = np.inf, None
     for value in (0, 1):
         reduced: dict[tuple[int, ...], Table] = {}

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Leaf
+from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor
 
 from ..reporting.progress import Progress
 from .crc32 import Extent
@@ -37,7 +37,7 @@ def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, pr
         SourceError: a source file cannot be read.
         ShardconvError: a file cannot be written, for want of space, say. What was done is kept.
     """
-    leaves: dict[Leaf, int] = {}
+    leaves: dict[LazyLeaf, int] = {}
     for tensor in sources:
         for piece in tensor.pieces:
             leaves.setdefault(piece.leaf, len(leaves))

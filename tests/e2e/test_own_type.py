@@ -115,7 +115,7 @@ class Braid(nn.Module):
 
 
 def rotated(x: Tensor, angle: Tensor) -> Tensor:
-    """Neighbouring pairs of the last dim, turned by an angle each."""
+    """Neighboring pairs of the last dim, turned by an angle each."""
     pairs = x.unflatten(-1, (-1, 2))
     a, b = pairs.unbind(-1)
     cos, sin = angle.cos(), angle.sin()

@@ -16,7 +16,7 @@ import torch
 import transformers
 from checkpoints import save_causal, save_encoder
 from distributed import run_errors, run_processes
-from quantised_checkpoints import dense_config, save_quantised
+from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format import plan_json as codec
@@ -159,7 +159,7 @@ class TestDtypes:
         assert {entry.dtype for entry in plan.parameters} == {plan.model.dtype} == {"bfloat16"}
 
     def test_blocks_are_multiplied_out(self, tmp_path: Path) -> None:
-        save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+        save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
         run_processes(2, load_and_save, tmp_path / "out", tmp_path / "saved")
         plan = codec.read(tmp_path / "saved" / "plan.json")

@@ -66,7 +66,7 @@ class Files:
         offset = self._sizes[index] + len(gap)
         self._sizes[index] = offset + len(data)
         leaf = FileLeaf(self.paths[index], offset, name_of(tensor), tensor.numel())
-        return lazy.whole(leaf, tuple(tensor.shape))
+        return lazy.from_leaf(leaf, tuple(tensor.shape))
 
 
 def shapes(max_dims: int = 4, max_elements: int = 400) -> st.SearchStrategy[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from ..format.block_scales import SUFFIX
 from ..format.names import natural_key
 from ..tensors.lazy_tensor import LazyTensor
 from .model_spec import ModelSpec
-from .quantized import Scaled, Scales, dequantised_tensors, factors_in
+from .quantized import Scaled, Scales, dequantized_tensors, factors_in
 from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
 from .stored_leaves import lazy_tensors
 
@@ -35,7 +35,7 @@ _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE
 def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
     """The tensors of all parameters and persistent buffers, global, by FQN; tied ones under each name.
 
-    Those of a block-scaled checkpoint are values with factors, unless it is to be dequantised.
+    Those of a block-scaled checkpoint are values with factors, unless it is to be dequantized.
 
     Args:
         spec: a model with a directory.
@@ -56,7 +56,7 @@ def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
     weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
     found = {name: lazy for name, lazy in weights.items() if lazy is not None}
-    if spec.blocks is None or spec.dequantise:
+    if spec.blocks is None or spec.dequantize:
         return dict(found)
     scales = Scales(tensors, factors, spec.blocks)
     return {name: scales.of(name, lazy) or lazy for name, lazy in found.items()}
@@ -81,9 +81,9 @@ def select(
 def _plain(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """The checkpoint as one of the model without quantisation."""
-    if spec.blocks is not None and spec.dequantise:
-        return dequantised_tensors(tensors, factors, spec.blocks, spec.dtype)
+    """The checkpoint as one of the model without quantization."""
+    if spec.blocks is not None and spec.dequantize:
+        return dequantized_tensors(tensors, factors, spec.blocks, spec.dtype)
     scales = {name + SUFFIX for name in factors}
     return {name: tensor for name, tensor in tensors.items() if name not in scales}
 

@@ -31,7 +31,7 @@ class ModelSpec:
     """Checkpoint files, validated; empty where no weights were asked for."""
     blocks: tuple[int, int] | None = None
     """Of a block-scaled float8 checkpoint: rows and columns of a block. ``config`` is the plain model's."""
-    dequantise: bool = False
+    dequantize: bool = False
     """Convert such a checkpoint without its blocks."""
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import SourceError, brief
 from ..format.dtypes import STORED_NAME
-from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, Piece, whole
+from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf
 
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
 """What the unpickler names of an object that it does not make."""
@@ -40,7 +40,7 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
         offset = _place(file, name, tensor, records)
         if offset is None:
             leaf = ComputedLeaf(f"{file}: {name}", _reader(load, name), dtype, tensor.numel())
-            yield name, whole(leaf, tensor.shape)
+            yield name, from_leaf(leaf, tensor.shape)
         else:
             storage = FileLeaf(file, offset, dtype, tensor.untyped_storage().nbytes() // tensor.itemsize)
             yield name, _window(storage, tensor)
@@ -132,7 +132,9 @@ def _window(storage: FileLeaf, tensor: torch.Tensor) -> LazyTensor:
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         return LazyTensor(storage.dtype, shape, ())
-    piece = Piece((0,) * len(shape), shape, storage, int(tensor.storage_offset()), tuple(tensor.stride()))
+    piece = StridedBox(
+        (0,) * len(shape), shape, storage, int(tensor.storage_offset()), tuple(tensor.stride())
+    )
     return LazyTensor(storage.dtype, shape, (piece,))
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints whose weights are quantised: block-scaled float8 is carried along, all others are refused.
+"""Checkpoints whose weights are quantized: block-scaled float8 is carried along, all others are refused.
 
 A block-scaled checkpoint holds float8 values under the name of a weight, and under NAME_scale_inv one
-factor for each block of, usually, 128 by 128 of them. The model is planned as if it were not quantised;
+factor for each block of, usually, 128 by 128 of them. The model is planned as if it were not quantized;
 conversions that only move elements move the factors as they move the values.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ..errors import SourceError
-from ..format.block_scales import SUFFIX, VALUES_DTYPE, dequantised
+from ..format.block_scales import SUFFIX, VALUES_DTYPE, dequantized
 from ..tensors.copying import read_tensor
-from ..tensors.lazy_tensor import ComputedLeaf, LazyTensor, Leaf, Piece, whole
+from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, StridedBox, from_leaf
 
-Blocks = tuple[int, int]
+BlockShape = tuple[int, int]
 """Rows and columns of a block of a matrix."""
 
 
@@ -32,11 +32,11 @@ class Scaled:
     """Sizes of the blocks, one for each dim of the values."""
 
 
-def blocks_of(config: Any, where: str) -> Blocks | None:
-    """Sizes of the blocks of a block-scaled checkpoint; None for one that is not quantised.
+def block_shape_of(config: Any, where: str) -> BlockShape | None:
+    """Sizes of the blocks of a block-scaled checkpoint; None for one that is not quantized.
 
     Raises:
-        SourceError: it is quantised in another way.
+        SourceError: it is quantized in another way.
     """
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         settings = getattr(part, "quantization_config", None)
@@ -46,7 +46,7 @@ def blocks_of(config: Any, where: str) -> Blocks | None:
     return None
 
 
-def without_quantisation(config: Any) -> Any:
+def without_quantization(config: Any) -> Any:
     """A copy of a config that builds the plain model."""
     plain = type(config).from_dict(config.to_dict())
     for part in (plain, *(getattr(plain, name, None) for name in getattr(plain, "sub_configs", ()))):
@@ -55,7 +55,7 @@ def without_quantisation(config: Any) -> Any:
     return plain
 
 
-def factors_in(tensors: Mapping[str, LazyTensor], blocks: Blocks) -> dict[str, LazyTensor]:
+def factors_in(tensors: Mapping[str, LazyTensor], blocks: BlockShape) -> dict[str, LazyTensor]:
     """The factors in a checkpoint by the names of their values.
 
     Raises:
@@ -73,8 +73,8 @@ def factors_in(tensors: Mapping[str, LazyTensor], blocks: Blocks) -> dict[str, L
     return found
 
 
-def dequantised_tensors(
-    tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: Blocks, dtype: str
+def dequantized_tensors(
+    tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape, dtype: str
 ) -> dict[str, LazyTensor]:
     """The checkpoint with values times factors, which are computed when they are written."""
     plain = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SUFFIX) not in factors}
@@ -82,10 +82,10 @@ def dequantised_tensors(
         values = tensors[name]
 
         def compute(values: LazyTensor = values, scale: LazyTensor = scale) -> torch.Tensor:
-            return dequantised(read_tensor(values), read_tensor(scale), blocks, getattr(torch, dtype))
+            return dequantized(read_tensor(values), read_tensor(scale), blocks, getattr(torch, dtype))
 
         count = torch.Size(values.shape).numel()
-        plain[name] = whole(ComputedLeaf(f"{name}, dequantised", compute, dtype, count), values.shape)
+        plain[name] = from_leaf(ComputedLeaf(f"{name}, dequantized", compute, dtype, count), values.shape)
     return plain
 
 
@@ -93,10 +93,10 @@ class Scales:
     """From parameters that are made of float8 values to their factors."""
 
     def __init__(
-        self, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: Blocks
+        self, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape
     ) -> None:
         self._blocks = blocks
-        self._by_leaf: dict[Leaf, tuple[LazyTensor, LazyTensor]] = {
+        self._by_leaf: dict[LazyLeaf, tuple[LazyTensor, LazyTensor]] = {
             tensors[name].pieces[0].leaf: (tensors[name], scale) for name, scale in factors.items()
         }
 
@@ -131,7 +131,9 @@ class Scales:
                     block[dim] = length
         return tuple(block)
 
-    def _factors(self, name: str, weight: LazyTensor, piece: Piece, block: tuple[int, ...]) -> Piece:
+    def _factors(
+        self, name: str, weight: LazyTensor, piece: StridedBox, block: tuple[int, ...]
+    ) -> StridedBox:
         values, scale = self._by_leaf[piece.leaf]
         rows, columns = values.shape
         row, column = divmod(piece.offset, columns)
@@ -157,7 +159,7 @@ class Scales:
             (across if stride == columns else 1) if extent > 1 else 0
             for extent, stride in zip(piece.shape, piece.strides, strict=True)
         )
-        return Piece(
+        return StridedBox(
             start=tuple(start // length for start, length in zip(piece.start, block, strict=True)),
             shape=tuple(-(-extent // length) for extent, length in zip(piece.shape, block, strict=True)),
             leaf=source.leaf,
@@ -171,18 +173,18 @@ def _is_of_blocks(start: int, extent: int, size: int, length: int) -> bool:
     return start % length == 0 and ((start + extent) % length == 0 or start + extent == size)
 
 
-def _blocks(settings: Mapping[str, Any], where: str) -> Blocks:
+def _blocks(settings: Mapping[str, Any], where: str) -> BlockShape:
     method = str(settings.get("quant_method") or "an unnamed method")
     block = settings.get("weight_block_size")
     if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
         return int(block[0]), int(block[1])
     raise SourceError(
-        f"{where} is quantised ({method}), which cannot be sharded; convert the unquantised model, or one "
+        f"{where} is quantized ({method}), which cannot be sharded; convert the unquantized model, or one "
         "in block-scaled fp8 (quant_method fp8 with weight_block_size)"
     )
 
 
-def _require_pair(name: str, values: LazyTensor, factors: LazyTensor, blocks: Blocks) -> None:
+def _require_pair(name: str, values: LazyTensor, factors: LazyTensor, blocks: BlockShape) -> None:
     expected = tuple(-(-extent // length) for extent, length in zip(values.shape, blocks, strict=False))
     if values.dtype != VALUES_DTYPE or len(values.shape) != 2 or factors.shape != expected:
         raise SourceError(

@@ -24,12 +24,12 @@ from ..tensors.lazy_tensor import (
     LazyTensor,
     cast,
     concatenate,
+    from_leaf,
     permute,
     reshape,
     squeeze,
     take,
     unsqueeze,
-    whole,
     zeros,
 )
 
@@ -131,7 +131,7 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
         return None if tensor.absent else tensor.lazy
     kept = tensor.detach()
     dtype = str(kept.dtype).removeprefix("torch.")
-    return whole(ComputedLeaf("a constant of the model", lambda: kept, dtype, kept.numel()), kept.shape)
+    return from_leaf(ComputedLeaf("a constant of the model", lambda: kept, dtype, kept.numel()), kept.shape)
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
@@ -191,7 +191,7 @@ def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
         dtype = str(meta.dtype).removeprefix("torch.")
         leaf = ComputedLeaf(str(func), result(count), dtype, meta.numel())
         count += 1
-        return RecordedTensor(whole(leaf, meta.shape))
+        return RecordedTensor(from_leaf(leaf, meta.shape))
 
     return tree_map(lambda value: record(value) if isinstance(value, torch.Tensor) else value, results)
 

@@ -11,7 +11,7 @@ from ..errors import SourceError
 from ..hub.access import Hub
 from .locate import locate
 from .model_spec import ModelSpec, is_custom
-from .quantized import blocks_of, without_quantisation
+from .quantized import block_shape_of, without_quantization
 from .source_config import model_class_of, read_config
 from .weight_files import WeightFile, stored_dtype, validate, weight_files
 
@@ -48,9 +48,9 @@ def resolve(
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    blocks = blocks_of(config, str(directory))
+    blocks = block_shape_of(config, str(directory))
     if blocks is not None:
-        config = without_quantisation(config)
+        config = without_quantization(config)
     files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
     validate(files)
     model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
@@ -64,7 +64,7 @@ def resolve(
         revision=located.commit,
         weight_files=files,
         blocks=blocks,
-        dequantise=blocks is not None and dtype is not None,
+        dequantize=blocks is not None and dtype is not None,
     )
 
 
@@ -72,9 +72,9 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
     name = type(config).__name__
     if need_weights:
         raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
-    blocks = blocks_of(config, name)
+    blocks = block_shape_of(config, name)
     if blocks is not None:
-        config = without_quantisation(config)
+        config = without_quantization(config)
     model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
     return ModelSpec(
         name=name,

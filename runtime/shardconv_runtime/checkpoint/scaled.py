@@ -15,7 +15,7 @@ from ..tensors.lazy_tensor import LazyTensor
 if TYPE_CHECKING:
     from .quantized import Scaled
 
-Blocks = Mapping[str, tuple[tuple[int, ...], str]]
+StoredBlocks = Mapping[str, tuple[tuple[int, ...], str]]
 """(sizes of the blocks, dtype of the factors) of each parameter that has some."""
 
 
@@ -40,7 +40,7 @@ def flatten(plan: Plan, weights: Mapping[str, LazyTensor | Scaled]) -> tuple[Pla
     return with_blocks(plan, blocks), flat
 
 
-def with_blocks(plan: Plan, blocks: Blocks) -> Plan:
+def with_blocks(plan: Plan, blocks: StoredBlocks) -> Plan:
     """A plan whose parameters are stored with blocks.
 
     Raises:
@@ -67,15 +67,15 @@ def blocks_in(weights: Mapping[str, LazyTensor | Scaled]) -> dict[str, tuple[int
 
 def block_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Sizes of the blocks of a plan's parameters."""
-    return {name: block for name, (block, _) in blocks_of(plan).items()}
+    return {name: block for name, (block, _) in stored_blocks_of(plan).items()}
 
 
-def blocks_of(plan: Plan) -> Blocks:
+def stored_blocks_of(plan: Plan) -> StoredBlocks:
     """The blocks of a plan, for another plan of the same model."""
     return {name: (e.block, e.block_dtype) for name, e in parameter_plans(plan).items() if e.block}
 
 
-def _parts(entry: ParameterPlan, blocks: Blocks) -> list[ParameterPlan]:
+def _parts(entry: ParameterPlan, blocks: StoredBlocks) -> list[ParameterPlan]:
     """An entry as one for each kind of blocks among its names."""
     kinds: dict[tuple[tuple[int, ...], str] | None, list[str]] = {}
     for name in expand_all(entry.names):

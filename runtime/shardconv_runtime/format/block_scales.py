@@ -74,7 +74,7 @@ def is_split_between(dim: Dim, block: int, mesh: Mesh) -> bool:
     )
 
 
-def dequantised(values: Tensor, factors: Tensor, block: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def dequantized(values: Tensor, factors: Tensor, block: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Values times their factors.
 
     Args:

@@ -42,7 +42,7 @@ def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozens
 
 
 def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
-    """Lengths of runs of local positions, and the axes that split each; neighbours differ."""
+    """Lengths of runs of local positions, and the axes that split each; neighbors differ."""
     if isinstance(dim, Leaf):
         return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
     children = dim.factors if isinstance(dim, Product) else dim.segments

@@ -85,7 +85,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
 
 def plain_config(text: str) -> str:
-    """The ``config.json`` of weights that are not quantised any more: without what says that they are."""
+    """The ``config.json`` of weights that are not quantized any more: without what says that they are."""
     config = json.loads(text)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)

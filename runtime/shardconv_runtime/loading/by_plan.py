@@ -23,7 +23,7 @@ from ..format.plan import Plan, parameter_plans
 from ..format.small_files import entry_of, files_to_copy
 from ..hub.access import Hub
 from ..hub.fetch import plan_path
-from ..hub.quiet_libraries import quiet_libraries
+from ..hub.library_logging import without_library_logging
 from ..tensors.copying import read_tensors
 from ..tensors.lazy_tensor import LazyTensor
 from .windows import Windows
@@ -75,7 +75,7 @@ def ordinary(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
             "make a plan of that model"
         )
-    with quiet_libraries():  # nothing is loaded as yet that transformers could tell of
+    with without_library_logging():  # nothing is loaded as yet that transformers could tell of
         found = lazy_weights(spec)
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     if has_blocks and parameter_plans(planned) != parameter_plans(solved):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..format.block_scales import SUFFIX, dequantised, stored_plans
+from ..format.block_scales import SUFFIX, dequantized, stored_plans
 from ..format.dtypes import STORED_NAME
 from ..format.header import ShardFile, StoredTensor
 from ..format.layout_hash import is_common, layout_sha256
@@ -159,7 +159,7 @@ def _parameters(stored: Generator[tuple[str, Tensor]], plan: Plan) -> Generator[
                 values = name if name in scaled else partner[name]
                 dtype = getattr(torch, plan.model.dtype)
                 block = scaled[values].block
-                yield values, dequantised(found[values], found[partner[values]], block, dtype)
+                yield values, dequantized(found[values], found[partner[values]], block, dtype)
 
 
 def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from ..errors import CheckpointError, PlanError
 from ..format.plan import ParameterPlan, global_shape
-from .held_state import Summary
-from .optimizer_index import Group, OptimizerIndex, ParameterState, Value
+from .held_state import OptimizerSummary
+from .optimizer_index import Group, OptimizerIndex, ParameterState, StoredValue
 
 Entries = Mapping[str, ParameterPlan]
 """Of all parameters of the model, in the order of the plan."""
 
 
-def common_index(summaries: Sequence[Summary], entries: Entries) -> OptimizerIndex:
+def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> OptimizerIndex:
     """What the processes hold together.
 
     Raises:
@@ -28,7 +28,7 @@ def common_index(summaries: Sequence[Summary], entries: Entries) -> OptimizerInd
     return OptimizerIndex(summaries[0].optimizer, groups, tuple(states))
 
 
-def _common_state(name: str, summaries: Sequence[Summary]) -> ParameterState | None:
+def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> ParameterState | None:
     """The state that all keep who hold something of a parameter."""
     found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
     if not found:
@@ -50,7 +50,7 @@ def _shown(state: ParameterState | None) -> str:
     return ", ".join([*scalars, *state.tensors])
 
 
-def _groups(summaries: Sequence[Summary], entries: Entries) -> tuple[Group, ...]:
+def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Group, ...]:
     """The groups of all processes together: one may lack a parameter of which it holds nothing.
 
     Raises:
@@ -77,7 +77,7 @@ def _groups(summaries: Sequence[Summary], entries: Entries) -> tuple[Group, ...]
     return tuple(merged)
 
 
-def _require_all(group: int, names: Collection[str], summaries: Sequence[Summary]) -> None:
+def _require_all(group: int, names: Collection[str], summaries: Sequence[OptimizerSummary]) -> None:
     """Who holds something of a parameter has it in the same group."""
     for number, summary in enumerate(summaries):
         if lacking := (summary.holding & set(names)) - set(summary.groups[group].names):
@@ -87,11 +87,13 @@ def _require_all(group: int, names: Collection[str], summaries: Sequence[Summary
             )
 
 
-def _changed(ours: Mapping[str, Value], theirs: Mapping[str, Value]) -> str:
+def _changed(ours: Mapping[str, StoredValue], theirs: Mapping[str, StoredValue]) -> str:
     return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), "")
 
 
-def require_same(place: Path, index: OptimizerIndex, summaries: Sequence[Summary], entries: Entries) -> None:
+def require_same(
+    place: Path, index: OptimizerIndex, summaries: Sequence[OptimizerSummary], entries: Entries
+) -> None:
     """Check that what was saved is the state of such an optimizer, of such a model.
 
     Raises:

@@ -19,7 +19,7 @@ from ..format.layout_hash import holds_values
 from ..format.plan import ParameterPlan
 from ..format.slices import Mesh, Range, local_size, ranges
 
-Window = Sequence[Range]
+LocalWindow = Sequence[Range]
 """Half-open local positions, one range for each dim."""
 
 
@@ -33,12 +33,12 @@ class Box(NamedTuple):
     """In the window."""
 
 
-def whole_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
+def full_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
     """All of a rank's tensor."""
     return tuple((0, local_size(dim, mesh, rank)) for dim in entry.dims)
 
 
-def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: Window) -> list[Box]:
+def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
     """The boxes that fill a window of a rank's tensor; none of a Partial where it is zero."""
     if not holds_values(entry, mesh, rank):
         return []
@@ -46,7 +46,7 @@ def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: Window) -> l
     return [_box(chosen) for chosen in product(*pieces)]
 
 
-def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: Window) -> list[Box]:
+def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
     """Those parts of ``held_boxes`` that no lower rank holds.
 
     Ranks' boxes may overlap without being the same (segments of a dim that are split over other axes), so

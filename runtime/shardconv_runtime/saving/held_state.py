@@ -18,16 +18,24 @@ from ..format.slices import Mesh, Range
 from ..loaded import loaded
 from .dcp_boxes import BoxedTensor
 from .held_boxes import Box, held_boxes, owned_boxes
-from .optimizer_index import Group, OptimizerIndex, ParameterState, Value, from_value, tensor_name, to_value
+from .optimizer_index import (
+    Group,
+    OptimizerIndex,
+    ParameterState,
+    StoredValue,
+    from_value,
+    tensor_name,
+    to_value,
+)
 from .replicas import Everyone
 from .stored_model import stored_model
 
-State = dict[str, dict[str, Any]]
+OptimizerState = dict[str, dict[str, Any]]
 """What an optimizer keeps, by the parameter's FQN and its own keys."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class OptimizerSummary:
     """What a process tells the others."""
 
     optimizer: str
@@ -49,13 +57,13 @@ class HeldState:
     is_first: dict[str, bool]
     """Whether it is the first of the data-parallel processes that hold the same."""
     holding: frozenset[str]
-    """See ``Summary``."""
+    """See ``OptimizerSummary``."""
     entries: Mapping[str, ParameterPlan]
     """Of the whole model."""
     mesh: Mesh
     rank: int
 
-    def summary(self) -> Summary:
+    def summary(self) -> OptimizerSummary:
         """See the class.
 
         Raises:
@@ -67,7 +75,7 @@ class HeldState:
             for name, parameter in self.parameters.items()
             if self.optimizer.state.get(parameter)
         }
-        return Summary(type(self.optimizer).__qualname__, groups, states, self.holding)
+        return OptimizerSummary(type(self.optimizer).__qualname__, groups, states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
         """What this process writes."""
@@ -83,7 +91,7 @@ class HeldState:
             for key in entry.tensors
         ]
 
-    def wanted(self, fresh: State, index: OptimizerIndex) -> list[BoxedTensor]:
+    def wanted(self, fresh: OptimizerState, index: OptimizerIndex) -> list[BoxedTensor]:
         """What this process reads into the tensors of ``fresh``."""
         return [
             BoxedTensor(
@@ -145,13 +153,13 @@ def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldS
     )
 
 
-def fresh_state(held: HeldState, index: OptimizerIndex) -> State:
-    """State of this process's parameters, its tensors zero until they are read.
+def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
+    """OptimizerState of this process's parameters, its tensors zero until they are read.
 
     Raises:
         CheckpointError: the index says what cannot be.
     """
-    fresh: State = {}
+    fresh: OptimizerState = {}
     for entry in index.parameters:
         parameter = held.parameters.get(entry.name)
         if parameter is not None:
@@ -177,7 +185,7 @@ def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]
     ]
 
 
-def install(held: HeldState, fresh: State, groups: list[dict[str, Any]]) -> None:
+def install(held: HeldState, fresh: OptimizerState, groups: list[dict[str, Any]]) -> None:
     """Hand the optimizer its state, as what its own ``state_dict`` would be."""
     numbers = {name: number for number, name in enumerate(held.parameters)}
     states = {numbers[name]: dict(state) for name, state in fresh.items()}
@@ -232,7 +240,7 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
 
 def _group(held: HeldState, group: dict[str, Any]) -> Group:
     names = {id(parameter): name for name, parameter in held.parameters.items()}
-    values: dict[str, Value] = {}
+    values: dict[str, StoredValue] = {}
     for key, thing in group.items():
         if key in ("params", "param_names"):
             continue

@@ -29,13 +29,13 @@ _REMEDY = "copy the directory again, or resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class StoredValue:
     """A hyperparameter, or a number of a parameter's state, as text that gives it back exactly."""
 
     kind: str
     """``none``, ``bool``, ``int``, ``float``, ``str``, ``tuple``, ``list``, or ``tensor:`` and a dtype."""
     text: str = ""
-    items: tuple[Value, ...] = ()
+    items: tuple[StoredValue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ParameterState:
     tensors: Mapping[str, str]
     """Dtype of each tensor of this shape, by its key in the optimizer's state; its name in the checkpoint is
     ``tensor_name``."""
-    scalars: Mapping[str, Value]
+    scalars: Mapping[str, StoredValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Group:
     """A parameter group."""
 
     names: tuple[str, ...]
-    hyperparameters: Mapping[str, Value]
+    hyperparameters: Mapping[str, StoredValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +116,23 @@ def read_index(directory: Path) -> OptimizerIndex:
     return index
 
 
-def to_value(thing: Any) -> Value | None:
+def to_value(thing: Any) -> StoredValue | None:
     """A value as text; None if it is of a kind that cannot be written."""
     if thing is None:
-        return Value("none")
+        return StoredValue("none")
     if isinstance(thing, Tensor):
         is_number = thing.dim() == 0 and not thing.is_complex()
-        return Value(_TENSOR + _name(thing.dtype), repr(thing.item())) if is_number else None
+        return StoredValue(_TENSOR + _name(thing.dtype), repr(thing.item())) if is_number else None
     if type(thing) in (bool, int, float, str):
-        return Value(type(thing).__name__, repr(thing))
+        return StoredValue(type(thing).__name__, repr(thing))
     if type(thing) in (tuple, list):
         items = [to_value(item) for item in thing]
         known = tuple(item for item in items if item is not None)
-        return Value(type(thing).__name__, items=known) if len(known) == len(items) else None
+        return StoredValue(type(thing).__name__, items=known) if len(known) == len(items) else None
     return None
 
 
-def from_value(value: Value) -> Any:
+def from_value(value: StoredValue) -> Any:
     """What ``to_value`` was given; tensors are on the CPU.
 
     Raises:
@@ -144,7 +144,7 @@ def from_value(value: Value) -> Any:
         raise CheckpointError(f"{value.text[:80]!r} is no {value.kind[:80]}; {_REMEDY}") from error
 
 
-def _from_value(value: Value) -> Any:
+def _from_value(value: StoredValue) -> Any:
     if value.kind == "none":
         return None
     if value.kind in ("tuple", "list"):

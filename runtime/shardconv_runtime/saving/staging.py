@@ -23,7 +23,7 @@ from ..comm import agreement
 from ..errors import CheckpointError, ShardconvError
 from .replicas import Everyone
 
-Contents = Callable[[Path], Collection[str]]
+KnownFiles = Callable[[Path], Collection[str]]
 """The files of a directory that may be replaced, relative to it; raises ``CheckpointError`` if it is of
 another kind."""
 
@@ -64,7 +64,7 @@ class Staging:
 
 
 def begin(
-    everyone: Everyone, out: Path, *, overwrite: bool, contents: Contents, apart_from: Path | None = None
+    everyone: Everyone, out: Path, *, overwrite: bool, contents: KnownFiles, apart_from: Path | None = None
 ) -> Staging:
     """Check that a directory may be made, on one process, and make the place where it grows.
 
@@ -105,7 +105,7 @@ def _restore(out: Path) -> None:
             replaced.rename(out)
 
 
-def _require_free(out: Path, overwrite: bool, contents: Contents, apart_from: Path | None) -> None:
+def _require_free(out: Path, overwrite: bool, contents: KnownFiles, apart_from: Path | None) -> None:
     if apart_from is not None and (out.is_relative_to(apart_from) or apart_from.is_relative_to(out)):
         raise ShardconvError(f"{out} and {apart_from}, which was loaded, are one in the other; name another")
     _restore(out)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .lazy_tensor import LazyTensor, Piece, contiguous_strides, item_bytes
+from .lazy_tensor import LazyTensor, StridedBox, contiguous_strides, item_bytes
 
 
-class Dim(NamedTuple):
+class BoxDim(NamedTuple):
     """One dim of a box."""
 
     size: int
@@ -30,7 +30,7 @@ class Move:
     """Byte in that file of the first element."""
     source: int
     """Element of the leaf that is the first."""
-    dims: tuple[Dim, ...]
+    dims: tuple[BoxDim, ...]
     """By descending source stride; those that are contiguous on both sides are one."""
     dtype: str
     """Of the written elements."""
@@ -46,39 +46,39 @@ class Move:
         return math.prod(dim.size for dim in self.dims)
 
 
-def move_of(tensor: LazyTensor, piece: Piece, file: int, offset: int) -> Move:
+def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Move:
     """The box of a tensor that begins at byte ``offset`` of a file."""
     strides = contiguous_strides(tensor.shape)
     first = sum(a * b for a, b in zip(piece.start, strides, strict=True)) * item_bytes(tensor.dtype)
-    dims = [Dim(*dim) for dim in zip(piece.shape, piece.strides, strides, strict=True) if dim[0] > 1]
+    dims = [BoxDim(*dim) for dim in zip(piece.shape, piece.strides, strides, strict=True) if dim[0] > 1]
     ordered = coalesce(sorted(dims, key=lambda dim: -dim.source))
     return Move(file, offset + first, piece.offset, ordered, tensor.dtype)
 
 
-def coalesce(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+def coalesce(dims: Sequence[BoxDim]) -> tuple[BoxDim, ...]:
     """The dims, those made one that are contiguous on both sides."""
-    merged: list[Dim] = []
+    merged: list[BoxDim] = []
     for dim in dims:
         if merged:
             outer = merged[-1]
             if outer.source == dim.size * dim.source and outer.target == dim.size * dim.target:
-                merged[-1] = Dim(outer.size * dim.size, dim.source, dim.target)
+                merged[-1] = BoxDim(outer.size * dim.size, dim.source, dim.target)
                 continue
         merged.append(dim)
     return tuple(merged)
 
 
-def extent(dims: Sequence[Dim]) -> int:
+def extent(dims: Sequence[BoxDim]) -> int:
     """From the first element to past the last, in the leaf."""
     return 1 + sum((dim.size - 1) * dim.source for dim in dims)
 
 
-def is_run(dims: Sequence[Dim]) -> bool:
+def is_run(dims: Sequence[BoxDim]) -> bool:
     """Contiguous on both sides."""
     return not dims or (len(dims) == 1 and dims[0].source == 1 and dims[0].target == 1)
 
 
-def target_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
+def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Elements of each contiguous stretch of the target, and where they begin, relative to the first.
 
     Args:
@@ -87,7 +87,7 @@ def target_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
     return _runs([(dim.size, dim.target) for dim in dims])
 
 
-def source_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
+def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
     """Elements of each contiguous stretch of the leaf, and where they begin, relative to the first.
 
     Args:
@@ -96,7 +96,7 @@ def source_runs(dims: Sequence[Dim]) -> tuple[int, list[int]]:
     return _runs([(dim.size, dim.source) for dim in dims])
 
 
-def source_stretches(dims: Sequence[Dim]) -> tuple[int, int, int]:
+def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
     """Elements of each contiguous stretch of the leaf, how many there are, and from one to the next.
 
     Args:
@@ -127,7 +127,7 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
     yield start, stop
 
 
-def gathered(move: Move) -> Move:
+def packed_source(move: Move) -> Move:
     """The box in a buffer that holds its elements only, in the order of the leaf."""
     dims, below = [], 1
     for dim in reversed(move.dims):
@@ -181,7 +181,7 @@ def _touching(move: Move, low: int, high: int, length: int) -> range:
     return range(max(0, first), min(move.dims[0].size, (high - 1 - move.source) // stride + 1))
 
 
-def _part(move: Move, index: int, dims: tuple[Dim, ...]) -> Move:
+def _part(move: Move, index: int, dims: tuple[BoxDim, ...]) -> Move:
     """From ``index`` of the outer dim on."""
     outer = move.dims[0]
     return Move(
@@ -194,5 +194,5 @@ def _part(move: Move, index: int, dims: tuple[Dim, ...]) -> Move:
 
 
 def scatters(move: Move) -> bool:
-    """Whether elements that are neighbours in the leaf are not in the target (a transpose)."""
+    """Whether elements that are neighbors in the leaf are not in the target (a transpose)."""
     return bool(move.dims) and move.dims[-1].target != 1

@@ -22,12 +22,12 @@ import torch
 from ..format.dtypes import STORED_NAME
 from ..hub.remote_files import RemoteFile
 from .boxes import (
-    Dim,
+    BoxDim,
     Move,
     extent,
-    gathered,
     is_run,
     move_of,
+    packed_source,
     scatters,
     source_runs,
     source_stretches,
@@ -35,7 +35,7 @@ from .boxes import (
     wanted,
     within,
 )
-from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, Leaf, ZeroLeaf, item_bytes
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf, item_bytes
 from .open_sources import OpenSources
 
 UNIT_BYTES = 1 << 25
@@ -68,7 +68,7 @@ class Unit:
     key: tuple[int, int]
     """(number of the leaf, first element): it stands for the same elements whichever files are written, on
     whatever machine and with whatever memory, since a journal names units by it."""
-    leaf: Leaf
+    leaf: LazyLeaf
     start: int
     stop: int
     moves: tuple[Move, ...]
@@ -97,7 +97,7 @@ class Sink(Protocol):
 S = TypeVar("S", bound=Sink)
 
 
-def plan_units(placed: Iterable[Placed], leaves: dict[Leaf, int], memory: int) -> list[Unit]:
+def plan_units(placed: Iterable[Placed], leaves: dict[LazyLeaf, int], memory: int) -> list[Unit]:
     """Cut the work into units, in the order of the source files.
 
     Args:
@@ -105,7 +105,7 @@ def plan_units(placed: Iterable[Placed], leaves: dict[Leaf, int], memory: int) -
         leaves: numbers of the leaves; new ones are added.
         memory: budget in bytes for the buffers of all workers.
     """
-    by_leaf: dict[Leaf, list[Move]] = {}
+    by_leaf: dict[LazyLeaf, list[Move]] = {}
     for tensor, file, offset in placed:
         for piece in tensor.pieces:
             by_leaf.setdefault(piece.leaf, []).append(move_of(tensor, piece, file, offset))
@@ -117,7 +117,7 @@ def plan_units(placed: Iterable[Placed], leaves: dict[Leaf, int], memory: int) -
     return units
 
 
-def is_remote(leaf: Leaf) -> bool:
+def is_remote(leaf: LazyLeaf) -> bool:
     """Whether its elements come over a network."""
     return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
 
@@ -203,7 +203,7 @@ class _Workers:
                 buffer = self._buffer("read", box.num_elements * size)
                 run, starts = source_runs(box.dims)
                 self._sources.read_runs(leaf, [box.source + start for start in starts], run, buffer.data)
-                self._put(gathered(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
+                self._put(packed_source(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
 
     def _fetch(self, unit: Unit, sink: Sink) -> None:
         """Ask a network for what the boxes hold, and for no more between than costs less than a request."""
@@ -226,7 +226,7 @@ class _Workers:
             if boxes := [box for move in unit.moves for box in within(move, low, high)]:
                 yield boxes
 
-    def _read(self, leaf: Leaf, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def _read(self, leaf: LazyLeaf, start: int, stop: int) -> np.ndarray[Any, Any]:
         size = item_bytes(leaf.dtype)
         buffer = self._buffer("read", (stop - start) * size)
         if isinstance(leaf, FileLeaf):
@@ -257,7 +257,9 @@ class _Workers:
             part = packed[index * run * size : (index + 1) * run * size]
             sink.put(box.file, box.offset + start * size, part)
 
-    def _pack(self, dims: Sequence[Dim], band: np.ndarray[Any, Any], dtype: str, wanted: str) -> memoryview:
+    def _pack(
+        self, dims: Sequence[BoxDim], band: np.ndarray[Any, Any], dtype: str, wanted: str
+    ) -> memoryview:
         """The elements in the order of the target, cast."""
         shape = tuple(dim.size for dim in dims)
         strided = np.ndarray(
@@ -272,7 +274,7 @@ class _Workers:
         return packed.data
 
 
-def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int, gap_bytes: int) -> Iterator[Unit]:
+def _cut_leaf(leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int) -> Iterator[Unit]:
     """Stretches at multiples of ``UNIT_BYTES`` from the leaf's start, of leaves of files; others whole."""
     size = item_bytes(leaf.dtype)
     # One buffer to read, one to pack, and as much again for casts.
@@ -295,7 +297,7 @@ def _cut_leaf(leaf: Leaf, number: int, moves: list[Move], memory: int, gap_bytes
             yield Unit((number, start), leaf, start, stop, held, band, gap_bytes // size)
 
 
-def _gap_bytes(moves: Mapping[Leaf, Sequence[Move]]) -> int:
+def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
     """Bytes between two that are wanted which are read along, so that there are not too many requests."""
     stretches: list[tuple[int, int]] = []
     for leaf, boxes in moves.items():
@@ -344,7 +346,7 @@ def _whole_rows(moves: list[Move], band: int) -> int:
     return max(band // row, 1) * row
 
 
-def _source_order(leaf: Leaf) -> tuple[int, str, int]:
+def _source_order(leaf: LazyLeaf) -> tuple[int, str, int]:
     if isinstance(leaf, FileLeaf):
         return 0, str(leaf.path), leaf.offset
     return (1, leaf.name, 0) if isinstance(leaf, ComputedLeaf) else (2, "", 0)

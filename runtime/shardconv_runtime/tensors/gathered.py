@@ -14,7 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ..format.slices import Range
-from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, Piece, assemble, item_bytes, take, whole
+from .lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, assemble, from_leaf, item_bytes, take
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
     return assemble(tensor.dtype, tensor.shape, bands)
 
 
-def _run(piece: Piece, tensor: LazyTensor) -> int:
+def _run(piece: StridedBox, tensor: LazyTensor) -> int:
     """Elements of a piece that are one after another in the tensor."""
     run = 1
     for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
@@ -60,7 +60,7 @@ def _run(piece: Piece, tensor: LazyTensor) -> int:
     return run
 
 
-def _is_in_order(piece: Piece) -> bool:
+def _is_in_order(piece: StridedBox) -> bool:
     strides = [stride for stride, held in zip(piece.strides, piece.shape, strict=True) if held > 1]
     return isinstance(piece.leaf, FileLeaf) and strides == sorted(strides, reverse=True)
 
@@ -84,7 +84,7 @@ def _band(name: str, tensor: LazyTensor, box: list[Range]) -> LazyTensor:
     for dim, span in enumerate(box):
         tensor = take(tensor, dim, (span,))
     leaf = ComputedLeaf(name, partial(_read, tensor), tensor.dtype, math.prod(tensor.shape))
-    return whole(leaf, tensor.shape)
+    return from_leaf(leaf, tensor.shape)
 
 
 def _read(tensor: LazyTensor) -> Tensor:

@@ -60,17 +60,17 @@ class ComputedLeaf:
     num_elements: int
 
 
-Leaf = FileLeaf | ZeroLeaf | ComputedLeaf
+LazyLeaf = FileLeaf | ZeroLeaf | ComputedLeaf
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StridedBox:
     """A box of a tensor, and where its elements are."""
 
     start: Shape
     """Of the box, in the tensor."""
     shape: Shape
-    leaf: Leaf
+    leaf: LazyLeaf
     offset: int
     """Of the box's first element, in elements of the leaf."""
     strides: Shape
@@ -83,7 +83,7 @@ class LazyTensor:
 
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StridedBox, ...]
     """They cover each position once; none for a tensor without elements."""
 
     @property
@@ -105,22 +105,22 @@ def item_bytes(dtype: str) -> int:
 def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
     """A tensor of a safetensors file whose tensors begin at byte ``start``; torch has its dtype."""
     leaf = FileLeaf(path, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
-    return whole(leaf, tensor.shape)
+    return from_leaf(leaf, tensor.shape)
 
 
-def whole(leaf: Leaf, shape: Sequence[int]) -> LazyTensor:
+def from_leaf(leaf: LazyLeaf, shape: Sequence[int]) -> LazyTensor:
     """A leaf as a tensor, row-major."""
     shape = tuple(shape)
     assert math.prod(shape) == leaf.num_elements
     if leaf.num_elements == 0:
         return LazyTensor(leaf.dtype, shape, ())
-    piece = Piece((0,) * len(shape), shape, leaf, 0, contiguous_strides(shape))
+    piece = StridedBox((0,) * len(shape), shape, leaf, 0, contiguous_strides(shape))
     return LazyTensor(leaf.dtype, shape, (piece,))
 
 
 def zeros(dtype: str, shape: Sequence[int]) -> LazyTensor:
     """A tensor of zeros."""
-    return whole(ZeroLeaf(dtype, math.prod(shape)), shape)
+    return from_leaf(ZeroLeaf(dtype, math.prod(shape)), shape)
 
 
 def cast(tensor: LazyTensor, dtype: str) -> LazyTensor | None:
@@ -139,7 +139,7 @@ def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
     places = [sum(lengths[:index]) for index in range(len(spans))] if len(spans) < 9 else _sums(lengths)
     shape = _with(tensor.shape, dim, sum(lengths))
     ends = [stop for _, stop in spans]
-    pieces: list[Piece] = []
+    pieces: list[StridedBox] = []
     for piece in tensor.pieces:
         low, high = piece.start[dim], piece.start[dim] + piece.shape[dim]
         for index in range(bisect_right(ends, low), len(spans)):
@@ -174,7 +174,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
         shapes = sorted({tensor.shape for tensor in tensors})
         raise ValueError(f"shapes {shapes} cannot be joined along dim {dim}")
-    pieces: list[Piece] = []
+    pieces: list[StridedBox] = []
     offset = 0
     for tensor in tensors:
         assert tensor.dtype == first.dtype
@@ -234,7 +234,7 @@ def assemble(
         parts: (part, for each dim the spans of the whole that its positions are, in order); together
             they are to cover the whole exactly once.
     """
-    pieces: list[Piece] = []
+    pieces: list[StridedBox] = []
     for part, places in parts:
         boxes = list(part.pieces)
         for dim, spans in enumerate(places):
@@ -264,11 +264,11 @@ def _with(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _moved(piece: Piece, dim: int, distance: int) -> Piece:
+def _moved(piece: StridedBox, dim: int, distance: int) -> StridedBox:
     return replace(piece, start=_with(piece.start, dim, piece.start[dim] + distance)) if distance else piece
 
 
-def _cut(piece: Piece, dim: int, start: int, stop: int, place: int) -> Piece:
+def _cut(piece: StridedBox, dim: int, start: int, stop: int, place: int) -> StridedBox:
     """The part of a piece from ``start`` to ``stop`` of a dim of the tensor, put at ``place``."""
     offset = piece.offset + (start - piece.start[dim]) * piece.strides[dim]
     return replace(
@@ -279,7 +279,7 @@ def _cut(piece: Piece, dim: int, start: int, stop: int, place: int) -> Piece:
     )
 
 
-def _spread(piece: Piece, dim: int, spans: Sequence[Range]) -> Iterable[Piece]:
+def _spread(piece: StridedBox, dim: int, spans: Sequence[Range]) -> Iterable[StridedBox]:
     """Put the positions of a dim where ``spans``, in order, say."""
     done = 0
     low, high = piece.start[dim], piece.start[dim] + piece.shape[dim]
@@ -314,7 +314,7 @@ def _reshape_groups(old: Shape, new: Shape) -> list[_Group]:
     return groups
 
 
-def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: Sequence[_Group]) -> Piece | None:
+def _reshape_piece(piece: StridedBox, old: Shape, new: Shape, groups: Sequence[_Group]) -> StridedBox | None:
     start: list[int] = []
     shape: list[int] = []
     strides: list[int] = []
@@ -334,7 +334,7 @@ def _reshape_piece(piece: Piece, old: Shape, new: Shape, groups: Sequence[_Group
 
 
 def _regroup(
-    piece: Piece, dims: Range, old: Shape, new: Shape
+    piece: StridedBox, dims: Range, old: Shape, new: Shape
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
     """Start, shape and strides of a piece in dims ``new``, which take the place of ``dims``.
 

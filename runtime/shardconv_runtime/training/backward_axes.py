@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..format.dims import axes_of
 from ..format.grad_sums import sums
-from ..format.plan import Boundary, Plan
+from ..format.plan import AllGatherStep, AllReduceStep, Boundary, GradAllReduceStep, Plan, SliceStep
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
@@ -20,9 +20,10 @@ def backward_axes(plan: Plan) -> list[Iterable[int]]:
 
 
 def _of_step(step: Boundary) -> Iterable[Iterable[int]]:
-    if step.op == "grad_all_reduce":
-        yield step.axes
-    elif step.op in ("all_reduce", "all_gather"):
-        yield step.grad_axes
-    elif step.op == "slice" and step.layout is not None:
-        yield axes_of(step.layout).difference(step.grad_axes)
+    match step:
+        case GradAllReduceStep():
+            yield step.axes
+        case AllReduceStep() | AllGatherStep():
+            yield step.grad_axes
+        case SliceStep():
+            yield axes_of(step.layout).difference(step.grad_axes)

@@ -27,7 +27,7 @@ from ..saving.held_state import local_tensor, local_window
 from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
 
-Cell = tuple[tuple[Range, ...], ...]
+OwnedCell = tuple[tuple[Range, ...], ...]
 """Positions of a local tensor: ranges in each dim."""
 
 
@@ -121,7 +121,7 @@ class _Share:
     """A gradient on this process, and the cells of it that count here."""
 
     gradient: Tensor
-    cells: tuple[Cell, ...]
+    cells: tuple[OwnedCell, ...]
 
     def norms(self, order: float) -> Iterator[Tensor]:
         """Of each cell; low precision is summed in float32."""
@@ -153,7 +153,9 @@ def _shares(model: nn.Module) -> Iterator[_Share]:
 
 
 @lru_cache(maxsize=4096)
-def owned_cells(entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]) -> tuple[Cell, ...]:
+def owned_cells(
+    entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]
+) -> tuple[OwnedCell, ...]:
     """The positions of a window of a rank's tensor that no other rank counts, in disjoint cells.
 
     Args:
@@ -180,7 +182,7 @@ def _clipped(spans: tuple[Range, ...], first: int, last: int) -> tuple[Range, ..
     return tuple((start, stop) for start, stop in cut if start < stop)
 
 
-def _take(x: Tensor, cell: Cell) -> Tensor:
+def _take(x: Tensor, cell: OwnedCell) -> Tensor:
     """The elements of a cell, without a copy where each dim has one range."""
     for dim, spans in enumerate(cell):
         parts = [x.narrow(dim, start, stop - start) for start, stop in spans]

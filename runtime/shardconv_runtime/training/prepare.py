@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..comm.collectives import Communicator
-from ..format.plan import ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_forms import of_sequence, require_training
 from ..parallel.boundary import attach_output
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule, without_logits_gather
@@ -13,7 +13,7 @@ from ..parallel.refusals import WHY_NO_LABELS, WHY_NO_STATES, refuse
 from .bypassed import watch_first_pass
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
-from .random_streams import attach_draws
+from .random_streams import attach_random_streams
 from .sequence import FLAT_OUTPUTS, attach_sequence
 
 
@@ -58,7 +58,7 @@ def parallelize_for_training(
     if training:
         assert plan.training is not None
         _attach_gates(model, plan, parameter_plans(plan), comm)
-        attach_draws(model, plan.training.draws, comm)
+        attach_random_streams(model, plan.training.draws, comm)
         watch_first_pass(model, modules)
     if gather is not None:
         assert plan.logits is not None
@@ -87,9 +87,7 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
     if plan.logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
     steps = modules[plan.logits.module].outputs
-    found = next(b for b in steps if (b.slot, b.op) == (plan.logits.slot, "all_gather"))
-    assert found.layout is not None
-    assert found.dim is not None
+    found = next(b for b in steps if isinstance(b, AllGatherStep) and b.slot == plan.logits.slot)
     return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 

@@ -35,7 +35,7 @@ _NAMED = ("drop", "jitter", "noise")
 _MAX_SEED = 1 << 62
 
 
-def attach_draws(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator) -> None:
+def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator) -> None:
     """Change the stream of random numbers at the modules of a plan, in training mode.
 
     Args:
@@ -64,7 +64,7 @@ def attach_draws(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-State = tuple[Tensor, ...]
+GeneratorStates = tuple[Tensor, ...]
 """Of the generators: the CPU's, and the device's."""
 
 
@@ -121,7 +121,7 @@ class _Frame:
     outer: tuple[int, ...]
     """Axes of the stream around it."""
     is_mixed: bool = False
-    known: State = ()
+    known: GeneratorStates = ()
     """Mixed: the generators when the module inside of it that ran last had returned."""
 
 
@@ -131,14 +131,14 @@ class _Streams:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._axes: tuple[int, ...] = ()
-        self._common: State = ()
+        self._common: GeneratorStates = ()
         self.frames: list[_Frame] = []
 
-    def position(self) -> tuple[tuple[int, ...], State, list[_Frame]]:
+    def position(self) -> tuple[tuple[int, ...], GeneratorStates, list[_Frame]]:
         """Where in a pass this rank is."""
         return self._axes, self._common, [replace(frame) for frame in self.frames]
 
-    def resume(self, position: tuple[tuple[int, ...], State, list[_Frame]]) -> None:
+    def resume(self, position: tuple[tuple[int, ...], GeneratorStates, list[_Frame]]) -> None:
         """Be there again; the generators are the caller's matter."""
         self._axes, self._common, frames = position
         self.frames = [replace(frame) for frame in frames]
@@ -231,7 +231,7 @@ class _Boundary:
         self._name = name
         self._plan = plan
         self._probabilities = probabilities
-        self._resting: State = ()
+        self._resting: GeneratorStates = ()
         self._is_inside = False
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -304,14 +304,14 @@ def _is_in(name: str, other: str) -> bool:
     return not other or name.startswith(other + ".")
 
 
-def states() -> State:
+def states() -> GeneratorStates:
     """Of the generators that modules draw from: the CPU's, and the current CUDA device's if one is used."""
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
 
 
-def _set_states(found: State) -> None:
+def _set_states(found: GeneratorStates) -> None:
     torch.set_rng_state(found[0])
     if len(found) > 1:
         torch.cuda.set_rng_state(found[1])
@@ -327,7 +327,7 @@ def _uses_cuda() -> bool:
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def _same(a: State, b: State) -> bool:
+def _same(a: GeneratorStates, b: GeneratorStates) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

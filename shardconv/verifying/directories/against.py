@@ -76,7 +76,7 @@ def read_reference(
     """
     has_blocks = any(entry.block for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
-    spec = replace(spec, dtype=plan.model.dtype, dequantise=spec.blocks is not None and not has_blocks)
+    spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.blocks is not None and not has_blocks)
     _, found = flatten(plan, lazy_weights(spec))
     weights: dict[str, LazyTensor] = {}
     problems = []

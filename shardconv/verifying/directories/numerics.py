@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
-from shardconv_runtime.format.block_scales import SUFFIX, dequantised
+from shardconv_runtime.format.block_scales import SUFFIX, dequantized
 from shardconv_runtime.format.layout_hash import is_common
 from shardconv_runtime.format.names import compress, natural_key
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape, parameter_plans
@@ -127,7 +127,7 @@ class _StoredWeights:
         if not block:
             return values
         dtype = getattr(torch, self._converted.plan.model.dtype)
-        return dequantised(values, read_tensor(tensors[name + SUFFIX]), block, dtype)
+        return dequantized(values, read_tensor(tensors[name + SUFFIX]), block, dtype)
 
 
 def _run(simulation: Simulation, converted: Converted) -> Outcome:

@@ -20,7 +20,7 @@ import transformers
 from export_cases import CASES, Exported, convert, require_cover, require_same, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_checkpoints import dense_config, save_quantised
+from quantized_checkpoints import dense_config, save_quantized
 from random_plans import Declared, declared, plans, random_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -174,7 +174,7 @@ class TestFiles:
         assert rows == [(0, 0), (11, 0), (22, 0)]  # of 32
 
     def test_block_scaled_parameters_are_two_tensors(self, tmp_path: Path) -> None:
-        save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+        save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
         plan = shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
         export(tmp_path / "out", tmp_path / "dir")
         state = load_file(tmp_path / "model" / "model.safetensors")

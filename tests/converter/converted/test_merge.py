@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantised_checkpoints import dense_config, experts_config, save_quantised
+from quantized_checkpoints import dense_config, experts_config, save_quantized
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest
@@ -149,7 +149,7 @@ class TestBlocks:
             "experts": (experts_config(), transformers.DeepseekV3ForCausalLM),
             "dense": (dense_config(), transformers.Qwen3ForCausalLM),
         }[kind]
-        save_quantised(config, cls, tmp_path / "model")
+        save_quantized(config, cls, tmp_path / "model")
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
         if tp != 2:
             shardconv.reshard(tmp_path / "out", tmp_path / "other", tp, check=False)
@@ -169,7 +169,7 @@ class TestBlocks:
     def test_a_layout_that_takes_blocks_apart_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+        save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
         name = "model.layers.0.mlp.up_proj.weight"
 

@@ -179,18 +179,18 @@ class TestRefusals:
         assert "not for this model" in refusal(solved("llama", 2), built("qwen3"))
         assert "not for this model" in refusal(solved("llama", 2), built("llama", intermediate_size=2 * MLP))
 
-    def test_quantised_weights(self) -> None:
+    def test_quantized_weights(self) -> None:
         """transformers has modules of its own for them, which nobody planned."""
         plan = change_parameters(
             solved("llama", 2), "up_proj.weight", lambda e: replace(e, block=(32, 32), block_dtype="float32")
         )
-        assert "quantised weights" in refusal(plan, built("llama"))
-        quantised = config("llama")
+        assert "quantized weights" in refusal(plan, built("llama"))
+        quantized = config("llama")
         settings = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
-        quantised.quantization_config = settings
-        for dtype in (None, "float32"):  # with a dtype, the plan is one of the dequantised weights
-            with pytest.raises(PlanError, match=r"LlamaConfig: .* quantised weights"):
-                skeleton(quantised, dtype=dtype)
+        quantized.quantization_config = settings
+        for dtype in (None, "float32"):  # with a dtype, the plan is one of the dequantized weights
+            with pytest.raises(PlanError, match=r"LlamaConfig: .* quantized weights"):
+                skeleton(quantized, dtype=dtype)
 
     def test_a_plan_that_splits_nothing(self) -> None:
         plan = solved("llama", 2)

@@ -15,7 +15,7 @@ import pytest
 import shardconv_runtime
 import torch
 import transformers
-from quantised_checkpoints import dense_config, save_quantised
+from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SourceError
@@ -400,7 +400,7 @@ class TestConvert:
 
 
 def test_a_block_scaled_config_gives_a_plain_model(tmp_path: Path) -> None:
-    save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
     plan = shardconv.convert(tmp_path / "model", tmp_path / "out", 2, random_init=True, check=False)
     assert not any(entry.block for entry in plan.parameters)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from quantised_checkpoints import dense_config, experts_config, save_quantised
+from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json as codec
@@ -109,7 +109,7 @@ BLOCK_SCALED = {
 def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> None:
     """Kept with their factors, or multiplied with them."""
     config, cls = BLOCK_SCALED[kind]
-    save_quantised(config(), cls, tmp_path / "model")
+    save_quantized(config(), cls, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
     found = shardconv.verify(tmp_path / "out", tmp_path / "model", numerics=True)
     plan = codec.read(tmp_path / "out" / "plan.json")
@@ -130,7 +130,7 @@ def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> No
 
 
 def test_a_plain_model_in_the_place_of_a_block_scaled_one(tmp_path: Path) -> None:
-    save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2)
     with pytest.raises(DamagedError) as caught:
         shardconv.verify(tmp_path / "out", tmp_path / "model-plain")

@@ -9,7 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_checkpoints import dense_config, experts_config, save_quantised, set_method
+from quantized_checkpoints import dense_config, experts_config, save_quantized, set_method
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.scaled import with_blocks
@@ -20,7 +20,7 @@ from shardconv_runtime.format.block_scales import (
     SUFFIX,
     VALUES_DTYPE,
     check_blocks,
-    dequantised,
+    dequantized,
     factors_entry,
 )
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
@@ -38,14 +38,14 @@ from shardconv.writing.writer import shard
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
     """A mixture of experts with latent attention, per-expert files."""
-    save_quantised(experts_config(), transformers.DeepseekV3ForCausalLM, tmp_path / "model")
+    save_quantized(experts_config(), transformers.DeepseekV3ForCausalLM, tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
     """A dense model whose last blocks are cut short in the hidden dim."""
-    save_quantised(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -69,7 +69,7 @@ def test_each_rank_has_the_factors_of_its_values(
             if name in scaled:
                 factors = read_tensor(tensors[name + SUFFIX])
                 assert (found.dtype, factors.dtype) == (torch.float8_e4m3fn, torch.float32)
-                found = dequantised(found, factors, scaled[name].block, torch.bfloat16)
+                found = dequantized(found, factors, scaled[name].block, torch.bfloat16)
                 split += rank is not None
             assert torch.equal(found, expected), (rank, name)
     assert split >= 2 * 6
@@ -98,7 +98,7 @@ def test_few_blocks_for_many_ranks(kind: str, tmp_path: Path, request: pytest.Fi
     for name, entry in parameter_plans(plan).items():
         found = read_tensor(stored[name])
         if entry.block:
-            found = dequantised(found, read_tensor(stored[name + SUFFIX]), entry.block, torch.bfloat16)
+            found = dequantized(found, read_tensor(stored[name + SUFFIX]), entry.block, torch.bfloat16)
         assert torch.equal(found, read_tensor(expected[name])), name
 
 
@@ -144,7 +144,7 @@ def test_other_methods_are_refused_by_name(dense: Path, settings: dict[str, obje
     set_method(dense, **settings)
     for need_weights in (True, False):
         with pytest.raises(
-            SourceError, match=rf"is quantised \({method}\), which cannot be sharded; convert"
+            SourceError, match=rf"is quantized \({method}\), which cannot be sharded; convert"
         ):
             resolve(dense, need_weights=need_weights)
 

@@ -151,9 +151,9 @@ BAD_CONFIGS: dict[str, tuple[Change, str]] = {
         "model type 'mystery' is defined by the repository's own code; .* pass --trust-remote-code",
     ),
     "wrong field": (lambda p: change_config(p, hidden_size="wide"), "not a valid config: .*'hidden_size'"),
-    "quantised": (
+    "quantized": (
         lambda p: change_config(p, quantization_config={"quant_method": "fp8"}),
-        r"is quantised \(fp8\), which cannot be sharded; convert the unquantised model",
+        r"is quantized \(fp8\), which cannot be sharded; convert the unquantized model",
     ),
 }
 

@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from shardconv_runtime.tensors.boxes import Dim, Move, source_stretches, wanted
+from shardconv_runtime.tensors.boxes import BoxDim, Move, source_stretches, wanted
 
 
 @st.composite
@@ -19,7 +19,7 @@ def moves(draw: st.DrawFn) -> Move:
         count = draw(st.integers(1, size - start))
         first += start * stride
         if count > 1:
-            dims.append(Dim(count, stride, stride))
+            dims.append(BoxDim(count, stride, stride))
         stride *= size
     return Move(0, 0, first, tuple(reversed(dims)), "float32")
 

@@ -20,7 +20,7 @@ import torch
 from converted import llama_plan, random_llama, write_directory
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format.block_scales import dequantised
+from shardconv_runtime.format.block_scales import dequantized
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.dtypes import STORED_NAME
 from shardconv_runtime.format.header import ShardFile, read_header
@@ -354,7 +354,7 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
     )
     found = dict(weights._parameters(read(shards), plan))
     assert torch.equal(found["plain"], plain)
-    assert torch.equal(found["scaled"], dequantised(values, factors, (16, 16), torch.bfloat16))
+    assert torch.equal(found["scaled"], dequantized(values, factors, (16, 16), torch.bfloat16))
 
 
 def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse
 from shardconv_runtime.format.layout_hash import holds_values
 from shardconv_runtime.format.plan import ParameterPlan, global_shape
 from shardconv_runtime.format.slices import Mesh
-from shardconv_runtime.saving.held_boxes import Box, Window, held_boxes, owned_boxes, whole_window
+from shardconv_runtime.saving.held_boxes import Box, LocalWindow, full_window, held_boxes, owned_boxes
 from torch import Tensor
 
 MESHES: tuple[Mesh, ...] = ((), (2,), (3,), (2, 2), (2, 3))
@@ -56,7 +56,7 @@ def place(boxes: Sequence[Box], source: Tensor, target: Tensor, counts: Tensor) 
         counts[outside] += 1
 
 
-def windows(shape: Sequence[int], parts: int) -> list[Window]:
+def windows(shape: Sequence[int], parts: int) -> list[LocalWindow]:
     """Chunks of dim 0, as data-parallel processes hold them."""
     length = -(-shape[0] // parts)
     starts = [min(part * length, shape[0]) for part in range(parts + 1)]
@@ -103,12 +103,12 @@ def test_held_boxes_fill_the_window(found: tuple[ParameterPlan, Mesh], parts: in
 def test_the_lowest_rank_owns(dim: str, mesh: Mesh, owned: list[list[tuple[int, int]]]) -> None:
     entry = ParameterPlan(("w",), (parse(dim),), "float32")
     for rank, want in enumerate(owned):
-        found = owned_boxes(entry, mesh, rank, whole_window(entry, mesh, rank))
+        found = owned_boxes(entry, mesh, rank, full_window(entry, mesh, rank))
         assert [(box.offsets[0], box.sizes[0]) for box in found] == want
 
 
 def test_a_partial_one_is_that_of_the_rank_with_values() -> None:
     entry = ParameterPlan(("w",), (parse("6@1"),), "float32", partial=(0,))
     for rank in range(4):
-        boxes = held_boxes(entry, (2, 2), rank, whole_window(entry, (2, 2), rank))
+        boxes = held_boxes(entry, (2, 2), rank, full_window(entry, (2, 2), rank))
         assert bool(boxes) == holds_values(entry, (2, 2), rank) == (rank < 2)

@@ -16,7 +16,7 @@ from shardconv_runtime.saving.optimizer_index import (
     OptimizerIndex,
     ParameterState,
     StateFile,
-    Value,
+    StoredValue,
     from_value,
     read_index,
     to_value,
@@ -62,25 +62,28 @@ def test_what_cannot_be_written(thing: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        Value("float", "a penny"),
-        Value("int", "__import__('os')"),
-        Value("os.system", "1"),
-        Value("load", "1"),
-        Value("tensor:load", "1"),
-        Value("bool", "("),
+        StoredValue("float", "a penny"),
+        StoredValue("int", "__import__('os')"),
+        StoredValue("os.system", "1"),
+        StoredValue("load", "1"),
+        StoredValue("tensor:load", "1"),
+        StoredValue("bool", "("),
     ],
 )
-def test_what_is_not_read(value: Value) -> None:
+def test_what_is_not_read(value: StoredValue) -> None:
     with pytest.raises(CheckpointError, match="is no "):
         from_value(value)
 
 
 def index_of(directory: Path, **changes: Any) -> OptimizerIndex:
     (directory / "data").write_bytes(b"12345")
-    scalars = {"step": Value("tensor:float32", "3.0")}
+    scalars = {"step": StoredValue("tensor:float32", "3.0")}
     state = ParameterState("a.weight", (4, 6), {"exp_avg": "float32"}, scalars)
     groups = (
-        Group(("a.weight",), {"lr": Value("float", "0.1"), "betas": Value("tuple", items=(Value("none"),))}),
+        Group(
+            ("a.weight",),
+            {"lr": StoredValue("float", "0.1"), "betas": StoredValue("tuple", items=(StoredValue("none"),))},
+        ),
     )
     return OptimizerIndex("AdamW", groups, (state,), (StateFile("data", 5),), **changes)
 

@@ -20,7 +20,7 @@ from shardconv_runtime.errors import SourceError
 from shardconv_runtime.tensors import copying
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, read_tensor, run
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf, Leaf, Piece
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, StridedBox
 
 from shardconv.writing.crc32 import Extent, join
 
@@ -133,7 +133,7 @@ def test_slices_of_one_leaf_for_several_ranks(
         check(*lay_out(targets), memory)
 
 
-def stretch(unit: Unit) -> tuple[Leaf, int, int]:
+def stretch(unit: Unit) -> tuple[LazyLeaf, int, int]:
     """What a unit stands for."""
     return unit.leaf, unit.start, unit.stop
 
@@ -145,12 +145,12 @@ def test_a_key_stands_for_the_same_elements_in_every_run(directory: Path, data: 
     files = Files(directory)
     targets = data.draw(st.lists(st.lists(pairs(files, steps=4), max_size=3), min_size=2, max_size=3))
     placed, _ = lay_out(targets)
-    leaves: dict[Leaf, int] = {}
+    leaves: dict[LazyLeaf, int] = {}
     for tensor, _, _ in placed:
         for piece in tensor.pieces:
             if not isinstance(piece.leaf, lazy.ZeroLeaf):  # those are a rank's own
                 leaves.setdefault(piece.leaf, len(leaves))
-    units: dict[tuple[int, int], set[tuple[Leaf, int, int]]] = {}
+    units: dict[tuple[int, int], set[tuple[LazyLeaf, int, int]]] = {}
     moves: dict[tuple[int, int, int], set[str]] = {}
     for memory, workers in itertools.product((1, 500, 1 << 20), (1, 3)):
         some = [p for p in placed if data.draw(st.booleans()) or p.file == 0]
@@ -180,7 +180,7 @@ def test_a_strided_window_of_a_leaf(tmp_path: Path) -> None:
     storage = random_tensor("float32", (60,), 3)
     leaf = Files(tmp_path).add(storage).pieces[0].leaf
     real = storage.as_strided((3, 4), (16, 3), 5)
-    tensor = lazy.LazyTensor("float32", (3, 4), (Piece((0, 0), (3, 4), leaf, 5, (16, 3)),))
+    tensor = lazy.LazyTensor("float32", (3, 4), (StridedBox((0, 0), (3, 4), leaf, 5, (16, 3)),))
     for unit, band in itertools.product((1, 8, 40, 1000), repeat=2):
         with tiny(unit, band):
             assert same(read_tensor(tensor), real)
@@ -193,7 +193,7 @@ def test_a_leaf_that_is_computed_serves_all_files_at_once() -> None:
         calls.append(threading.get_ident())
         return torch.arange(24, dtype=torch.int64)
 
-    whole = lazy.whole(ComputedLeaf("test", compute, "int64", 24), (4, 6))
+    whole = lazy.from_leaf(ComputedLeaf("test", compute, "int64", 24), (4, 6))
     parts = [
         (lazy.take(whole, 1, ((i, i + 2),)), torch.arange(24).reshape(4, 6)[:, i : i + 2]) for i in (0, 4)
     ]
@@ -213,7 +213,7 @@ def test_one_tensor_at_a_time_is_computed() -> None:
         running -= 1
         return torch.zeros(2, dtype=torch.int64)
 
-    leaves = [lazy.whole(ComputedLeaf(str(i), compute, "int64", 2), (2,)) for i in range(5)]
+    leaves = [lazy.from_leaf(ComputedLeaf(str(i), compute, "int64", 2), (2,)) for i in range(5)]
     with tiny(64, 64):
         assert same(read_tensor(lazy.concatenate(leaves, 0)), torch.zeros(10, dtype=torch.int64))
     assert most == 1
@@ -224,7 +224,7 @@ class TestErrors:
 
     def read(self, path: Path, num_elements: int) -> None:
         """Read int64 elements from byte 8 of a file on."""
-        read_tensor(lazy.whole(FileLeaf(path, 8, "int64", num_elements), (num_elements,)))
+        read_tensor(lazy.from_leaf(FileLeaf(path, 8, "int64", num_elements), (num_elements,)))
 
     def test_a_file_that_was_cut_off(self, tmp_path: Path) -> None:
         path = tmp_path / "a"
@@ -261,7 +261,7 @@ class TestErrors:
             raise SourceError("the weights are gone")
 
         with pytest.raises(SourceError, match="the weights are gone"):
-            read_tensor(lazy.whole(ComputedLeaf("test", fail, "int64", 3), (3,)))
+            read_tensor(lazy.from_leaf(ComputedLeaf("test", fail, "int64", 3), (3,)))
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def in_file(path: Path, tensor: torch.Tensor) -> LazyTensor:
     """A tensor as a file of its own."""
     path.write_bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return lazy.whole(FileLeaf(path, 0, dtype, tensor.numel()), tensor.shape)
+    return lazy.from_leaf(FileLeaf(path, 0, dtype, tensor.numel()), tensor.shape)
 
 
 def by_columns(path: Path, tensor: torch.Tensor, parts: int) -> LazyTensor:

@@ -127,7 +127,7 @@ def test_a_computed_leaf_is_computed_when_it_is_read() -> None:
         calls.append(0)
         return torch.arange(12, dtype=torch.int64).reshape(3, 4).t()  # strided: it is read row-major
 
-    tensor = lazy.whole(ComputedLeaf("test", compute, "int64", 12), (4, 3))
+    tensor = lazy.from_leaf(ComputedLeaf("test", compute, "int64", 12), (4, 3))
     part = lazy.permute(lazy.take(tensor, 0, ((1, 3),)), (1, 0))
     assert not calls
     assert torch.equal(read_tensor(part), torch.arange(12).reshape(3, 4)[:, 1:3])

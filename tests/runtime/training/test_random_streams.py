@@ -16,7 +16,7 @@ from distributed import run_processes
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import DrawPlan
-from shardconv_runtime.training.random_streams import attach_draws, resumable
+from shardconv_runtime.training.random_streams import attach_random_streams, resumable
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,7 +72,7 @@ def on_ranks(
 ) -> list[Any]:
     def rank(comm: Communicator) -> Any:
         model = Model(p)
-        attach_draws(model, plans, comm)
+        attach_random_streams(model, plans, comm)
         prepare(model)
         return use(model)
 
@@ -251,7 +251,7 @@ def test_a_copy_has_streams_of_its_own() -> None:
 def test_without_dropout_the_graph_is_one() -> None:
     def compiled(comm: Communicator) -> Tensor:
         model = Model(0.0)
-        attach_draws(model, INSIDE, comm)
+        attach_random_streams(model, INSIDE, comm)
         forward = torch.compile(model, fullgraph=True, backend="eager")
         out: Tensor = forward(torch.ones(WIDTH, dtype=torch.float64))
         return out

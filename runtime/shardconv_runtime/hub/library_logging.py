@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_client() -> Iterator[None]:
+def without_hub_logging() -> Iterator[None]:
     """Silence huggingface_hub's logs and bars; restore them on leaving."""
     from huggingface_hub.utils import logging as hub_logging
     from huggingface_hub.utils.tqdm import (
@@ -30,7 +30,7 @@ def quiet_client() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
+def without_library_logging() -> Iterator[None]:
     """Silence transformers' and huggingface_hub's logs, warnings and bars; restore them on leaving."""
     from transformers.utils import logging as transformers_logging
 
@@ -39,7 +39,7 @@ def quiet_libraries() -> Iterator[None]:
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        with quiet_client(), warnings.catch_warnings():
+        with without_hub_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from distributed import run_processes
-from quantised_checkpoints import dense_config, experts_config, save_quantised
+from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.format import plan_json as codec
 
 import shardconv
@@ -19,7 +19,7 @@ IDS = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]]
 KINDS: dict[str, tuple[Any, Any, Any]] = {
     "dense": (dense_config, transformers.Qwen3ForCausalLM, None),
     "experts": (experts_config, transformers.DeepseekV3ForCausalLM, None),
-    "dequantised": (experts_config, transformers.DeepseekV3ForCausalLM, "bfloat16"),
+    "dequantized": (experts_config, transformers.DeepseekV3ForCausalLM, "bfloat16"),
 }
 
 
@@ -36,7 +36,7 @@ def logits_of_rank(path: Path, plan: Path | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     config, cls, dtype = KINDS[kind]
-    save_quantised(config(), cls, tmp_path / "model")
+    save_quantized(config(), cls, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
     whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> N
 def test_so_they_are_without_a_conversion(kind: str, has_blocks: bool, tmp_path: Path) -> None:
     """By a plan with the blocks, and by one that was made from the config alone."""
     config, cls, _ = KINDS[kind]
-    save_quantised(config(), cls, tmp_path / "model")
+    save_quantized(config(), cls, tmp_path / "model")
     if has_blocks:
         shardconv.convert(tmp_path / "model", tmp_path / "plan.json", 2)
     else:
