@@ -19,10 +19,16 @@ import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.errors import SourceError, brief
-from shardconv_runtime.hub.quiet_libraries import quiet_libraries
+from shardconv_runtime.hub.library_logging import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, Shape, contiguous_strides, whole
+from shardconv_runtime.tensors.lazy_tensor import (
+    ComputedLeaf,
+    LazyTensor,
+    Shape,
+    contiguous_strides,
+    from_leaf,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -113,7 +119,7 @@ def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
 
 def _load(spec: ModelSpec, saved: Weights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
     """The state dict that transformers makes of a checkpoint, and what it reports of it."""
-    with quiet_libraries(), recording(dict(saved)) as checkpoint:
+    with without_library_logging(), recording(dict(saved)) as checkpoint:
         try:
             model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]
                 None,
@@ -145,7 +151,7 @@ def _require_none(spec: ModelSpec, names: Iterable[Any], what: str) -> None:
 def _probe(name: str, lazy: LazyTensor) -> LazyTensor:
     """A tensor that says where its elements come from, and has random bytes if it must have some."""
     count = torch.Size(lazy.shape).numel()
-    return whole(ComputedLeaf(name, _random(name, lazy.dtype, lazy.shape), lazy.dtype, count), lazy.shape)
+    return from_leaf(ComputedLeaf(name, _random(name, lazy.dtype, lazy.shape), lazy.dtype, count), lazy.shape)
 
 
 def _random(name: str, dtype: str, shape: Shape) -> Callable[[], torch.Tensor]:
