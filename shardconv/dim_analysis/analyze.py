@@ -12,7 +12,7 @@ from ..tracing.opaque import OPAQUE
 from ..tracing.tape import Mark, Op, Tape, starred
 from . import dim_trees as axes
 from .analysis import Analysis
-from .dim_trees import Conflict
+from .dim_trees import Conflict, Node
 from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, owning_modules
 from .rules import POINTWISE, RULES, views
@@ -56,7 +56,7 @@ def _block_compared(builder: Builder) -> None:
     Code that refuses more tokens than a table has rows, say: no other trace would show it.
     """
     result = builder.result
-    frozen: set[int] | None = None
+    frozen: set[Node] | None = None
     for sides in result.tape.comparisons:
         sizes = [[s for s in sources(side) if s[0] == "size" and s[1] in result.dims] for side in sides]
         for own, other in (sizes, reversed(sizes)):
@@ -65,7 +65,7 @@ def _block_compared(builder: Builder) -> None:
                 continue
             frozen = frozen_leaves(result) if frozen is None else frozen
             given = [x for _, tid, dim in other for x in axes.leaves(result.dims[tid][dim])]
-            if any(id(x) in frozen for x in given):
+            if any(x in frozen for x in given):
                 builder.why = "its size is compared with that of the input"
                 for dim in tables:
                     builder.block_dim(dim)

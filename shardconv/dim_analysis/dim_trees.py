@@ -329,12 +329,12 @@ def link(a: Node, b: Node) -> None:
         return
 
 
-def _mirror(node: Node, made: dict[int, Node]) -> Node:
+def _mirror(node: Node, made: dict[Node, Node]) -> Node:
     """A copy with fresh leaves; a leaf that occurs twice does so in the copy."""
     node = find(node)
-    if id(node) in made:
-        return made[id(node)]
-    copy = made[id(node)] = Node(node.size, node.size <= 1)
+    if node in made:
+        return made[node]
+    copy = made[node] = Node(node.size, node.size <= 1)
     if node.kind != LEAF:
         copy.kind = node.kind
         copy.children = tuple(_mirror(c, made) for c in node.children)

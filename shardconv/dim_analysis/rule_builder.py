@@ -100,7 +100,7 @@ class Builder:
 
     def contract(self, dims: Sequence[Node], *inputs: int) -> Partial:
         """The state of an output in which ``dims`` are summed over; it is linear in ``inputs``."""
-        states = [s for s in {id(p): p for p in map(self.partial, inputs)}.values() if not s.zero]
+        states = [s for s in dict.fromkeys(map(self.partial, inputs)) if not s.zero]
         output = Partial()
         has_weight = not self.parametric.isdisjoint(inputs)
         self.result.contractions.append(Contraction(output, tuple(dims), tuple(states), has_weight))

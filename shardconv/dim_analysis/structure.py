@@ -84,27 +84,27 @@ def _in_layer(fqn: str) -> str:
     return match[1] + starred(match[2]) if match else fqn
 
 
-def frozen_leaves(analysis: Analysis) -> set[int]:
-    """``id`` of the leaves of the inputs' dims and of all that marks link to them."""
+def frozen_leaves(analysis: Analysis) -> set[Node]:
+    """The leaves of the inputs' dims and all that marks link to them."""
     return linked_leaves(analysis, analysis.frozen)
 
 
-def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[int]:
-    """``id`` of the leaves of some dims and of all that marks link to them."""
+def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
+    """The leaves of some dims and all that marks link to them."""
     todo = [x for dim in dims for x in axes.leaves(dim)]
-    linked: set[int] = set()
-    neighbours: dict[int, list[Node]] = {}
+    linked: set[Node] = set()
+    neighbors: dict[Node, list[Node]] = {}
     for event in analysis.tape.events:
         if isinstance(event, Mark):
             for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
                 for x, y in corresponding_leaves(before, after) or ():
-                    neighbours.setdefault(id(x), []).append(y)
-                    neighbours.setdefault(id(y), []).append(x)
+                    neighbors.setdefault(x, []).append(y)
+                    neighbors.setdefault(y, []).append(x)
     while todo:
         leaf = find(todo.pop())
-        if id(leaf) not in linked:
-            linked.add(id(leaf))
-            todo += neighbours.get(id(leaf), [])
+        if leaf not in linked:
+            linked.add(leaf)
+            todo += neighbors.get(leaf, [])
     return linked
 
 

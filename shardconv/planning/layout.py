@@ -35,11 +35,11 @@ class Layouts:
             known = self._dims[id(node)] = _simplified(self._tree(node, open_leaves=frozenset()))
         return known
 
-    def _tree(self, node: Node, open_leaves: Collection[int]) -> Dim:
-        """The tree of a dim; leaves whose ``id`` is among ``open_leaves`` have no size."""
+    def _tree(self, node: Node, open_leaves: Collection[Node]) -> Dim:
+        """The tree of a dim; ``open_leaves`` have no size."""
         node = find(node)
         if node.kind == LEAF:
-            size = 0 if id(node) in open_leaves else node.size
+            size = 0 if node in open_leaves else node.size
             return Leaf(size, self.assignment.axes(node))
         children = tuple(self._tree(c, open_leaves) for c in node.children)
         return Product(children) if node.kind == axes.PRODUCT else Sum(children)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -56,13 +57,13 @@ class Graph:
         analysis: Analysis,
         forbidden: Iterable[Node],
         folded: Folded,
-        sequence: Collection[int] = frozenset(),
+        sequence: Collection[Node] = frozenset(),
     ) -> None:
         self.analysis = analysis
         self.folded = folded
         self.sequence = sequence
         self.frozen = frozen_leaves(analysis).difference(sequence)
-        self.forbidden = {id(find(x)) for node in forbidden for x in axes.leaves(node)}
+        self.forbidden = {find(x) for node in forbidden for x in axes.leaves(node)}
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
         self.calls = Counter(call.fqn for call in analysis.tape.calls)
@@ -70,24 +71,33 @@ class Graph:
 
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
         """Distinct (dims, state) of tensors, with how often they occur."""
-        counts: Counter[tuple[int, ...]] = Counter()
-        first: dict[tuple[int, ...], tuple[tuple[Node, ...], Partial]] = {}
-        for tid, dims in self.analysis.dims.items():
-            state = find_partial(self.analysis.partial[tid])
-            key = (*(id(find(d)) for d in dims), id(state))
-            counts[key] += 1
-            first.setdefault(key, (tuple(find(d) for d in dims), state))
-        return [(*first[key], n) for key, n in counts.items()]
+        counts = Counter(
+            (tuple(find(d) for d in dims), find_partial(self.analysis.partial[tid]))
+            for tid, dims in self.analysis.dims.items()
+        )
+        return [(dims, state, count) for (dims, state), count in counts.items()]
 
     def solve_axis(
         self,
         extent: int,
-        taken: dict[int, int],
+        taken: Mapping[Node, int],
         saving_weight: float = 1.0,
-        pinned: Mapping[int, bool] | None = None,
-    ) -> tuple[list[int], list[int]]:
+        pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
+    ) -> tuple[list[Node], list[Partial]]:
         """Leaves and states that use an axis of this extent."""
-        return AxisProblem(self, extent, taken, saving_weight, pinned or {}).solve()
+        return AxisProblem(self, extent, taken, saving_weight, pinned).solve()
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A variable that is 1 exactly where one of some others is."""
+
+    terms: tuple[int, ...]
+    """The others, ascending."""
+
+
+Key = Node | Partial | OneOf
+"""What a variable decides about."""
 
 
 class AxisProblem:
@@ -96,26 +106,25 @@ class AxisProblem:
     Args:
         graph: what all axes share.
         extent: size of the mesh axis.
-        taken: ``id`` of a leaf -> into how many parts earlier axes split it.
+        taken: leaf -> into how many parts earlier axes split it.
         saving_weight: factor of what a split element of a parameter is worth.
-        pinned: ``id`` of leaves and states of parameters whose choice is made.
+        pinned: leaves and states of parameters whose choice is made.
     """
 
     def __init__(
         self,
         graph: Graph,
         extent: int,
-        taken: dict[int, int],
+        taken: Mapping[Node, int],
         saving_weight: float = 1.0,
-        pinned: Mapping[int, bool] = MappingProxyType({}),
+        pinned: Mapping[Node | Partial, bool] = MappingProxyType({}),
     ) -> None:
         self.graph = graph
         self.extent = extent
         self.taken = taken
         self.saving_weight = saving_weight
-        self.variables: dict[int, int] = {}
-        self.keys: list[int] = []
-        self.is_leaf: list[bool] = []
+        self.variables: dict[Key, int] = {}
+        self.keys: list[Key] = []
         self.alias: list[int] = []
         self.zero: set[int] = set()
         self.costs: list[tuple[tuple[int, ...], np.ndarray]] = []
@@ -154,9 +163,8 @@ class AxisProblem:
 
     # Variables -------------------------------------------------------------------------------
 
-    def _new(self, key: int, is_leaf: bool) -> int:
+    def _new(self, key: Key) -> int:
         self.keys.append(key)
-        self.is_leaf.append(is_leaf)
         self.alias.append(len(self.alias))
         self.variables[key] = len(self.keys) - 1
         return len(self.keys) - 1
@@ -164,15 +172,14 @@ class AxisProblem:
     def leaf(self, node: Node) -> int | None:
         """The variable of a leaf; None if it cannot be sharded on this axis."""
         node = find(node)
-        key = id(node)
-        if node.blocked or key in self.graph.frozen or key in self.graph.forbidden:
+        if node.blocked or node in self.graph.frozen or node in self.graph.forbidden:
             return None
-        if node.atomic and key not in self.graph.sequence:
+        if node.atomic and node not in self.graph.sequence:
             return None
-        if node.size < self.taken.get(key, 1) * self.extent:
+        if node.size < self.taken.get(node, 1) * self.extent:
             return None
-        known = self.variables.get(key)
-        return known if known is not None else self._new(key, True)
+        known = self.variables.get(node)
+        return known if known is not None else self._new(node)
 
     def leaves(self, node: Node) -> list[int]:
         """The variables of the leaves of a dim."""
@@ -183,8 +190,8 @@ class AxisProblem:
         state = find_partial(state)
         if state.zero:
             return None
-        known = self.variables.get(id(state))
-        return known if known is not None else self._new(id(state), False)
+        known = self.variables.get(state)
+        return known if known is not None else self._new(state)
 
     def _same(self, a: int, b: int) -> None:
         a, b = self._root(a), self._root(b)
@@ -264,10 +271,10 @@ class AxisProblem:
                 terms.append(v)
         if len(terms) <= 1:
             return terms[0] if terms else None
-        key = hash(("one of", *sorted(terms)))
+        key = OneOf(tuple(sorted(terms)))
         known = self.variables.get(key)
         if known is None:
-            known = self._new(key, False)
+            known = self._new(key)
             self._add((known, *terms), _either(len(terms)))
         return known
 
@@ -283,7 +290,7 @@ class AxisProblem:
             else:
                 self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
             for dim in analysis.dims[mark.target]:
-                scattered = self.leaf(dim) if id(find(dim)) in self.graph.sequence else None
+                scattered = self.leaf(dim) if find(dim) in self.graph.sequence else None
                 if scattered is not None:  # a reduce_scatter moves half as much
                     self._add((before, scattered), np.array([[0.0, 0.0], [0.0, -weight * volume]]))
         elif after is not None:
@@ -321,7 +328,7 @@ class AxisProblem:
             for node, share in _shares(dim, 1.0):
                 v = self.leaf(node)
                 if v is not None:
-                    have = node.size / self.taken.get(id(node), 1)
+                    have = node.size / self.taken.get(node, 1)
                     largest = math.ceil(have / self.extent) / have
                     even = 1 / self.extent
                     saved = 1 - even - UNEVEN * (largest - even)
@@ -347,10 +354,10 @@ class AxisProblem:
             for tid in made:
                 if tid in needed and tid in graph.analysis.dims:
                     for dim in graph.analysis.dims[tid]:
-                        if id(find(dim)) in graph.sequence and (v := self.leaf(dim)) is not None:
+                        if find(dim) in graph.sequence and (v := self.leaf(dim)) is not None:
                             self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
 
-    def _pin(self, key: int, chosen: bool) -> None:
+    def _pin(self, key: Node | Partial, chosen: bool) -> None:
         variable = self.variables.get(key)
         if variable is not None:
             self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
@@ -403,17 +410,20 @@ class AxisProblem:
 
     # Solution --------------------------------------------------------------------------------
 
-    def solve(self) -> tuple[list[int], list[int]]:
-        """Keys of the leaves that are sharded and of the states that are partial."""
+    def solve(self) -> tuple[list[Node], list[Partial]]:
+        """The leaves that are sharded and the states that are partial."""
         problem = Problem(len(self.keys))
         zero = {self._root(v) for v in self.zero}
         for variables, table in self.costs:
             self._add_to(problem, [self._root(v) for v in variables], table, zero)
         values = problem.solve()
-        chosen = [i for i in range(len(self.keys)) if self._root(i) not in zero and values[self._root(i)]]
+        roots = [self._root(v) for v in range(len(self.keys))]
+        chosen = [
+            key for key, root in zip(self.keys, roots, strict=True) if root not in zero and values[root]
+        ]
         return (
-            [self.keys[i] for i in chosen if self.is_leaf[i]],
-            [self.keys[i] for i in chosen if not self.is_leaf[i]],
+            [key for key in chosen if isinstance(key, Node)],
+            [key for key in chosen if isinstance(key, Partial)],
         )
 
     @staticmethod

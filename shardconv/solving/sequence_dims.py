@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..dim_analysis.analysis import Analysis, find_partial
+from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..dim_analysis.structure import linked_leaves
 from ..tracing.fold import Folded
@@ -25,9 +25,12 @@ SECOND_TOKENS = "decoder_input_ids"
 """An input that is another sequence; such models are left out."""
 
 
-def sequence_leaves(analysis: Analysis) -> set[int]:
-    """``id`` of the leaves that are the sequence and may be split: those that are a dim of their own wherever
-    they occur. A split part of a product (batch times sequence) could not be gathered."""
+def sequence_leaves(analysis: Analysis) -> set[Node]:
+    """The leaves that are the sequence and may be sharded.
+
+    Each is a dim of its own wherever it occurs: a sharded factor of a product (batch times sequence) could
+    not be gathered.
+    """
     tape = analysis.tape
     inputs = {tape.tensors[t].name: t for t in tape.inputs}
     tokens = inputs.get(TOKENS)
@@ -38,7 +41,7 @@ def sequence_leaves(analysis: Analysis) -> set[int]:
         for dim in dims:
             parts = leaves(dim)
             if find(dim) not in parts:
-                found.difference_update(id(find(part)) for part in parts)
+                found.difference_update(find(part) for part in parts)
     return found
 
 
@@ -58,30 +61,30 @@ def solve_sequence(
     """
     sequence = sequence_leaves(analysis)
     graph = Graph(analysis, forbidden, folded, sequence)
-    leaf_axes: dict[int, tuple[int, ...]] = {}
-    partial_axes: dict[int, tuple[int, ...]] = {}
+    leaf_axes: dict[Node, tuple[int, ...]] = {}
+    partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(plain.mesh):
-        taken = {key: math.prod(plain.mesh[a] for a in axes) for key, axes in leaf_axes.items()}
+        taken = {leaf: math.prod(plain.mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
         try:
             split, partial = graph.solve_axis(extent, taken, pinned=_pinned(analysis, plain, axis))
         except Infeasible:
             return None
-        for key in split:
-            leaf_axes[key] = (*leaf_axes.get(key, ()), axis)
-        for key in partial:
-            partial_axes[key] = (*partial_axes.get(key, ()), axis)
+        for leaf in split:
+            leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
+        for state in partial:
+            partial_axes[state] = (*partial_axes.get(state, ()), axis)
     if sequence.isdisjoint(leaf_axes):
         return None
-    return Assignment(plain.mesh, leaf_axes, partial_axes, plain.replicated, (graph, plain))
+    return Assignment(plain.mesh, leaf_axes, partial_axes, plain.replicated)
 
 
-def _pinned(analysis: Analysis, plain: Assignment, axis: int) -> dict[int, bool]:
+def _pinned(analysis: Analysis, plain: Assignment, axis: int) -> dict[Node | Partial, bool]:
     """Leaves and states of parameters, and whether they use a mesh axis."""
-    out: dict[int, bool] = {}
+    out: dict[Node | Partial, bool] = {}
     for tid, info in enumerate(analysis.tape.tensors):
         if info.kind in ("parameter", "buffer") and tid in analysis.dims:
             for dim in analysis.dims[tid]:
-                out |= {id(find(x)): axis in plain.axes(x) for x in leaves(dim)}
+                out |= {find(x): axis in plain.axes(x) for x in leaves(dim)}
             state = find_partial(analysis.partial[tid])
-            out[id(state)] = axis in plain.partial_axes(state)
+            out[state] = axis in plain.partial_axes(state)
     return out

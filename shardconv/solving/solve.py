@@ -24,8 +24,8 @@ worth of what is split.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find, leaves
@@ -46,23 +46,21 @@ class Assignment:
     """The solution: mesh axes of every leaf and partial state; none means replicated."""
 
     mesh: tuple[int, ...]
-    leaves: dict[int, tuple[int, ...]]
-    """``id(find(leaf))`` -> mesh axes, outer first."""
-    partials: dict[int, tuple[int, ...]]
-    """``id(find_partial(state))`` -> mesh axes."""
+    leaves: Mapping[Node, tuple[int, ...]]
+    """``find(leaf)`` -> mesh axes, outer first."""
+    partials: Mapping[Partial, tuple[int, ...]]
+    """``find_partial(state)`` -> mesh axes."""
     replicated: tuple[float, float] = (0.0, 0.0)
     """Fraction of the elements of matrices that no rank shares: here, and in the plan with the fewest
     collectives; they differ where collectives were accepted to split more."""
-    keep: tuple[object, ...] = field(default=(), repr=False)
-    """Holds the nodes, whose identities are the keys."""
 
     def axes(self, leaf: Node) -> tuple[int, ...]:
         """Mesh axes that split a leaf."""
-        return self.leaves.get(id(find(leaf)), ())
+        return self.leaves.get(find(leaf), ())
 
     def partial_axes(self, state: Partial) -> tuple[int, ...]:
         """Mesh axes over which a state is partial."""
-        return self.partials.get(id(find_partial(state)), ())
+        return self.partials.get(find_partial(state), ())
 
 
 def solve(
@@ -89,21 +87,23 @@ def solve(
 
 def _solve(graph: Graph, tp: int, saving_weight: float) -> Assignment:
     mesh = prime_factors(tp)
-    leaf_axes: dict[int, tuple[int, ...]] = {}
-    partial_axes: dict[int, tuple[int, ...]] = {}
+    leaf_axes: dict[Node, tuple[int, ...]] = {}
+    partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(mesh):
-        taken = {key: math.prod(mesh[a] for a in axes) for key, axes in leaf_axes.items()}
+        taken = {leaf: math.prod(mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
         sharded, partial = graph.solve_axis(extent, taken, saving_weight)
-        for key in sharded:
-            leaf_axes[key] = (*leaf_axes.get(key, ()), axis)
-        for key in partial:
-            partial_axes[key] = (*partial_axes.get(key, ()), axis)
+        for leaf in sharded:
+            leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
+        for state in partial:
+            partial_axes[state] = (*partial_axes.get(state, ()), axis)
     whole = _replicated(graph, leaf_axes.keys()) if mesh else 0.0
-    mesh, leaf_axes, partial_axes = _merge_axes(mesh, leaf_axes, partial_axes)
-    return Assignment(mesh, leaf_axes, partial_axes, (whole, whole), (graph,))
+    mesh, renamed = _merged_axes(mesh, [*leaf_axes.values(), *partial_axes.values()])
+    merged_leaves = {leaf: _renamed(axes, renamed) for leaf, axes in leaf_axes.items()}
+    merged_states = {state: _renamed(axes, renamed) for state, axes in partial_axes.items()}
+    return Assignment(mesh, merged_leaves, merged_states, (whole, whole))
 
 
-def _replicated(graph: Graph, sharded: Collection[int]) -> float:
+def _replicated(graph: Graph, sharded: Collection[Node]) -> float:
     """Fraction of the elements of matrices none of whose leaves is sharded."""
     whole = total = 0.0
     for tid, info in enumerate(graph.analysis.tape.tensors):
@@ -111,7 +111,7 @@ def _replicated(graph: Graph, sharded: Collection[int]) -> float:
         if info.kind == "parameter" and len(dims) > 1:
             numel = math.prod(info.shape) * graph.folded.weight(info.name)
             total += numel
-            if not any(id(find(x)) in sharded for d in dims for x in leaves(d)):
+            if not any(find(x) in sharded for d in dims for x in leaves(d)):
                 whole += numel
     return whole / total if total else 0.0
 
@@ -128,18 +128,20 @@ def prime_factors(n: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _merge_axes(
-    mesh: tuple[int, ...], *tables: dict[int, tuple[int, ...]]
-) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Adjacent mesh axes that are always used together become one."""
-    used = [axes for table in tables for axes in table.values()]
+def _merged_axes(
+    mesh: tuple[int, ...], used: Collection[tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The mesh in which adjacent axes that are always used together are one, and old axis -> new axis."""
     merged: list[list[int]] = []
     for axis in range(len(mesh)):
-        together = merged and all((axis in u) == (axis - 1 in u) for u in used)
+        together = merged and all((axis in axes) == (axis - 1 in axes) for axes in used)
         if together:
             merged[-1].append(axis)
         else:
             merged.append([axis])
     renamed = {old: new for new, group in enumerate(merged) for old in group}
-    out = [{key: tuple(dict.fromkeys(renamed[a] for a in axes)) for key, axes in t.items()} for t in tables]
-    return tuple(math.prod(mesh[a] for a in group) for group in merged), out[0], out[1]
+    return tuple(math.prod(mesh[a] for a in group) for group in merged), renamed
+
+
+def _renamed(axes: tuple[int, ...], names: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(names[axis] for axis in axes))

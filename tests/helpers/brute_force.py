@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,8 @@ Column = NDArray[np.int8]
 """A value for each assignment."""
 Condition = Callable[[], NDArray[np.bool_]]
 """Whether each assignment fulfils it."""
+Variable = Node | Partial
+"""A leaf that may be sharded, or a state that may be partial."""
 MAX_ASSIGNMENTS = 200_000
 
 
@@ -33,15 +35,15 @@ class Judge:
     Args:
         analysis: of a model, not folded.
         extent: of the mesh axis.
-        taken: ``id`` of a leaf -> into how many parts earlier axes split it.
+        taken: leaf -> into how many parts earlier axes split it.
     """
 
-    def __init__(self, analysis: Analysis, extent: int, taken: dict[int, int]) -> None:
+    def __init__(self, analysis: Analysis, extent: int, taken: Mapping[Node, int]) -> None:
         self.analysis, self.tape = analysis, analysis.tape
         self.extent, self.taken = extent, taken
         self.frozen = self._frozen()
         self.keys = self._variables()
-        self.touched: set[int] = set()
+        self.touched: set[Variable] = set()
         self._set(np.zeros((1, len(self.keys)), dtype=np.int8))
         self.constraints = [*self._whole_tensors(), *self._contractions(), *self._marks(), *self._outputs()]
 
@@ -79,16 +81,16 @@ class Judge:
         constraint()
         return max((i + 1 for i, key in enumerate(self.keys) if key in self.touched), default=0)
 
-    def _frozen(self) -> set[int]:
+    def _frozen(self) -> set[Node]:
         """Leaves of inputs, and those opposite of them at marks, and so on."""
-        found = {id(x) for dim in self.analysis.frozen for x in flat_leaves(dim)}
+        found = {x for dim in self.analysis.frozen for x in flat_leaves(dim)}
         size = -1
         while size != len(found):
             size = len(found)
             for _, before, after in self._marked_dims():
                 for x, y in opposite(before, after) or ():
-                    if {id(x), id(y)} & found:
-                        found |= {id(x), id(y)}
+                    if {x, y} & found:
+                        found |= {x, y}
         return found
 
     def _marked_dims(self) -> Iterator[tuple[Mark, Node, Node]]:
@@ -98,34 +100,34 @@ class Judge:
                 for before, after in zip(dims[event.source], dims[event.target], strict=True):
                     yield event, before, after
 
-    def _variables(self) -> list[int]:
+    def _variables(self) -> list[Variable]:
         """Leaves that may be sharded and states that may be partial, in the order of the tape."""
-        found: dict[int, None] = {}
+        found: dict[Variable, None] = {}
         for tid, dims in self.analysis.dims.items():
             leaves = [x for d in dims for x in flat_leaves(d)]
-            found |= dict.fromkeys(id(x) for x in leaves if self._may_be_sharded(x))
+            found |= dict.fromkeys(x for x in leaves if self._may_be_sharded(x))
             state = find_partial(self.analysis.partial[tid])
-            found |= {} if state.zero else {id(state): None}
+            found |= {} if state.zero else {state: None}
         for contraction in self.analysis.contractions:
             state = find_partial(contraction.output)
-            found |= {} if state.zero else {id(state): None}
+            found |= {} if state.zero else {state: None}
         return list(found)
 
     def _may_be_sharded(self, x: Node) -> bool:
-        enough = x.size >= self.taken.get(id(x), 1) * self.extent
-        return not x.blocked and id(x) not in self.frozen and enough
+        enough = x.size >= self.taken.get(x, 1) * self.extent
+        return not x.blocked and x not in self.frozen and enough
 
     # Values of a dim or a state in every assignment ------------------------------------------------
 
     def leaf(self, node: Node) -> Column:
         """1 where a leaf is sharded."""
-        return self._column(id(find(node)))
+        return self._column(find(node))
 
     def partial(self, state: Partial) -> Column:
         """1 where a state is partial."""
-        return self._column(id(find_partial(state)))
+        return self._column(find_partial(state))
 
-    def _column(self, key: int) -> Column:
+    def _column(self, key: Variable) -> Column:
         self.touched.add(key)
         return self.columns.get(key, self.none)
 
@@ -231,7 +233,7 @@ class Judge:
             yield from ((self.leaf(x), gather) for x in once(flat_leaves(before)))
             yield from ((self.leaf(y), cut) for y in once(flat_leaves(after)))
             return
-        for x, y in {(id(x), id(y)): (x, y) for x, y in pairs}.values():
+        for x, y in dict.fromkeys(pairs):
             yield np.maximum(self.leaf(x) - self.leaf(y), 0), gather
             yield np.maximum(self.leaf(y) - self.leaf(x), 0), cut
 
@@ -245,7 +247,7 @@ class Judge:
             value = (TOKENS_PER_WIDTH + SPARE) * worth * used * math.prod(info.shape)
             for dim in self.analysis.dims[tid]:
                 for x, share in shares(dim):
-                    have = x.size / self.taken.get(id(x), 1)
+                    have = x.size / self.taken.get(x, 1)
                     largest, even = math.ceil(have / self.extent) / have, 1 / self.extent
                     yield self.leaf(x), -value * share * (1 - even - UNEVEN * (largest - even))
 
@@ -270,11 +272,11 @@ class Judge:
 
     # Answers ---------------------------------------------------------------------------------------
 
-    def price(self, chosen: Iterable[int], worth: float) -> float:
+    def price(self, chosen: Iterable[Variable], worth: float) -> float:
         """What the assignment that uses these leaves and states costs; infinite if it means nothing.
 
         Args:
-            chosen: their ``id``; what is no variable is passed over.
+            chosen: those; what is not a variable is passed over.
             worth: factor of what a split element of a parameter is worth.
         """
         wanted = set(chosen)
@@ -283,21 +285,21 @@ class Judge:
             return math.inf
         return float(self._cost(worth)[0])
 
-    def best(self, worth: float) -> set[int]:
+    def best(self, worth: float) -> set[Variable]:
         """The leaves and states of the cheapest assignment, of those that can be written out."""
         assert self.possible is not None
         self._set(self.possible)
         cheapest = self.possible[int(self._cost(worth).argmin())]
         return {key for key, used in zip(self.keys, cheapest, strict=True) if used}
 
-    def replicated(self, chosen: Iterable[int]) -> float:
+    def replicated(self, chosen: Iterable[Variable]) -> float:
         """Fraction of the elements of matrices of which no leaf is among these."""
         wanted = set(chosen)
         elements = {True: 0, False: 0}
         for tid, info in enumerate(self.tape.tensors):
             dims = self.analysis.dims.get(tid, ())
             if info.kind == "parameter" and len(dims) > 1:
-                is_split = any(id(x) in wanted for d in dims for x in flat_leaves(d))
+                is_split = any(x in wanted for d in dims for x in flat_leaves(d))
                 elements[is_split] += math.prod(info.shape)
         return elements[False] / sum(elements.values()) if any(elements.values()) else 0.0
 
@@ -312,7 +314,7 @@ def flat_leaves(node: Node) -> list[Node]:
 
 def once(nodes: Iterable[Node]) -> list[Node]:
     """Each node once."""
-    return list({id(n): n for n in nodes}.values())
+    return list(dict.fromkeys(nodes))
 
 
 def shares(node: Node, share: float = 1.0) -> Iterator[tuple[Node, float]]:

@@ -123,7 +123,7 @@ def assignments(analysis: Analysis, extent: int) -> Iterator[Assignment]:
         if key not in seen:
             seen.add(key)
             axes = dict.fromkeys(sharded, (0,))
-            yield Assignment((extent,), axes, dict.fromkeys(partial, (0,)), (graph,))
+            yield Assignment((extent,), axes, dict.fromkeys(partial, (0,)))
 
 
 # Running a tape ------------------------------------------------------------------------------------

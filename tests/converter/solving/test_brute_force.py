@@ -143,7 +143,7 @@ def solved_and_cheapest(seed: int, extent: int) -> Iterator[tuple[float, float]]
     """
     analysis = tiny(seed)
     graph = Graph(analysis, (), Folded(analysis.tape))
-    taken: dict[int, int] = {}
+    taken: dict[Any, int] = {}
     for _ in range(2):
         judge = Judge(analysis, extent, taken)
         if judge.possible is None:
