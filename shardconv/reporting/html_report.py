@@ -1,7 +1,7 @@
 """A plan and the files made from it as one HTML page, which needs nothing else: no network and no scripts.
 
-The markup is in ``templates/``, where Jinja escapes every value. The Content-Security-Policy of the page allows
-its own style sheets by their hashes, and nothing else.
+The markup is in ``templates/``, where Jinja escapes every value. The Content-Security-Policy of the
+page allows its own style sheets by their hashes, and nothing else.
 """
 
 from __future__ import annotations
