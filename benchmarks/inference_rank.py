@@ -70,11 +70,10 @@ def model_class(directory: Path) -> Any:
 
 def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
     """This rank's model, cut by a plan if it is not converted, and the seconds of reading."""
-    from shardconv_runtime.loading import rank_files as weights
-    from shardconv_runtime.loading.load import load as loading
+    from shardconv_runtime.loading import load, rank_files
 
     seconds = 0.0
-    read = weights.read
+    read = rank_files.read
 
     def timed(*arguments: Any) -> None:
         nonlocal seconds
@@ -82,18 +81,18 @@ def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
         read(*arguments)
         seconds += time.perf_counter() - start
 
-    weights.read = timed
+    rank_files.read = timed
     try:
-        return loading.load(directory, plan=plan, device="cpu"), seconds
+        return load.load(directory, plan=plan, device="cpu"), seconds
     finally:
-        weights.read = read
+        rank_files.read = read
 
 
 def load_safetensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of this rank's files, of a converted directory."""
     from safetensors.torch import load_file
 
-    return {name: x for path in rank_files(directory) for name, x in load_file(path).items()}
+    return {name: x for path in rank_paths(directory) for name, x in load_file(path).items()}
 
 
 def load_transformers(directory: Path, *, parallel: bool) -> Any:
@@ -110,7 +109,7 @@ def _tensor_parallel() -> Any:
     return DistributedConfig(tp_plan="auto")  # what ``tp_plan="auto"`` is called since it is deprecated
 
 
-def rank_files(directory: Path) -> list[Path]:
+def rank_paths(directory: Path) -> list[Path]:
     """The weight files that this rank of a converted directory needs."""
     rank = int(os.environ.get("RANK", "0"))
     folders = (f"rank-{rank:05}-of-{world_size():05}", "common")
@@ -120,7 +119,7 @@ def rank_files(directory: Path) -> list[Path]:
 def measure_load(variant: str, directory: Path, plan: Path | None) -> dict[str, Any]:
     """Seconds until the load returns and until every page was touched, and what the system read for it."""
     from_shards = variant in ("shardconv", "safetensors")
-    files = rank_files(directory) if from_shards else sorted(directory.glob("*.safetensors"))
+    files = rank_paths(directory) if from_shards else sorted(directory.glob("*.safetensors"))
     _import_everything(directory)
     join()
     cached = resident_share(files)

@@ -44,15 +44,16 @@ import json, sys, time
 marks = [("import", time.perf_counter())]
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime import codec
+from shardconv_runtime.format import plan_json
 tell = lambda name: marks.append((name, time.perf_counter()))
 tell("resolving")
 spec = resolve(sys.argv[1], need_weights=False)
-plan = solve_plan(spec, 8, check=False, progress=tell)
+plan = solve_plan(spec, SolveOptions(8, check=False), progress=tell)
 tell("writing")
-codec.write(plan, sys.argv[2])
+plan_json.write(plan, sys.argv[2])
 tell("end")
 print(json.dumps({a: b[1] - t for (a, t), b in zip(marks, marks[1:])}))
 """

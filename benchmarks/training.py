@@ -41,8 +41,7 @@ from convert import describe, render, spread, tell
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from synthetic import Shape
 from training_rank import OURS, THEIRS, WHOLE, key
 
@@ -109,11 +108,11 @@ def without_parallel_loss(converted: Path) -> Path:
     plan = manifest.read_plan(converted, found)
     if plan.training is None or plan.mesh != (plan.tp,) or not plan.training.parallel_loss:
         raise SystemExit(f"error: the plan for tp {plan.tp} is not one of a single mesh axis, to be trained")
-    text = codec.dumps(replace(plan, training=replace(plan.training, parallel_loss=False)))
+    text = plan_json.dumps(replace(plan, training=replace(plan.training, parallel_loss=False)))
     for name in (manifest.PLAN_NAME, manifest.MANIFEST_NAME):
         (out / name).unlink()  # it is the same file as that of the other directory
     (out / manifest.PLAN_NAME).write_text(text)
-    manifest.write(replace(found, plan_sha256=codec.sha256(text)), out)
+    manifest.write(replace(found, plan_sha256=plan_json.sha256(text)), out)
     return out
 
 

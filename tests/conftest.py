@@ -21,6 +21,8 @@ import transformers
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
+from shardconv.arguments import SolveOptions
+
 torch.set_num_threads(1)
 
 
@@ -38,15 +40,12 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def solve_plan(
         spec: Any,
-        tp: int,
+        options: SolveOptions,
         *,
-        experts: str = "tp",
-        sequence_parallel: bool = False,
         blocks: Any = None,
-        check: bool = True,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
-        return hand_plan(spec.config, tp, spec.dtype)
+        return hand_plan(spec.config, options.tp, spec.dtype)
 
     module = types.ModuleType("shardconv.pipeline.stages")
     module.solve_plan = solve_plan  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""Loads what shardconv converted, on the ranks of a torchrun job, and saves it.
+"""Loads converted models on the ranks of a torchrun job, trains them, and saves them.
 
     model = shardconv_runtime.load("out/")
     shardconv_runtime.save(model, "trained/")
 
-Importing this package imports nothing heavy: ``load`` brings torch and transformers when it is used.
+Importing this package imports neither torch nor transformers; its functions do when they are first used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MODULES = {
     "save": "saving.save",
     "save_optimizer": "saving.optimizer_state",
 }
-"""Where each function is that needs torch."""
+"""The modules of the functions that need torch."""
 
 
 def __getattr__(name: str) -> Any:

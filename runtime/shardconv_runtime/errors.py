@@ -1,6 +1,6 @@
 """The errors that a user can cause; both packages raise only these.
 
-A message says what is wrong, where (FQN, file, rank), why, and what to do.
+A message names the problem, where it is (FQN, file, rank), its cause, and the remedy.
 """
 
 from __future__ import annotations

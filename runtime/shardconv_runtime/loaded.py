@@ -1,4 +1,4 @@
-"""What a loaded model remembers of its loading: without it, it could not be saved."""
+"""The record that a loaded model keeps of its loading; saving and training need it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loaded:
     """Where one rank's model came from."""
 
     directory: Path
-    """That ``shardconv convert`` wrote, absolute."""
+    """The converted directory, absolute."""
     manifest: Manifest
     """As it was when the model was loaded."""
     plan: Plan
@@ -30,12 +30,12 @@ class Loaded:
     """The ranks of the model, and this one among them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model came from the same place, and talks to the same ranks."""
+        """A copy of a model shares its origin and its process group."""
         return self
 
 
 def remember(model: nn.Module, value: Loaded) -> None:
-    """Let a model say where it came from."""
+    """Record on a model where it came from."""
     setattr(model, _ATTRIBUTE, value)
 
 
@@ -43,7 +43,7 @@ def loaded(model: nn.Module) -> Loaded:
     """Where a model came from.
 
     Args:
-        model: that ``load`` returned, or a wrapper of it, see ``unwrapped``.
+        model: returned by ``load``, or a wrapper of it, see ``unwrapped``.
 
     Raises:
         PlanError: ``load`` did not return it.
@@ -52,13 +52,13 @@ def loaded(model: nn.Module) -> Loaded:
     if not isinstance(value, Loaded):
         raise PlanError(
             f"this {type(model).__name__} was not loaded by shardconv_runtime.load, so it is not known "
-            "how its parameters are split over ranks; pass the model that load returned"
+            "how its parameters are sharded; pass the model that load returned"
         )
     return value
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, where ``torch.compile`` or ``DistributedDataParallel`` made another module of it."""
+    """The model inside the wrappers of ``torch.compile`` and ``DistributedDataParallel``."""
     while True:
         inner = model._modules.get("_orig_mod")
         if isinstance(model, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""What a user is told to give or to do: as one types it, or as one writes it in Python."""
+"""Names of options in messages: as a user types them on the command line, or writes them in Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _num_commands = 0
 
 @contextmanager
 def of_commands() -> Iterator[None]:
-    """Within it this process is a command, whose user types options."""
+    """In this context messages address the user of a command."""
     global _num_commands
     _num_commands += 1
     try:
@@ -20,15 +20,19 @@ def of_commands() -> Iterator[None]:
 
 
 def is_command() -> bool:
-    """Whether the user types options."""
+    """Whether messages address the user of a command."""
     return _num_commands > 0
 
 
 def option(name: str) -> str:
-    """An option or an argument by its name in Python: ``--local-files-only`` or ``local_files_only=``."""
+    """``--local-files-only`` in a command, ``local_files_only=`` in Python.
+
+    Args:
+        name: of the Python argument.
+    """
     return f"--{name.replace('_', '-')}" if is_command() else f"{name}="
 
 
 def again() -> str:
-    """To be done once the reason of an error is gone."""
+    """The advice to repeat what failed."""
     return "run the same command again" if is_command() else "try again"

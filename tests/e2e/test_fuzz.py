@@ -24,11 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.comm.mesh import used_axes
-from shardconv_runtime.format import fingerprint, manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import fingerprint, manifest, plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence, require_training
-from shardconv_runtime.loading import rank_files as weights
+from shardconv_runtime.loading import rank_files
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.training.backward_axes import backward_axes
@@ -125,13 +124,13 @@ def begin_one_of_two(directory: Directory) -> None:
     found = manifest.read(directory.path)
     plan = manifest.read_plan(directory.path, found)
     fingerprint.check_code(plan)
-    weights.check_files(directory.path, found, plan, 0)
+    rank_files.check_files(directory.path, found, plan, 0)
     build(plan, is_trained=False)
 
 
 def build_for_training(directory: Directory) -> None:
     """The same from the plan alone, in the form of sequence parallelism."""
-    plan = codec.read(directory.path / "plan.json")
+    plan = plan_json.read(directory.path / "plan.json")
     require_training(plan)
     build(of_sequence(plan), is_trained=True)
 

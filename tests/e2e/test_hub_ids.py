@@ -116,7 +116,7 @@ def test_what_is_no_converted_model_is_said_to_be_none(
     hub: HubServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.add_repo("user/plain", {"config.json": b"{}", "tp-x/manifest.json": b"{}"})
-    assert "user/plain holds no converted model; give what" in refused(capsys, "inspect", "user/plain")
+    assert "user/plain holds no converted model; name the output" in refused(capsys, "inspect", "user/plain")
     assert "for 2 ranks or any other number; convert it" in refused(
         capsys, "inspect", "user/plain", "--tp", "2"
     )
@@ -158,7 +158,7 @@ def test_a_file_that_is_missing_or_cut_is_named(
     hub.add_repo("user/cut", {**found, shard: b"cut"})
     assert f"user/cut: {shard} has 3 bytes and should have" in refused(capsys, "inspect", "user/cut")
     hub.add_repo("user/gone", {name: path for name, path in found.items() if name != shard})
-    assert f"user/gone: {shard} is not there and should have" in refused(capsys, "inspect", "user/gone")
+    assert f"user/gone: {shard} is missing and should have" in refused(capsys, "inspect", "user/gone")
 
 
 def test_the_cache_is_enough(

@@ -19,10 +19,8 @@ import transformers
 from distributed import run_errors, run_processes
 from hub_server import HubServer
 from huggingface_hub import constants
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
-from shardconv_runtime.hub import fetch
-from shardconv_runtime.hub import remote_files as remote
+from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.hub import fetch, remote_files
 from small_models import save_random, small_config
 
 import shardconv
@@ -64,7 +62,7 @@ def want(model: Path) -> torch.Tensor:
 
 @pytest.fixture
 def hub(model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for module in (remote, fetch):
+    for module in (remote_files, fetch):
         monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
     with HubServer() as server:
         server.use(monkeypatch, tmp_path / "home")
@@ -212,7 +210,7 @@ def test_a_directory_of_several_is_loaded(out: Path, want: torch.Tensor) -> None
 def plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made from the config alone."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    codec.write(shardconv.plan(model, TP), path)
+    plan_json.write(shardconv.plan(model, TP), path)
     return path
 
 

@@ -27,7 +27,7 @@ from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
 
 import shardconv
 from shardconv import cli
-from shardconv.publishing import branch as remote
+from shardconv.publishing import branch
 from shardconv.publishing.readme import BEGIN, END
 from shardconv.reporting.progress import Advance, Silent
 
@@ -39,7 +39,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(branch, "FIRST_WAIT_S", 0.01)
     with HubServer(part_bytes=PART_BYTES) as server:
         server.use(monkeypatch, tmp_path / "home", "hf_writer")
         yield server
@@ -270,9 +270,9 @@ def test_who_may_not_write_is_told(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RuntimeError("storage is away"), r"did not arrive \(storage is away\); try again, it continues"),
-        (ConnectionError("cut"), r"did not arrive \(cut\); try again, it continues"),
-        (ValueError("no such thing"), "the Hub refused what was asked of user/model: no such thing"),
+        (RuntimeError("storage is away"), r"failed \(storage is away\); try again, it continues"),
+        (ConnectionError("cut"), r"failed \(cut\); try again, it continues"),
+        (ValueError("no such thing"), "the Hub refused a request for user/model: no such thing"),
     ],
 )
 def test_errors_of_other_storage_are_ours(
@@ -355,16 +355,16 @@ def test_progress_counts_every_byte_once(hub: HubServer, out: Path) -> None:
 def test_what_others_commit_in_between_stays(
     hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit, parents = remote.Remote.commit, []
+    commit, parents = branch.Remote.commit, []
 
-    def late(self: remote.Remote, *args: Any, parent: str | None = None, **options: Any) -> str:
+    def late(self: branch.Remote, *args: Any, parent: str | None = None, **options: Any) -> str:
         if parent is not None:
             parents.append(parent)
             if len(parents) == 1:
                 hub.add_repo(REPO, {"README.md": b"By others."})
         return commit(self, *args, parent=parent, **options)
 
-    monkeypatch.setattr(remote.Remote, "commit", late)
+    monkeypatch.setattr(branch.Remote, "commit", late)
     shardconv.push(out, REPO)
     assert len(parents) == 2
     assert hub.files(REPO)["README.md"].startswith(b"---")
@@ -376,7 +376,7 @@ def test_errors_without_end_are_said_to_be_so(
     hub: HubServer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults.error_every, hub.faults.only = 1, "/commit/"
-    with pytest.raises(SourceError, match=r"status 503 again and again .* continues where it was"):
+    with pytest.raises(SourceError, match=r"repeatedly answers with status 503 .* continues where it was"):
         shardconv.push(out, REPO)
     hub.faults.error_every = 0
     sent = hub.uploaded
@@ -435,7 +435,7 @@ def test_a_killed_push_goes_on(hub: HubServer, tmp_path: Path) -> None:
     assert below(hub, "tp-4") == files_of(out)
     again = {r.path.split("/")[2] for r in hub.requests[before:] if r.method == "PUT"}
     assert not again & done
-    assert total <= hub.uploaded <= total + remote.THREADS * largest
+    assert total <= hub.uploaded <= total + branch.THREADS * largest
 
 
 def start(hub: HubServer, out: Path, home: Path) -> subprocess.Popen[bytes]:

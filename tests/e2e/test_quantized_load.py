@@ -10,7 +10,7 @@ import torch
 import transformers
 from distributed import run_processes
 from quantized_checkpoints import dense_config, experts_config, save_quantized
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 
 import shardconv
 
@@ -54,7 +54,7 @@ def test_so_they_are_without_a_conversion(kind: str, has_blocks: bool, tmp_path:
     if has_blocks:
         shardconv.convert(tmp_path / "model", tmp_path / "plan.json", 2)
     else:
-        codec.write(shardconv.plan(tmp_path / "model", 2), tmp_path / "plan.json")
+        plan_json.write(shardconv.plan(tmp_path / "model", 2), tmp_path / "plan.json")
     whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
     with torch.no_grad():
         expected = whole(torch.tensor(IDS)).logits

@@ -17,14 +17,12 @@ from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from shardconv_runtime.checkpoint.locate import locate
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub import fetch
-from shardconv_runtime.hub import remote_files as ranges
-from shardconv_runtime.hub import time_limits as silence
+from shardconv_runtime.hub import fetch, remote_files, time_limits
 from shardconv_runtime.hub.access import Hub
 
 import shardconv
 from shardconv import cli
-from shardconv.publishing import branch as remote
+from shardconv.publishing import branch
 
 REPO = "user/model"
 SHORT_S, LIMIT_S = 0.8, 16.0
@@ -34,11 +32,11 @@ SHORT_S, LIMIT_S = 0.8, 16.0
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Every time-out is short, and the waits between tries are those of the client alone."""
-    for module in (remote, fetch, ranges):
+    for module in (branch, fetch, remote_files):
         monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(silence, "ANSWER_S", SHORT_S)
-    monkeypatch.setattr(silence, "PATIENCE_S", 2 * SHORT_S)
-    monkeypatch.setattr(ranges, "TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(time_limits, "ANSWER_S", SHORT_S)
+    monkeypatch.setattr(time_limits, "PATIENCE_S", 2 * SHORT_S)
+    monkeypatch.setattr(remote_files, "TIMEOUT_S", SHORT_S)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", SHORT_S)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", SHORT_S)
     monkeypatch.setattr(file_download, "_ETAG_RETRY_TIMEOUT", SHORT_S, raising=False)
@@ -87,7 +85,7 @@ def test_a_push_to_a_silent_server_ends(hub: HubServer, out: Path) -> None:
     hub.faults.hang = True
     with (
         soon(),
-        pytest.raises(SourceError, match=r"does not answer when asked for user/model \(nothing came"),
+        pytest.raises(SourceError, match=r"does not answer when asked for user/model \(no answer"),
     ):
         shardconv.push(out, REPO)
     assert asked(hub) == {f"GET /api/models/{REPO}": 1}
@@ -105,7 +103,7 @@ def test_a_push_ends_wherever_the_server_falls_silent(
     with soon():
         assert cli.run(["push", str(out), REPO, "-q"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "the Hub does not answer when asked for user/model (nothing came for " in error
+    assert "the Hub does not answer when asked for user/model (no answer for " in error
     assert error.endswith("check the network, then run the same command again, it continues where it was")
     found = asked(hub)
     assert found
@@ -125,17 +123,17 @@ def test_a_refused_connection_does_not_end_the_watch(hub: HubServer, monkeypatch
     """The client replaces its session after one, and asks again inside of its functions."""
     hub.faults.hang = True
     endpoint = HfApi(endpoint="http://127.0.0.1:9", token=False)
-    with soon(), silence.bounded(), pytest.raises(silence.NotReachedError, match="refused"):
+    with soon(), time_limits.bounded(), pytest.raises(time_limits.NotReachedError, match="refused"):
         list(endpoint.list_repo_tree(REPO))
-    with soon(), silence.bounded(), pytest.raises(silence.NoAnswerError):
+    with soon(), time_limits.bounded(), pytest.raises(time_limits.NoAnswerError):
         list(HfApi(endpoint=hub.endpoint, token=False).list_repo_tree(REPO))
 
 
 def test_the_session_is_left_as_it_was(hub: HubServer) -> None:
     session = get_session()
     before, timeout = session.event_hooks, session.timeout
-    with silence.bounded():
-        with silence.bounded():
+    with time_limits.bounded():
+        with time_limits.bounded():
             assert len(session.event_hooks["request"]) == len(before["request"]) + 1
         assert len(session.event_hooks["request"]) == len(before["request"]) + 1
     assert (get_session(), session.event_hooks, session.timeout) == (session, before, timeout)
@@ -151,11 +149,11 @@ def test_other_threads_of_the_client_are_watched(hub: HubServer) -> None:
         except Exception as error:
             errors.append(error)
 
-    with soon(), silence.bounded():
+    with soon(), time_limits.bounded():
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-    assert [type(error) for error in errors] == [silence.NoAnswerError]
+    assert [type(error) for error in errors] == [time_limits.NoAnswerError]
 
 
 def test_slow_is_not_silent(hub: HubServer, out: Path) -> None:
@@ -185,7 +183,7 @@ def test_loading_ends_where_the_server_falls_silent(hub: HubServer, out: Path) -
     hub.forget()
     hub.faults.hang = True
     entries = found.files_of(0)
-    with soon(), pytest.raises(SourceError, match=r"cannot be downloaded: nothing came for .* the same call"):
+    with soon(), pytest.raises(SourceError, match=r"cannot be downloaded: no answer for .* the same call"):
         repository.fetch(entries)
     assert max(asked(hub).values()) <= 4
 
@@ -238,48 +236,50 @@ def test_an_ordinary_model_is_not_waited_for(hub: HubServer) -> None:
 
 
 @pytest.fixture
-def file(hub: HubServer) -> ranges.RemoteFile:
+def file(hub: HubServer) -> remote_files.RemoteFile:
     """A file on the Hub that stays there."""
     commit = hub.add_repo(REPO, {"a.safetensors": bytes(range(256)) * 100})
-    (found,) = ranges.remote_files(REPO, commit, ["a.safetensors"], Hub())
+    (found,) = remote_files.remote_files(REPO, commit, ["a.safetensors"], Hub())
     hub.forget()
     return found
 
 
-def test_ranges_of_a_silent_server_are_asked_for_thrice(hub: HubServer, file: ranges.RemoteFile) -> None:
+def test_ranges_of_a_silent_server_are_requested_thrice(
+    hub: HubServer, file: remote_files.RemoteFile
+) -> None:
     hub.faults.hang = True
-    message = r"byte 10 cannot be had after 3 tries .* check the network, then try again"
+    message = r"byte 10 cannot be read after 3 tries .* check the network, then try again"
     with soon(), pytest.raises(SourceError, match=message):
-        ranges.RemoteReader(file).read_into(10, memoryview(bytearray(100)))
-    assert sum(asked(hub).values()) == ranges.SILENT_TRIES
+        remote_files.RemoteReader(file).read_into(10, memoryview(bytearray(100)))
+    assert sum(asked(hub).values()) == remote_files.SILENT_TRIES
 
 
-def test_a_range_that_stops_is_asked_for_from_there_on(hub: HubServer, file: ranges.RemoteFile) -> None:
+def test_a_range_that_stops_is_asked_for_from_there_on(hub: HubServer, file: remote_files.RemoteFile) -> None:
     """A byte that came is news, and the tries begin anew."""
     hub.faults.hang_after_bytes = 40
     buffer = bytearray(150)
     with soon():
-        ranges.RemoteReader(file).read_into(10, memoryview(buffer))
+        remote_files.RemoteReader(file).read_into(10, memoryview(buffer))
     assert bytes(buffer) == (bytes(range(256)) * 2)[10:160]
     hub.faults.hang_after_bytes = 0
-    with soon(), pytest.raises(SourceError, match="byte 10 cannot be had after 3 tries"):
-        ranges.RemoteReader(file).read_into(10, memoryview(buffer))
+    with soon(), pytest.raises(SourceError, match="byte 10 cannot be read after 3 tries"):
+        remote_files.RemoteReader(file).read_into(10, memoryview(buffer))
 
 
-def test_errors_are_repeated_more_often_than_silence(hub: HubServer, file: ranges.RemoteFile) -> None:
+def test_errors_are_repeated_more_often_than_silence(hub: HubServer, file: remote_files.RemoteFile) -> None:
     hub.faults.error_every, hub.faults.only = 1, "/cdn/"
-    with pytest.raises(SourceError, match=f"cannot be had after {ranges.TRIES} tries"):
-        ranges.RemoteReader(file).read_into(10, memoryview(bytearray(100)))
-    assert sum(request.status == 503 for request in recorded(hub)) == ranges.TRIES
+    with pytest.raises(SourceError, match=f"cannot be read after {remote_files.TRIES} tries"):
+        remote_files.RemoteReader(file).read_into(10, memoryview(bytearray(100)))
+    assert sum(request.status == 503 for request in recorded(hub)) == remote_files.TRIES
 
 
-def test_paths_are_not_asked_about_for_ever(hub: HubServer, file: ranges.RemoteFile) -> None:
+def test_paths_are_not_asked_about_for_ever(hub: HubServer, file: remote_files.RemoteFile) -> None:
     hub.faults.hang = True
     with soon(), pytest.raises(SourceError, match="does not answer when asked for user/model"):
-        ranges.remote_files(REPO, file.commit, ["a.safetensors"], Hub())
+        remote_files.remote_files(REPO, file.commit, ["a.safetensors"], Hub())
 
 
 def test_the_limits_are_minutes_at_most() -> None:
-    assert silence.ANSWER_S <= 120
-    assert silence.PATIENCE_S <= 60
-    assert ranges.TIMEOUT_S * ranges.SILENT_TRIES <= 120
+    assert time_limits.ANSWER_S <= 120
+    assert time_limits.PATIENCE_S <= 60
+    assert remote_files.TIMEOUT_S * remote_files.SILENT_TRIES <= 120

@@ -10,9 +10,8 @@ import transformers
 from click.testing import CliRunner
 from hub_server import HubServer
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
-from shardconv_runtime.hub import remote_files as remote
+from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.hub import remote_files
 from shardconv_runtime.tensors import copying
 from small_models import save_random, small_config
 
@@ -49,8 +48,8 @@ def converted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
-    remote.remote_header.cache_clear()
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.01)
+    remote_files.remote_header.cache_clear()
     with HubServer() as server:
         server.use(monkeypatch, tmp_path / "home")
         server.add_repo(REPO, model)
@@ -90,7 +89,7 @@ def test_ranks_one_after_another_are_the_whole(hub: HubServer, converted: Path, 
     assert found.source.name == REPO
     assert found.source.revision == hub.head(REPO).oid
     assert all(len(file.sha256) == 64 for file in found.source.files)
-    assert codec.read(tmp_path / "out/plan.json") == codec.read(converted / "plan.json")
+    assert plan_json.read(tmp_path / "out/plan.json") == plan_json.read(converted / "plan.json")
 
 
 def test_all_ranks_at_once_take_each_byte_once(
@@ -125,10 +124,10 @@ def test_a_bad_network_costs_time_only(hub: HubServer, converted: Path, tmp_path
 def test_a_dead_server_is_an_error_from_which_one_can_go_on(
     hub: HubServer, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "TRIES", 3)
+    monkeypatch.setattr(remote_files, "TRIES", 3)
     hub.faults.only = "-of-"
     hub.faults.error_every = 1
-    with pytest.raises(SourceError, match=f"{REPO}/model-.* cannot be had after 3 tries"):
+    with pytest.raises(SourceError, match=f"{REPO}/model-.* cannot be read after 3 tries"):
         shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
     hub.faults.error_every = 0
     shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
@@ -139,16 +138,16 @@ def test_what_came_before_an_interruption_is_not_asked_for_again(
     hub: HubServer, model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "MAX_WORKERS", 1)
-    read_into, count = remote.RemoteReader.read_into, 0
+    read_into, count = remote_files.RemoteReader.read_into, 0
 
-    def interrupted(self: remote.RemoteReader, offset: int, into: memoryview) -> None:
+    def interrupted(self: remote_files.RemoteReader, offset: int, into: memoryview) -> None:
         nonlocal count
         count += 1
         if count == 400:
             raise KeyboardInterrupt
         read_into(self, offset, into)
 
-    monkeypatch.setattr(remote.RemoteReader, "read_into", interrupted)
+    monkeypatch.setattr(remote_files.RemoteReader, "read_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
         shardconv.convert(REPO, tmp_path / "out", TP, ranks=[RANK])
     before = weight_bytes(hub)
@@ -163,7 +162,7 @@ def test_what_came_before_an_interruption_is_not_asked_for_again(
 def test_a_server_without_ranges_is_refused(hub: HubServer, tmp_path: Path) -> None:
     hub.faults.ignore_range = True
     found = CliRunner().invoke(cli, ["convert", REPO, "--tp", "4", "--ranks", "0", str(tmp_path / "out")])
-    assert "sends no parts of files" in str(found.exception)
+    assert "does not send ranges" in str(found.exception)
     shardconv.convert(REPO, tmp_path / "out", TP, ranks=[0], stream=False)
 
 

@@ -11,7 +11,7 @@ import pytest
 import shardconv_runtime
 import torch
 from distributed import run_processes
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.training.repeated_layers import repeated_layers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -160,7 +160,7 @@ def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
         model(input_ids=mine, labels=mine).loss.backward()
     found = [shardconv_runtime.grad_norm(model, norm_type=order).item() for order in ORDERS]
     before = shardconv_runtime.clip_grad_norm(model, 0.1, norm_type=3.0, foreach=wrapper != "ddp")
-    assert before.item() == found[-1]
+    assert before.item() == pytest.approx(found[-1], rel=1e-12)  # of one tensor after the other, or of all
     return [*found, shardconv_runtime.grad_norm(model).item()]
 
 
@@ -215,7 +215,7 @@ def gated_gradients(path: Path) -> tuple[float, list[str]]:
 
 def test_gates_on_modules_above_a_parameters_own(outs: Callable[[str], Path]) -> None:
     path = outs("bamba")
-    plan = codec.read(path / "plan.json")
+    plan = plan_json.read(path / "plan.json")
     assert any(entry.grad_levels and entry.grad_axes for entry in plan.parameters)
     whole = load_whole(path.parent / "model")
     whole_loss(whole, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ def recompute(model: Any, form: str) -> None:
 
 
 def gradients_of_forms(path: Path, sequence: bool, wrapped: bool) -> list[int]:
-    """Check that the gradients of all forms are the same bits; return what each form computed, in flops."""
+    """Check that all forms have the same gradients; return what each form computed, in flops."""
     want: dict[str, Tensor] = {}
     flops = []
     for form in FORMS:
@@ -260,7 +260,9 @@ def gradients_of_forms(path: Path, sequence: bool, wrapped: bool) -> list[int]:
         found = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         want = want or found
         assert found.keys() == want.keys() == set(names)
-        assert all(torch.equal(found[name], want[name]) for name in want), form
+        for name, gradient in want.items():
+            error = (found[name] - gradient).abs().max()
+            assert error <= 1e-12 * gradient.abs().max(), (form, name)
     return flops
 
 

@@ -13,8 +13,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 from distributed import run_processes
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import Plan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,7 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_plan(out: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
     """A copy of a converted directory with another plan."""
     shutil.copytree(out, path)
-    digest = codec.write(change(codec.read(path / "plan.json")), path / "plan.json")
+    digest = plan_json.write(change(plan_json.read(path / "plan.json")), path / "plan.json")
     manifest.write(replace(manifest.read(path), plan_sha256=digest), path)
     return path
 

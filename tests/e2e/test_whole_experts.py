@@ -11,7 +11,7 @@ import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
 from distributed import run_processes
 from measure import Measured, measure_rank, measure_whole
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import PLAN_NAME
 from torch import Tensor
 
@@ -62,9 +62,9 @@ def test_the_command_and_planning_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.run(["convert", str(path), str(out), "--tp", "2", "--experts", "ep"]) == 0
     assert cli.run(["inspect", str(out)]) == 0
     assert "expert parallel: each rank holds whole experts" in capsys.readouterr().out
-    before = codec.read(out / PLAN_NAME)
+    before = plan_json.read(out / PLAN_NAME)
     assert cli.run(["replan", str(out), "--no-check"]) == 0
-    assert codec.read(out / PLAN_NAME) == before
+    assert plan_json.read(out / PLAN_NAME) == before
     assert before.experts == "ep"
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.layout_hash import holds_values, is_common, layout_sha256
@@ -71,7 +70,7 @@ def write_directory(path: Path, model: nn.Module, plan: Plan, shards: int = 1) -
             part = {n: tensors[n] for n in sorted(tensors)[index::shards]}
             save_file(part, path / name, shard_metadata(rank, plan.tp, layout_sha256(plan)))
             files.append(_entry(path, name, rank))
-    digest = codec.write(plan, path / manifest.PLAN_NAME)
+    digest = plan_json.write(plan, path / manifest.PLAN_NAME)
     files.sort(key=lambda entry: entry.path)
     manifest.write(Manifest(plan.tp, digest, Source("test"), {}, tuple(files)), path)
     return path

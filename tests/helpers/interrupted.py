@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import resource
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
+from forked import Forked
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from small_models import small_config
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from shardconv import cli
 
 TIMEOUT_S = 120
 
@@ -63,30 +60,16 @@ class Conversion:
     out: Path
     options: tuple[str, ...] = ()
 
-    def start(self, *more: str, max_file_bytes: int | None = None) -> subprocess.Popen[str]:
+    def start(self, *more: str, max_file_bytes: int | None = None) -> Forked:
         """Begin."""
-        command = [sys.executable, "-m", "shardconv", "convert", str(self.model), str(self.out)]
-        arguments = [*command, "--no-check", *self.options, *more]
-
-        def limit() -> None:
-            if max_file_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-
-        path = os.pathsep.join([str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")])
-        return subprocess.Popen(
-            arguments,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=limit,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
+        command = ["shardconv", "convert", str(self.model), str(self.out), "--no-check"]
+        return Forked(cli.main, argv=[*command, *self.options, *more], max_file_bytes=max_file_bytes)
 
     def run(self, *more: str, max_file_bytes: int | None = None) -> Ended:
         """Begin, and wait for the end."""
         return ended(self.start(*more, max_file_bytes=max_file_bytes))
 
-    def begin(self, *more: str) -> subprocess.Popen[str]:
+    def begin(self, *more: str) -> Forked:
         """Begin, and return when it writes; it is stopped then."""
         before = self.written()
         process = self.start(*more)
@@ -108,13 +91,14 @@ class Conversion:
             return -1
 
 
-def ended(process: subprocess.Popen[str]) -> Ended:
+def ended(process: Forked) -> Ended:
     """Wait for the end."""
-    _, errors = process.communicate(timeout=TIMEOUT_S)
+    _, errors = process.communicate(TIMEOUT_S)
+    assert process.returncode is not None
     return Ended(process.returncode, errors)
 
 
-def send(process: subprocess.Popen[str], number: signal.Signals) -> Ended:
+def send(process: Forked, number: signal.Signals) -> Ended:
     """Wake a stopped process with a signal; how it ends."""
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class Files:
         offset = self._sizes[index] + len(gap)
         self._sizes[index] = offset + len(data)
         leaf = FileLeaf(self.paths[index], offset, name_of(tensor), tensor.numel())
-        return lazy.from_leaf(leaf, tuple(tensor.shape))
+        return lazy_tensor.from_leaf(leaf, tuple(tensor.shape))
 
 
 def shapes(max_dims: int = 4, max_elements: int = 400) -> st.SearchStrategy[tuple[int, ...]]:
@@ -85,7 +85,7 @@ def spans(draw: Draw, size: int) -> tuple[Range, ...]:
 
 
 def take_torch(tensor: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
-    """What ``lazy.take`` is to give."""
+    """What ``lazy_tensor.take`` is to give."""
     index = [position for start, stop in ranges for position in range(start, stop)]
     return tensor.index_select(dim, torch.tensor(index, dtype=torch.int64))
 
@@ -106,7 +106,7 @@ def pairs(draw: Draw, files: Files, steps: int = 6, casts: bool = True) -> Pair:
 def leaf(files: Files, dtype: str, shape: Sequence[int], seed: int) -> Pair:
     """A new tensor in a file, or zeros."""
     if seed % 10 == 0:
-        return lazy.zeros(dtype, shape), torch.zeros(tuple(shape), dtype=getattr(torch, dtype))
+        return lazy_tensor.zeros(dtype, shape), torch.zeros(tuple(shape), dtype=getattr(torch, dtype))
     tensor = random_tensor(dtype, shape, seed)
     return files.add(tensor), tensor
 
@@ -117,13 +117,13 @@ def take(draw: Draw, files: Files, pair: Pair) -> Pair:
         return pair
     dim = draw(st.integers(0, pair[1].dim() - 1))
     chosen = draw(spans(pair[1].shape[dim]))
-    return lazy.take(pair[0], dim, chosen), take_torch(pair[1], dim, chosen)
+    return lazy_tensor.take(pair[0], dim, chosen), take_torch(pair[1], dim, chosen)
 
 
 def permute(draw: Draw, files: Files, pair: Pair) -> Pair:
     """Dims in another order."""
     order = draw(st.permutations(range(pair[1].dim())))
-    return lazy.permute(pair[0], order), pair[1].permute(tuple(order))
+    return lazy_tensor.permute(pair[0], order), pair[1].permute(tuple(order))
 
 
 def concatenate(draw: Draw, files: Files, pair: Pair) -> Pair:
@@ -137,15 +137,15 @@ def concatenate(draw: Draw, files: Files, pair: Pair) -> Pair:
         other = leaf(files, name_of(pair[1]), shape, draw(st.integers(0, 2**20)))
     else:
         chosen = draw(spans(pair[1].shape[dim]))
-        other = lazy.take(pair[0], dim, chosen), take_torch(pair[1], dim, chosen)
+        other = lazy_tensor.take(pair[0], dim, chosen), take_torch(pair[1], dim, chosen)
     both = (pair, other) if draw(st.booleans()) else (other, pair)
-    return lazy.concatenate([p[0] for p in both], dim), torch.cat([p[1] for p in both], dim)
+    return lazy_tensor.concatenate([p[0] for p in both], dim), torch.cat([p[1] for p in both], dim)
 
 
 def unsqueeze(draw: Draw, files: Files, pair: Pair) -> Pair:
     """A dim of size 1 more."""
     dim = draw(st.integers(0, pair[1].dim()))
-    return lazy.unsqueeze(pair[0], dim), pair[1].unsqueeze(dim)
+    return lazy_tensor.unsqueeze(pair[0], dim), pair[1].unsqueeze(dim)
 
 
 def squeeze(draw: Draw, files: Files, pair: Pair) -> Pair:
@@ -154,7 +154,7 @@ def squeeze(draw: Draw, files: Files, pair: Pair) -> Pair:
     if not ones:
         return pair
     dim = draw(st.sampled_from(ones))
-    return lazy.squeeze(pair[0], dim), pair[1].squeeze(dim)
+    return lazy_tensor.squeeze(pair[0], dim), pair[1].squeeze(dim)
 
 
 def factorise(draw: Draw, number: int) -> tuple[int, ...]:
@@ -172,14 +172,14 @@ def factorise(draw: Draw, number: int) -> tuple[int, ...]:
 def reshape(draw: Draw, files: Files, pair: Pair) -> Pair:
     """Another shape, where boxes stay boxes."""
     shape = factorise(draw, pair[1].numel())
-    found = lazy.reshape(pair[0], shape)
+    found = lazy_tensor.reshape(pair[0], shape)
     return pair if found is None else (found, pair[1].reshape(shape))
 
 
 def cast(draw: Draw, files: Files, pair: Pair) -> Pair:
     """Another dtype, once."""
     dtype = draw(st.sampled_from([d for d in DTYPES if d.startswith(("float", "bfloat"))]))
-    found = lazy.cast(pair[0], dtype)
+    found = lazy_tensor.cast(pair[0], dtype)
     return pair if found is None else (found, pair[1].to(getattr(torch, dtype)))
 
 
@@ -191,9 +191,9 @@ def assemble(draw: Draw, files: Files, pair: Pair) -> Pair:
         runs = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), max_size=4))
         owners = [owner for owner, length in (*runs, (0, size)) for _ in range(length)][:size]
         places = [tuple(_stretches([i for i, o in enumerate(owners) if o == owner])) for owner in range(3)]
-        grid = [(lazy.take(part, dim, p), [*where, p]) for part, where in grid for p in places]
+        grid = [(lazy_tensor.take(part, dim, p), [*where, p]) for part, where in grid for p in places]
     order = draw(st.permutations(range(len(grid)))) if len(grid) < 30 else range(len(grid))
-    return lazy.assemble(tensor.dtype, tensor.shape, [grid[index] for index in order]), pair[1]
+    return lazy_tensor.assemble(tensor.dtype, tensor.shape, [grid[index] for index in order]), pair[1]
 
 
 STEPS = (take, permute, concatenate, unsqueeze, squeeze, reshape, cast, assemble)

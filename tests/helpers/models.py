@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 
@@ -375,4 +376,4 @@ def spec(model_class: type[OddModel], **sizes: Any) -> ModelSpec:
 
 def plan_of(model_class: type[OddModel], tp: int, **sizes: Any) -> Plan:
     """The plan, proven on numbers."""
-    return solve_plan(spec(model_class, **sizes), tp)
+    return solve_plan(spec(model_class, **sizes), SolveOptions(tp))

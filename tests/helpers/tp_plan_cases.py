@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product, size
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Boundary, ModulePlan, ParameterPlan, Plan
@@ -104,8 +105,8 @@ def with_whole_mlp(plan: Plan) -> Plan:
 def with_gathered_mlp(plan: Plan) -> Plan:
     """A decoder's plan whose MLPs are gathered in the middle, and sliced again."""
     layout = Leaf(MLP, (0,))
-    gather = Boundary("output", "all_gather", dim=-1, layout=layout, per_token=MLP)
-    cut = Boundary("input.input", "slice", dim=-1, layout=layout, per_token=MLP)
+    gather = boundary("output", "all_gather", dim=-1, layout=layout, per_token=MLP)
+    cut = boundary("input.input", "slice", dim=-1, layout=layout, per_token=MLP)
     for name in ("gate_proj", "up_proj"):
         plan = change_modules(
             plan, f"mlp.{name}", lambda m: replace(m, outputs=(gather,), gather_output=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dtypes import TORCH_NAME
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.manifest import FileEntry
@@ -71,5 +70,5 @@ def set_element(out: Path, path: str, name: str, index: tuple[int, ...], value: 
 
 def change_plan(out: Path, change: Callable[[Plan], Plan]) -> None:
     """Change the plan, and the manifest with it."""
-    digest = codec.write(change(codec.read(out / "plan.json")), out / "plan.json")
+    digest = plan_json.write(change(plan_json.read(out / "plan.json")), out / "plan.json")
     manifest.write(dataclasses.replace(manifest.read(out), plan_sha256=digest), out)

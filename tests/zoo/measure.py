@@ -25,6 +25,7 @@ from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
@@ -80,7 +81,7 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
     about = {"family": model.family, "type": model.type, "variant": variant, "tp": tp}
     spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
     try:
-        plan = solve_plan(spec, tp)
+        plan = solve_plan(spec, SolveOptions(tp))
     except Exception as error:
         return Result(**about, status="refused", message=_line(error), seconds=time.perf_counter() - start)
     planned = time.perf_counter()

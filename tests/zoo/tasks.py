@@ -10,6 +10,7 @@ from typing import Any
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 from .generation import CACHES, generates
@@ -72,7 +73,7 @@ def _results(task: Task) -> Iterator[Result]:
 def _runs(model: ZooModel) -> bool:
     """Whether the unsharded model takes such a config: not every type lets its heads be grouped."""
     try:
-        solve_plan(specification(model), 1)
+        solve_plan(specification(model), SolveOptions(1))
     except Exception:
         return False
     return True
@@ -105,7 +106,7 @@ def _generation(task: Task) -> Iterator[Result]:
     signal.alarm(2 * task.seconds)
     try:
         model = build(task.family, task.type)
-        plan = solve_plan(specification(model), tp)
+        plan = solve_plan(specification(model), SolveOptions(tp))
         for cache in CACHES:
             start = time.perf_counter()
             status, _, message = generates(plan, model, cache).partition(": ")

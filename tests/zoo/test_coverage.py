@@ -110,7 +110,8 @@ def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, in
 @pytest.mark.parametrize("model_type", GENERATING)
 def test_generation(model_type: str, cache: str) -> None:
     """Greedy tokens of a padded batch, from the plan that was solved on a prefill."""
+    from shardconv.arguments import SolveOptions
     from shardconv.pipeline.stages import solve_plan
 
     model = build("causal", model_type)
-    assert generates(solve_plan(specification(model), 2), model, cache) == "same"
+    assert generates(solve_plan(specification(model), SolveOptions(2)), model, cache) == "same"

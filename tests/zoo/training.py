@@ -25,6 +25,7 @@ from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import results
@@ -82,10 +83,10 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     no_sequence = ""
     try:
         try:
-            plan = solve_plan(spec, tp, sequence_parallel=True)
+            plan = solve_plan(spec, SolveOptions(tp, sequence_parallel=True))
         except SolveError as error:
             no_sequence = _line(error)
-            plan = solve_plan(spec, tp)
+            plan = solve_plan(spec, SolveOptions(tp))
     except Exception as error:
         yield Trained(*about, "", "refused", _line(error))
         return

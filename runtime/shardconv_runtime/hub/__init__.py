@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: how it is reached, files that stay there, converted directories that are fetched."""
+"""The Hugging Face Hub: reaching it, reading files there, downloading converted directories."""

@@ -1,4 +1,4 @@
-"""How the Hub is reached, and what can be the id of one of its repositories."""
+"""Options for reaching the Hub, and checks of repository ids."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Hub:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text is certainly not the id of a repository."""
+    """Whether a text cannot be the id of a repository."""
     return text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1
 
 
 def require_repo_id(text: str) -> None:
-    """Refuse what cannot be the id of a repository.
+    """Refuse a text that cannot be the id of a repository.
 
     Raises:
-        SourceError: it looks like a path.
+        SourceError: the text looks like a path.
     """
     try:
         if not looks_like_path(text):

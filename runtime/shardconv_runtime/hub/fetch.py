@@ -1,8 +1,8 @@
-"""Converted directories on the Hub: each rank downloads what it reads, and the ranks of a host share it.
+"""Converted directories on the Hub: each rank downloads the files that it reads, ranks of a host share them.
 
-A repository holds a converted directory at its root, or one for each number of ranks in ``tp-2/``,
-``tp-8/`` and so on. Everything lands in the cache of ``huggingface_hub``, which keeps two processes from
-downloading the same file, goes on where a connection broke, and serves without a network what is complete.
+A repository holds a converted directory at its root, or one per number of ranks in ``tp-2/``, ``tp-8/`` and
+so on. Files are stored in the cache of ``huggingface_hub``, which locks each file while it is downloaded,
+resumes interrupted downloads, and serves complete files offline.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..hub.tp_folders import nothing_for, only
-from . import time_limits as silence
+from . import time_limits
 from .access import Hub, require_repo_id
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
 from .remote_files import remote_files
 from .time_limits import NoAnswerError, bounded
 
 TRIES = 5
-"""How often a file is asked for; the client itself tries several times in each."""
+"""Requests for one file; the client itself repeats each of them several times."""
 
 FIRST_WAIT_S = 0.5
-"""Before the second try; each further one waits twice as long."""
+"""Wait before the second try; it doubles with each further one."""
 
 NUM_THREADS = 8
-"""Files that are downloaded at once."""
+"""Concurrent downloads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A converted directory in a repository, of which some files are in the cache."""
+    """A converted directory in a repository, and its copy in the cache, which may lack files."""
 
     repo_id: str
     commit: str
     path: str
     """Of the directory in the repository: ``"tp-8/"``, or empty for its root."""
     directory: Path
-    """In the cache."""
+    """Of its copy in the cache."""
     hub: Hub
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
-        """Download files of the directory that are not in the cache.
+        """Download the files that the cache lacks.
 
         Raises:
-            SourceError: some cannot be had; the message names them.
+            SourceError: some files cannot be downloaded; the message names the first.
         """
         todo = [entry.path for entry in entries if not (self.directory / entry.path).is_file()]
         lost: list[tuple[str, Exception]] = []
@@ -72,17 +72,17 @@ class Repository:
             also = f" and {more} more files" if more else ""
             raise SourceError(
                 f"{self.repo_id}: {self.path}{path}{also} cannot be downloaded: {brief(error)}; the same "
-                "call goes on with what is in the cache"
+                "call resumes the download"
             ) from error
 
     def check_sizes(self, entries: Sequence[FileEntry]) -> None:
-        """Check that files of the directory are there and whole, as far as their sizes tell; download none.
+        """Check that files exist in the repository and have the sizes of the manifest; download none.
 
-        Without a network there is nothing to check: what is in the cache is whole.
+        Offline this checks nothing: files in the cache are complete.
 
         Raises:
-            CheckpointError: one is missing, or of another size.
-            SourceError: the Hub cannot be asked.
+            CheckpointError: a file is missing, or has another size.
+            SourceError: the Hub cannot be reached.
         """
         if self.hub.local_files_only:
             return
@@ -97,24 +97,24 @@ class Repository:
         for entry in entries:
             size = sizes.get(self.path + entry.path)
             if size != entry.num_bytes:
-                is_there = "is not there" if size is None else f"has {size} bytes"
+                found_size = "is missing" if size is None else f"has {size} bytes"
                 raise CheckpointError(
-                    f"{self.repo_id}: {self.path}{entry.path} {is_there} and should have {entry.num_bytes} "
+                    f"{self.repo_id}: {self.path}{entry.path} {found_size} and should have {entry.num_bytes} "
                     "bytes; push the converted directory again"
                 )
 
 
 def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Manifest]:
-    """A converted directory in a repository; its manifest and plan are downloaded.
+    """Find a converted directory in a repository and download its manifest and plan.
 
     Args:
         repo_id: of the repository.
         hub: how to reach it.
-        world_size: for so many ranks; None: for whatever number, if there is only one.
+        world_size: ranks that it was converted for; None takes any number, if there is only one.
 
     Raises:
-        SourceError: the repository cannot be read, or holds nothing for so many ranks, or too much.
-        CheckpointError: its manifest is malformed.
+        SourceError: the repository cannot be read, or holds no directory for so many ranks, or several.
+        CheckpointError: the manifest is malformed.
     """
     require_repo_id(repo_id)
     try:
@@ -134,10 +134,14 @@ def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Ma
 
 
 def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
-    """A plan: a file, a converted directory, or ``user/repo/path/in/it.json`` on the Hub, downloaded.
+    """The path of a plan's file; a plan on the Hub is downloaded.
+
+    Args:
+        plan: a file, a converted directory, or ``user/repo/path/in/it.json`` on the Hub.
+        hub: how to reach the Hub.
 
     Raises:
-        SourceError: there is none.
+        SourceError: the file cannot be downloaded.
     """
     path = Path(plan).expanduser()
     if path.is_dir():
@@ -163,13 +167,13 @@ def _with_plan(repo_id: str, path: str, manifest_path: Path, hub: Hub) -> tuple[
 
 
 def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | None:
-    """A file of a repository in the cache; None: there is none.
+    """Download a file; None if the repository (or, offline, the cache) lacks it.
 
     Args:
         repo_id: of the repository.
         path: of the file.
         hub: how to reach it.
-        is_last: no other place is left: that it is not in the cache, and nothing was asked for, is an error.
+        is_last: raise if the file is missing from the cache offline; no other path is left to try.
     """
     try:
         return Path(_download(repo_id, path, hub))
@@ -182,7 +186,7 @@ def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | Non
 
 
 def _names(repo_id: str, hub: Hub) -> list[str]:
-    """Of the files of a repository; of those in the cache, where nothing may be asked for."""
+    """The files of a repository; offline, those in the cache."""
     if not hub.local_files_only:
         try:
             with bounded():
@@ -195,7 +199,7 @@ def _names(repo_id: str, hub: Hub) -> list[str]:
 
 
 def _download(repo_id: str, path: str, hub: Hub) -> str:
-    """A file of a repository in the cache; tries again where that may help."""
+    """Download a file to the cache; retry where that may help."""
     begin = time.monotonic()
     for number in range(TRIES):
         try:
@@ -216,9 +220,9 @@ def _download(repo_id: str, path: str, hub: Hub) -> str:
 
 
 def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
-    """Whether another try to download may help, after all tries so far took so long.
+    """Whether another try to download may help, after ``seconds`` of tries.
 
-    The client repeats a time-out by itself, some for minutes.
+    The client repeats requests that time out by itself, some for minutes.
     """
     if isinstance(error, LocalEntryNotFoundError):
         if _is_offline(hub, error):
@@ -226,10 +230,10 @@ def _may_help(error: Exception, hub: Hub, seconds: float) -> bool:
     elif isinstance(error, FINAL):
         return False
     return not isinstance(hub_error(error), NoAnswerError) and not (
-        has_timed_out(error) and seconds >= silence.PATIENCE_S
+        has_timed_out(error) and seconds >= time_limits.PATIENCE_S
     )
 
 
 def _is_offline(hub: Hub, error: Exception) -> bool:
-    """Whether nothing was asked for."""
+    """Whether no request was sent."""
     return hub.local_files_only or isinstance(error.__cause__, OfflineModeIsEnabled)

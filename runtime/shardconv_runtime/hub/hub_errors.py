@@ -1,4 +1,4 @@
-"""What went wrong between this machine and the Hub, in words that say what to do."""
+"""Errors between this machine and the Hub, explained with their remedy."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ..wording import again, option
 from .time_limits import NoAnswerError, NotReachedError
 
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
-"""The base of all errors of the client's HTTP library, which is another one in each major version."""
+"""The base of all errors of the client's HTTP library, which differs between its major versions."""
 
 TIMEOUT_ERROR: type[Exception] = sys.modules[HTTP_ERROR.__module__].TimeoutException
 """Of the same library."""
 
 FINAL = (GatedRepoError, RevisionNotFoundError, RepositoryNotFoundError, EntryNotFoundError)
-"""Errors that another try does not mend."""
+"""Errors after which a retry cannot help."""
 
 TEMPORARY = (408, 412, 429, 500, 502, 503, 504)
-"""Answers after which trying again may help; 412: the branch has moved on."""
+"""Statuses after which a retry may help; 412 means that the branch has moved."""
 
 
 def hub_error(error: BaseException) -> Exception | None:
-    """The error of the Hub, or of the way to it, that ``error`` is or was raised from; None: none."""
+    """The first error of the Hub or of the network in the chain of causes of ``error``; None without one."""
     for found in _chain(error):
         if isinstance(found, HTTP_ERROR | OfflineModeIsEnabled | NoAnswerError | NotReachedError):
             return found  # type: ignore[return-value]
@@ -41,18 +41,18 @@ def hub_error(error: BaseException) -> Exception | None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status that the Hub answered with; None: it did not answer."""
+    """The HTTP status of the Hub's answer; None without an answer."""
     found = hub_error(error)
     return found.response.status_code if isinstance(found, HfHubHTTPError) else None
 
 
 def has_timed_out(error: BaseException) -> bool:
-    """Whether nothing came for some time."""
+    """Whether a request timed out."""
     return isinstance(hub_error(error), TIMEOUT_ERROR | NoAnswerError)
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether trying again may help."""
+    """Whether a retry may help."""
     found = hub_error(error)
     if found is None or isinstance(found, OfflineModeIsEnabled | NoAnswerError):
         return False
@@ -60,14 +60,14 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def explain(repo_id: str, revision: str | None, error: BaseException, *, writing: bool = False) -> str:
-    """An error in one line, and what to do.
+    """One line that names an error and its remedy.
 
     Args:
         repo_id: id of the repository.
-        revision: branch, tag or commit; None: the default branch.
-        error: what was raised by the client or by ``bounded``; it has a ``hub_error`` or is of this machine.
-        writing: the repository is written, and was to be. Else it is read, and what was given as its id may
-            have been meant as a directory.
+        revision: branch, tag or commit; None for the default branch.
+        error: raised by the client or by ``bounded``; it has a ``hub_error`` or is a local one.
+        writing: the repository was to be written. Otherwise it was to be read, and the user may have meant
+            a directory by its id.
     """
     found, status = hub_error(error) or error, status_of(error)
     at = f" at revision {revision}" if revision else ""
@@ -84,7 +84,7 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
         )
     if isinstance(found, OfflineModeIsEnabled | LocalEntryNotFoundError):
         if writing:
-            return f"the Hub is not asked for {repo_id}, since HF_HUB_OFFLINE is set; unset it and {again()}"
+            return f"{repo_id} cannot be written while HF_HUB_OFFLINE is set; unset it and {again()}"
         allow = f"allow downloads (no {option('local_files_only').rstrip('=')}, no HF_HUB_OFFLINE)"
         return f"{subject} is not in the local cache{at}; {allow}"
     if isinstance(found, EntryNotFoundError):
@@ -100,13 +100,13 @@ def explain(repo_id: str, revision: str | None, error: BaseException, *, writing
             f"the Hub cannot be reached for {repo_id} ({brief(found)}); check {path}the network, then {go_on}"
         )
     if isinstance(found, ValueError):
-        return f"the Hub refused what was asked of {repo_id}: {brief(found)}; see what it says"
-    what = f"what was sent to {repo_id}" if writing else f"what was asked of {repo_id}{at}"
-    return f"{what} did not arrive ({brief(found)}); {go_on}"
+        return f"the Hub refused a request for {repo_id}: {brief(found)}; follow its message"
+    what = f"the upload to {repo_id}" if writing else f"the download from {repo_id}{at}"
+    return f"{what} failed ({brief(found)}); {go_on}"
 
 
 def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, writing: bool) -> str:
-    """An answer that is an error, and tells no more than its status."""
+    """Explain an answer by its status alone."""
     if status == 401:
         token = option("token")
         return f"the Hub does not know the token ({repo_id}); run hf auth login, or pass another with {token}"
@@ -117,8 +117,8 @@ def _of_status(repo_id: str, status: int, error: BaseException, go_on: str, *, w
     if status == 412:
         return f"{repo_id} was changed by others at the same time; {again()}"
     if status in TEMPORARY:
-        return f"the Hub answers with status {status} again and again ({repo_id}); later {go_on}"
-    return f"the Hub refused what was asked of {repo_id}: {brief(error)}; see what it says"
+        return f"the Hub repeatedly answers with status {status} ({repo_id}); later {go_on}"
+    return f"the Hub refused a request for {repo_id}: {brief(error)}; follow its message"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""Keep the libraries quiet: what transformers and the Hub client log is not addressed to our user."""
+"""Contexts without the logs, warnings and progress bars of transformers and of the Hub client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_hub_logging() -> Iterator[None]:
-    """Silence huggingface_hub's logs and bars; restore them on leaving."""
+    """Disable huggingface_hub's logs and bars; restore them on exit."""
     from huggingface_hub.utils import logging as hub_logging
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
@@ -31,7 +31,7 @@ def without_hub_logging() -> Iterator[None]:
 
 @contextmanager
 def without_library_logging() -> Iterator[None]:
-    """Silence transformers' and huggingface_hub's logs, warnings and bars; restore them on leaving."""
+    """Disable transformers' and huggingface_hub's logs, warnings and bars; restore them on exit."""
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()

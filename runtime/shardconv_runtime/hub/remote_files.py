@@ -1,7 +1,7 @@
-"""Weight files of a Hub repository that stay there: their bytes are asked for range by range.
+"""Weight files that stay on the Hub and are read by byte ranges.
 
-The client of ``huggingface_hub`` does the talking: its session, headers, offline mode and retries. What it
-has no function for, a range of a file with nothing around it, is asked for here.
+Requests use the session, headers, offline mode and retries of the ``huggingface_hub`` client, which lacks a
+function for reading a range of a file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .hub_errors import FINAL, explain, has_timed_out
 from .time_limits import bounded
 
 TRIES = 6
-"""How often a range is asked for without one more byte coming before that is an error."""
+"""Requests for a range in a row that bring no byte before that is an error."""
 
 TIMEOUT_S = 30.0
-"""Without a byte."""
+"""Of a request that receives no byte."""
 
 SILENT_TRIES = 3
-"""How many of these tries may have ended so: that is a minute and a half in which nothing came."""
+"""Of these tries, those that time out before that is an error: 90 s without a byte."""
 
 FIRST_WAIT_S = 0.5
-"""Before the second try; each further one waits twice as long."""
+"""Wait before the second try; it doubles with each further one."""
 
 _PATHS_AT_ONCE = 500
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -50,7 +50,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file at one commit of a repository. Behaves as a ``Path`` as far as names go."""
+    """A file at one commit of a repository; has the ``name`` and ``suffix`` of a ``Path``."""
 
     repo_id: str
     commit: str
@@ -58,7 +58,7 @@ class RemoteFile:
     """In the repository."""
     num_bytes: int
     sha256: str
-    """Of the bytes, in hex; empty where the Hub does not say."""
+    """Of the bytes, in hex; empty where the Hub does not record it."""
     hub: Hub = field(compare=False, repr=False)
 
     @property
@@ -73,17 +73,17 @@ class RemoteFile:
 def remote_files(
     repo_id: str, commit: str, names: Sequence[str], hub: Hub, *, must_exist: bool = True
 ) -> tuple[RemoteFile, ...]:
-    """Files of a repository, not downloaded.
+    """Look up files of a repository without downloading them.
 
     Args:
         repo_id: of the repository.
-        commit: at which.
+        commit: of the repository.
         names: of the files.
         hub: how to reach it.
-        must_exist: if not, files that are not there are left out.
+        must_exist: raise if a file is missing; otherwise missing files are left out.
 
     Raises:
-        SourceError: one is not there, or the Hub cannot be asked.
+        SourceError: a file is missing, or the Hub cannot be reached.
     """
     api = HfApi(token=hub.token)
     found: dict[str, RepoFile] = {}
@@ -97,7 +97,7 @@ def remote_files(
         raise SourceError(explain(repo_id, hub.revision, error)) from error
     missing = [name for name in names if name not in found]
     if missing and must_exist:
-        raise SourceError(f"{repo_id} has no {missing[0]} at {commit[:12]}, which it should have")
+        raise SourceError(f"{repo_id} lacks {missing[0]} at {commit[:12]}; download the model again")
     return tuple(
         RemoteFile(repo_id, commit, name, info.size, info.lfs.sha256 if info.lfs else "", hub)
         for name, info in ((name, found[name]) for name in names if name in found)
@@ -106,11 +106,11 @@ def remote_files(
 
 @cache
 def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by two requests: for the header's length, and for its text.
+    """The tensors of a safetensors file, read with two requests: for the header's length and its text.
 
     Raises:
-        CheckpointError: it is none.
-        SourceError: it cannot be read.
+        CheckpointError: the file is not a safetensors file.
+        SourceError: the file cannot be read.
     """
     reader = RemoteReader(file)
 
@@ -123,10 +123,10 @@ def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
 
 
 class RemoteReader:
-    """Reads ranges of one file; threads may share it.
+    """Reads ranges of one file; thread-safe.
 
-    The repository redirects to where the bytes are, by an address that expires. It is asked for once, and
-    again when it does.
+    The repository redirects to the address of the bytes, which expires. It is requested once, and again when
+    it has expired.
     """
 
     def __init__(self, file: RemoteFile) -> None:
@@ -135,12 +135,12 @@ class RemoteReader:
         self._known: _Address | None = None
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on, and ask for no others.
+        """Fill ``into`` with the bytes from ``offset`` on, and request no others.
 
-        What a broken connection brought is kept; the rest is asked for again.
+        After a broken connection only the missing bytes are requested again.
 
         Raises:
-            SourceError: the Hub does not give them, after several tries.
+            SourceError: several tries failed.
         """
         failures = silences = 0
         while len(into):
@@ -152,13 +152,13 @@ class RemoteReader:
             silences += has_timed_out(problem)
             if failures == TRIES or silences == SILENT_TRIES:
                 raise SourceError(
-                    f"{self._file}: byte {offset} cannot be had after {failures} tries ({brief(problem)}); "
+                    f"{self._file}: byte {offset} cannot be read after {failures} tries ({brief(problem)}); "
                     f"check the network, then {again()}"
                 ) from problem
             time.sleep(FIRST_WAIT_S * 2 ** (failures - 1) * random.uniform(0.5, 1.0))
 
     def _try(self, offset: int, into: memoryview) -> tuple[int, Exception | None]:
-        """The number of bytes that came, and what went wrong that may go well the next time."""
+        """The number of bytes received, and the error if a retry may help."""
         received = 0
         try:
             address = self._address()
@@ -169,19 +169,19 @@ class RemoteReader:
                 self._require(response, address, offset, len(into))
                 for chunk in response.iter_bytes():
                     if received + len(chunk) > len(into):
-                        raise SourceError(f"{self._file}: the server sends more bytes than it was asked for")
+                        raise SourceError(f"{self._file}: the server sends more bytes than were requested")
                     into[received : received + len(chunk)] = chunk
                     received += len(chunk)
-            return received, None if received == len(into) else EOFError("the answer was cut off")
+            return received, None if received == len(into) else EOFError("the answer was truncated")
         except SourceError:
             raise
         except FINAL as error:
             raise SourceError(explain(self._file.repo_id, self._file.commit, error)) from error
-        except Exception as error:  # of the HTTP library, which differs between versions of the client
+        except Exception as error:  # the HTTP library differs between versions of the client
             return received, error
 
     def _require(self, response: Any, address: _Address, offset: int, count: int) -> None:
-        """Refuse an answer that is not the range."""
+        """Refuse an answer other than the requested range."""
         status = response.status_code
         if status == 206:
             found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -191,17 +191,17 @@ class RemoteReader:
                 self._file.num_bytes,
             ):
                 raise SourceError(
-                    f"{self._file}: asked for {count} bytes from {offset} on of {self._file.num_bytes}, the "
-                    f"server answers with {response.headers.get('Content-Range')}; download the whole model"
+                    f"{self._file}: requested {count} bytes from {offset} on of {self._file.num_bytes}, the "
+                    f"server answers with {response.headers.get('Content-Range')}; download the full model"
                 )
             return
         if status == 200:
             if (offset, count) == (0, self._file.num_bytes):
                 return
-            raise SourceError(f"{self._file}: the server sends no parts of files; download the whole model")
+            raise SourceError(f"{self._file}: the server does not send ranges; download the full model")
         if address.expires and status in (401, 403, 404, 410):
             with self._lock:
-                self._known = None  # ask for another one
+                self._known = None  # request another one
             raise ConnectionError(f"its address has expired, status {status}")
         if status in _TRANSIENT:
             raise ConnectionError(f"status {status}")
@@ -209,7 +209,7 @@ class RemoteReader:
         raise SourceError(f"{self._file}: the server answers with status {status}")
 
     def _address(self) -> _Address:
-        """Where the bytes are."""
+        """The address of the bytes, cached until it expires."""
         with self._lock:
             if self._known is None:
                 self._known = self._ask()
@@ -220,7 +220,7 @@ class RemoteReader:
         url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
         found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
         if found.size != file.num_bytes:
-            raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; try again")
+            raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; {again()}")
         moved = found.location != url
         headers = dict(build_hf_headers(token=file.hub.token))
         if urlsplit(found.location).netloc != urlsplit(url).netloc:
@@ -230,7 +230,7 @@ class RemoteReader:
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a file's bytes are."""
+    """The address of a file's bytes."""
 
     url: str
     headers: Mapping[str, str]

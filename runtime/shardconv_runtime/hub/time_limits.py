@@ -1,10 +1,9 @@
-"""Servers that take a request and never answer: the client would wait for ever, or for many minutes.
+"""Time limits for servers that accept a request and never answer.
 
-From version to version the client of the Hub sets other time-outs, for most requests none (some say
-``timeout=None``, whatever the session has), and repeats up to six times, inside of its functions, those that
-it sets. What all versions have is one session for all threads, with hooks that see each request: there a
-time-out is filled in, and the ``trace`` of the request, a documented extension of the HTTP library, tells
-what fails.
+The time-outs of the Hub's client differ between its versions: most requests have none (some pass
+``timeout=None`` whatever the session has), and requests that time out are repeated up to six times. In all
+versions threads share one session, whose hooks see each request: they fill in a time-out and, through the
+request's ``trace``, a documented extension of the HTTP library, observe failures.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from ..errors import brief
 
 ANSWER_S = 120.0
-"""For a request that has no time-out of its own: the Hub may take a minute to commit many files."""
+"""For requests without a time-out of their own; the Hub may take a minute to commit many files."""
 
 PATIENCE_S = 60.0
-"""After so long without an answer a request that has timed out is not repeated."""
+"""Without an answer for this long, a request that has timed out is not repeated."""
 
 _lock = threading.Lock()
 _num_uses = 0
 _thread = threading.local()
-"""``since``: when the first request began of those that had no answer."""
+"""``since``: start of the first request without an answer."""
 
 
 class NoAnswerError(Exception):
-    """The server took a request, and then nothing came for too long."""
+    """The server accepted a request and did not answer in time."""
 
 
 class NotReachedError(Exception):
-    """There was no connection to the server."""
+    """The server could not be connected to."""
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Within it no request of the client takes for ever, on any thread of the process.
+    """In this context every request of the client, on any thread of the process, ends in bounded time.
 
-    A request that has no time-out gets one of ``ANSWER_S``. Others that time out are left to the client,
-    which may take what is in its cache, or ask again, until nothing has come for ``PATIENCE_S``.
+    Requests without a time-out get one of ``ANSWER_S``. Other time-outs are left to the client, which may use
+    its cache or repeat the request, until no answer has come for ``PATIENCE_S``.
 
     Raises:
-        NoAnswerError: nothing came; another try would take as long again.
-        NotReachedError: there was no connection for a request without a time-out of its own. The client would
-            replace its session by one that is not watched, and try again.
+        NoAnswerError: no answer came; another try would take as long again.
+        NotReachedError: the connection for a request without a time-out of its own failed. The client would
+            replace its session by an unwatched one and try again.
     """
     global _num_uses
     _thread.since = None
@@ -67,7 +66,7 @@ def bounded() -> Iterator[None]:
 
 
 def _watch_requests(wanted: bool) -> None:
-    """Have the session call ``_begin`` for each request, or not."""
+    """Add ``_begin`` to the hooks that the session calls for each request, or remove it."""
     session = get_session()
     hooks = session.event_hooks
     others = [hook for hook in hooks["request"] if hook is not _begin]
@@ -75,7 +74,7 @@ def _watch_requests(wanted: bool) -> None:
 
 
 def _begin(request: Any) -> None:
-    """A request is about to be sent, or one to which it was redirected."""
+    """Hook: a request, possibly a redirected one, is about to be sent."""
     given = request.extensions.get("timeout") or {}
     is_open = given.get("read") is None
     filled = {what: ANSWER_S for what in ("connect", "read", "write") if given.get(what) is None}
@@ -86,12 +85,12 @@ def _begin(request: Any) -> None:
 
 
 def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
-    """Something has begun, is complete or has failed.
+    """Trace of a request: a step of it has begun, is complete or has failed.
 
     Args:
         is_open: the request had no time-out of its own.
-        event: as ``"http11.receive_response_headers.complete"``.
-        info: with the ``exception`` of what failed, of the library below the HTTP library.
+        event: such as ``"http11.receive_response_headers.complete"``.
+        info: of a failed step, with its ``exception``, raised by the library below the HTTP library.
     """
     if event.endswith("receive_response_headers.complete"):
         _thread.since = None
@@ -102,7 +101,7 @@ def _follow(is_open: bool, event: str, info: Mapping[str, Any]) -> None:
     if kind.endswith("Timeout"):
         _thread.since = since = getattr(_thread, "since", None) or now
         if is_open or now - since >= PATIENCE_S:
-            raise NoAnswerError(f"nothing came for {now - since:.0f} s") from error
+            raise NoAnswerError(f"no answer for {now - since:.0f} s") from error
         return
     _thread.since = None
     if is_open and kind == "ConnectError":

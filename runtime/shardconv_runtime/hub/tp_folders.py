@@ -1,4 +1,4 @@
-"""Of one model, converted directories for several numbers of ranks: in ``tp-2/``, ``tp-8/`` and so on."""
+"""Converted directories of one model for several numbers of ranks: ``tp-2/``, ``tp-8/`` and so on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ _FOLDER = re.compile(rf"tp-([1-9][0-9]*)/{re.escape(MANIFEST_NAME)}")
 
 
 def numbers(names: Iterable[str]) -> list[int]:
-    """The numbers of ranks for which there are folders, of all names of files, sorted."""
+    """The numbers of ranks that have a folder, sorted.
+
+    Args:
+        names: of all files.
+    """
     return sorted(int(match[1]) for match in map(_FOLDER.fullmatch, names) if match)
 
 
 def only(where: str, names: Iterable[str]) -> str:
-    """The one converted directory that there is.
+    """The folder of the only converted directory.
 
     Args:
         where: for errors.
         names: of all files, relative to the directory or repository.
 
     Returns:
-        Its folder, as ``"tp-8/"``, or empty: that is where the names begin.
+        The folder, such as ``"tp-8/"``; empty for the directory or repository itself.
 
     Raises:
-        SourceError: there are several, or none.
+        SourceError: several converted directories exist, or none.
     """
     found = list(names)
     folders = [f"tp-{number}/" for number in numbers(found)]
@@ -37,13 +41,13 @@ def only(where: str, names: Iterable[str]) -> str:
     if len(folders) == 1:
         return folders[0]
     if not folders:
-        raise SourceError(f"{where} holds no converted model; give what shardconv convert or push wrote")
-    named = ", ".join(folder.rstrip("/") or "one that is in no folder" for folder in folders)
+        raise SourceError(f"{where} holds no converted model; name the output of shardconv convert or push")
+    named = ", ".join(folder.rstrip("/") or "one outside of folders" for folder in folders)
     raise SourceError(f"{where} holds several converted models, {named}; choose with {option('tp')}")
 
 
 def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
-    """That there is nothing for so many ranks, and for how many there is."""
+    """The message that a directory or repository lacks a model for ``world_size`` ranks."""
     start = f"{where} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
     found = numbers(names)
     if not found:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import Plan
 
 from shardconv import cli
@@ -147,7 +146,7 @@ class TestConvert:
             "writing: 0.0 MB",
         ]
         assert manifest.read(out).tp == 2
-        assert codec.read(out / "plan.json").model.dtype == "bfloat16"
+        assert plan_json.read(out / "plan.json").model.dtype == "bfloat16"
 
     def test_quiet_prints_nothing(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -354,7 +353,7 @@ class TestPlan:
     ) -> None:
         code, out, _ = run(capsys, "plan", llama_dir, "--tp", 2, "--json")
         assert code == 0
-        assert codec.loads(out) == self.solved(llama_dir)
+        assert plan_json.loads(out) == self.solved(llama_dir)
         assert run(capsys, "plan", llama_dir, "--tp", 2, "-q", "-o", tmp_path / "p.json") == (0, "", "")
         assert (tmp_path / "p.json").read_text() == out
 

@@ -17,8 +17,7 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
@@ -442,6 +441,6 @@ class TestInterrupted:
 
 
 def test_the_hand_made_plan_is_uneven(out: Path) -> None:
-    plan = codec.read(out / "plan.json")
+    plan = plan_json.read(out / "plan.json")
     assert plan == hand_plan(small_config(), 3)
     assert parameter_plans(plan)["lm_head.weight"].dims[0].size % 3

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from boundaries import boundary
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Boundary, Edit, ModulePlan, Plan
+from shardconv_runtime.format.plan import Edit, ModulePlan, Plan
 from torch import nn
 from tp_plan_cases import (
     HIDDEN,
@@ -31,8 +32,7 @@ from tp_plan_cases import (
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from shardconv import cli
-from shardconv.converted import tp_plan as module
-from shardconv.converted.tp_plan import skeleton, to_json, tp_plan
+from shardconv.converted.tp_plan import ALL_PARALLEL_STYLES, _keeps_parts, skeleton, to_json, tp_plan
 from shardconv.converted.tp_styles import Inexpressible, Part, PlannedModule
 
 ENDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
@@ -92,8 +92,8 @@ class TestRules:
         assert "model.layers.*.self_attn.q_proj" in rules
 
     def test_left_alone_in_versions_without_a_style_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        styles = set(module.ALL_PARALLEL_STYLES) - {"replicate"}
-        monkeypatch.setattr(module, "ALL_PARALLEL_STYLES", styles)
+        styles = set(ALL_PARALLEL_STYLES) - {"replicate"}
+        monkeypatch.setattr("shardconv.converted.tp_plan.ALL_PARALLEL_STYLES", styles)
         rules = tp_plan(with_whole_mlp(solved("llama", 2)), built("llama"))
         assert rules["model.layers.*.mlp.up_proj"] == "replicated_with_grad_allreduce"
 
@@ -170,7 +170,9 @@ class TestRefusals:
         assert len(message) < 900
 
     def test_a_style_that_the_installed_version_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "ALL_PARALLEL_STYLES", set(module.ALL_PARALLEL_STYLES) - {"local_params"})
+        monkeypatch.setattr(
+            "shardconv.converted.tp_plan.ALL_PARALLEL_STYLES", set(ALL_PARALLEL_STYLES) - {"local_params"}
+        )
         assert 'mlp.experts: it needs the style "local_params"' in refusal(
             solved("qwen2_moe", 2), built("qwen2_moe")
         )
@@ -199,7 +201,7 @@ class TestRefusals:
 
 
 def _reduced(*axes: int) -> Callable[[ModulePlan], ModulePlan]:
-    return lambda m: replace(m, outputs=(Boundary("output", "all_reduce", axes=axes),))
+    return lambda m: replace(m, outputs=(boundary("output", "all_reduce", axes=axes),))
 
 
 CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
@@ -220,7 +222,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
             p,
             "q_proj",
             lambda m: replace(
-                m, outputs=(Boundary("output", "all_gather", dim=-1, layout=Leaf(HIDDEN * 4, (0,))),)
+                m, outputs=(boundary("output", "all_gather", dim=-1, layout=Leaf(HIDDEN * 4, (0,))),)
             ),
         ),
         "the all_gather at output is of a dim that none of its parameters has",
@@ -230,7 +232,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
             p,
             "up_proj",
             lambda m: replace(
-                m, inputs=(Boundary("input.input", "all_gather", dim=-1, layout=Leaf(MLP, (0,))),)
+                m, inputs=(boundary("input.input", "all_gather", dim=-1, layout=Leaf(MLP, (0,))),)
             ),
         ),
         "no style is for a Linear with weight split in dim -2; all_gather at input.input",
@@ -241,7 +243,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     ),
     "another slot": (
         lambda p: change_modules(
-            p, "o_proj", lambda m: replace(m, outputs=(Boundary("output.0", "all_reduce", axes=(0,)),))
+            p, "o_proj", lambda m: replace(m, outputs=(boundary("output.0", "all_reduce", axes=(0,)),))
         ),
         "all_reduce at output.0",
     ),
@@ -271,7 +273,7 @@ def test_changed_plans_are_refused(case: str) -> None:
 class TestStyles:
     """Which style fits a module: parts of its parameters, and its steps."""
 
-    reduce = (Boundary("output", "all_reduce", axes=(0,)),)
+    reduce = (boundary("output", "all_reduce", axes=(0,)),)
 
     def styles(self, linear: nn.Module, category: str, **parts: Part | None) -> tuple[str | None, Any]:
         outputs = self.reduce if category == "row" else ()
@@ -340,7 +342,7 @@ def test_conversions_on_load(
 ) -> None:
     sources = [f"layers.*.w{i}.weight" for i in range(num_sources)]
     converter = WeightConverter(sources, ["layers.w"], operations)
-    assert module._keeps_parts(converter, part, num_dims) is keeps
+    assert _keeps_parts(converter, part, num_dims) is keeps
 
 
 class TestCommand:
@@ -380,7 +382,7 @@ class TestCommand:
         _, long, _ = self.run(capsys, model, "--tp", 2, "--format", "json", "-q")
         _, short, _ = self.run(capsys, model, "--tp", 2, "--json", "-q", "-o", file)
         assert long == short == file.read_text()
-        assert codec.loads(long).tp == 2
+        assert plan_json.loads(long).tp == 2
 
     def test_report(self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """By default the plan itself is written, and the report printed."""
@@ -389,7 +391,7 @@ class TestCommand:
         _, again, _ = self.run(capsys, model, "--tp", 2, "--format", "report", "-o", report)
         assert shown == again == report.read_text()
         assert "COLLECTIVES" in shown
-        assert codec.read(plan).tp == 2
+        assert plan_json.read(plan).tp == 2
         assert self.run(capsys, model, "--tp", 2, "-q", "-o", plan)[:2] == (0, "")
 
     def test_one_format_at_a_time(self, capsys: pytest.CaptureFixture[str]) -> None:

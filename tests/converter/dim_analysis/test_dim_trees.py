@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv.dim_analysis import dim_trees as axes
+from shardconv.dim_analysis import dim_trees
 from shardconv.dim_analysis.dim_trees import PRODUCT, SUM, Conflict, Node, find, leaf
 from shardconv.dim_analysis.structure import corresponding_leaves
 
@@ -19,33 +19,33 @@ from shardconv.dim_analysis.structure import corresponding_leaves
 
 def test_a_view_splits_a_leaf_everywhere() -> None:
     a, b = leaf(48), leaf(48)
-    axes.unify(a, b)
-    outer, inner = axes.split(a, 6)
+    dim_trees.unify(a, b)
+    outer, inner = dim_trees.split(a, 6)
     assert repr(b) == "(8*6)"
-    assert axes.leaves(b) == [find(outer), find(inner)]
+    assert dim_trees.leaves(b) == [find(outer), find(inner)]
 
 
 def test_fused_query_key_value_with_groups() -> None:
     """``(4 groups of 2 heads + 4 + 4) * 6``, out of cuts and views alone."""
     fused = leaf(96)
-    q, k, v = axes.cut(fused, (48, 24, 24))
-    heads, width = axes.split(q, 6)
+    q, k, v = dim_trees.cut(fused, (48, 24, 24))
+    heads, width = dim_trees.split(q, 6)
     for part in (k, v):
-        kv, part_width = axes.split(part, 6)
-        axes.unify(part_width, width)
-        groups, _ = axes.split(heads, 2)
-        axes.unify(groups, kv)
+        kv, part_width = dim_trees.split(part, 6)
+        dim_trees.unify(part_width, width)
+        groups, _ = dim_trees.split(heads, 2)
+        dim_trees.unify(groups, kv)
     assert repr(fused) == "[((4*2)*6)|(4*6)|(4*6)]"
-    kv_leaves = [x for x in axes.leaves(fused) if x.size == 4]
+    kv_leaves = [x for x in dim_trees.leaves(fused) if x.size == 4]
     assert len(kv_leaves) == 3
     assert len({id(find(x)) for x in kv_leaves}) == 1
 
 
 def test_interleaved_query_key_value() -> None:
     fused = leaf(144)
-    _, strands = axes.split(fused, 18)
-    parts = axes.cut(strands, (6, 6, 6))
-    axes.unify(parts[0], parts[1])
+    _, strands = dim_trees.split(fused, 18)
+    parts = dim_trees.cut(strands, (6, 6, 6))
+    dim_trees.unify(parts[0], parts[1])
     assert repr(fused) == "(8*[6|6|6])"
     assert find(parts[0]) is find(parts[1])
     assert find(parts[0]) is not find(parts[2])
@@ -53,25 +53,25 @@ def test_interleaved_query_key_value() -> None:
 
 def test_a_sum_whose_segments_share_an_inner_factor_is_split() -> None:
     fused = leaf(40)
-    axes.cut(fused, (24, 16))
-    outer, inner = axes.split(fused, 8)
+    dim_trees.cut(fused, (24, 16))
+    outer, inner = dim_trees.split(fused, 8)
     assert repr(fused) == "([3|2]*8)"
     assert (repr(outer), repr(inner)) == ("[3|2]", "8")
 
 
 def test_rotary_halves() -> None:
     dim = leaf(12)
-    a, b = axes.cut(dim, (6, 6))
-    turned = axes.concatenation([b, a])
-    axes.unify(dim, turned)
+    a, b = dim_trees.cut(dim, (6, 6))
+    turned = dim_trees.concatenation([b, a])
+    dim_trees.unify(dim, turned)
     assert repr(dim) == "[6|6]"
     assert find(a) is find(b)
 
 
 def test_a_repetition_is_a_blocked_count_of_one_run() -> None:
     a, b = leaf(3), leaf(5)
-    twice = axes.concatenation([a, b, a, b])
-    count, run = axes.split(twice, 8)
+    twice = dim_trees.concatenation([a, b, a, b])
+    count, run = dim_trees.split(twice, 8)
     assert (count.size, count.blocked) == (2, True)
     assert repr(run) == "[3|5]"
     assert not run.blocked
@@ -79,72 +79,72 @@ def test_a_repetition_is_a_blocked_count_of_one_run() -> None:
 
 def test_a_cut_through_a_factor_is_a_conflict() -> None:
     dim = leaf(24)
-    axes.split(dim, 6)
+    dim_trees.split(dim, 6)
     with pytest.raises(Conflict):
-        axes.cut(dim, (9, 15))
-    assert [p.size for p in axes.cut(dim, (6, 18))] == [6, 18]
+        dim_trees.cut(dim, (9, 15))
+    assert [p.size for p in dim_trees.cut(dim, (6, 18))] == [6, 18]
 
 
 @pytest.mark.parametrize("inner", [5, 7, 48])
 def test_a_split_at_no_divisor_is_a_conflict(inner: int) -> None:
     with pytest.raises(Conflict):
-        axes.split(leaf(24), inner)
+        dim_trees.split(leaf(24), inner)
 
 
 def test_splits_that_do_not_fit_together_block_both() -> None:
     a, b = leaf(36), leaf(36)
-    axes.split(a, 4)
-    axes.split(b, 6)
-    axes.unify(a, b)
-    assert all(x.blocked for x in axes.leaves(a) + axes.leaves(b))
-    assert any(x.why for x in axes.leaves(a))
+    dim_trees.split(a, 4)
+    dim_trees.split(b, 6)
+    dim_trees.unify(a, b)
+    assert all(x.blocked for x in dim_trees.leaves(a) + dim_trees.leaves(b))
+    assert any(x.why for x in dim_trees.leaves(a))
 
 
 def test_empty_parts() -> None:
     dim = leaf(8)
-    parts = axes.cut(dim, (0, 8, 0))
+    parts = dim_trees.cut(dim, (0, 8, 0))
     assert [p.size for p in parts] == [0, 8, 0]
     assert find(parts[1]) is dim
-    assert axes.concatenation(parts) is dim
-    assert axes.leaves(parts[0]) == []
+    assert dim_trees.concatenation(parts) is dim
+    assert dim_trees.leaves(parts[0]) == []
 
 
 def test_ones_are_never_sharded() -> None:
     assert leaf(1).blocked
     assert not leaf(2).blocked
-    outer, inner = axes.split(leaf(6), 6)
+    outer, inner = dim_trees.split(leaf(6), 6)
     assert (outer.size, inner.size) == (1, 6)
-    assert axes.product([leaf(1), leaf(1)]).size == 1
+    assert dim_trees.product([leaf(1), leaf(1)]).size == 1
 
 
 def test_links_carry_structure_but_not_identity() -> None:
     a, b = leaf(48), leaf(48)
-    axes.link(a, b)
-    axes.split(a, 6)
+    dim_trees.link(a, b)
+    dim_trees.split(a, 6)
     assert repr(b) == "(8*6)"
     pairs = corresponding_leaves(a, b)
     assert pairs is not None
     assert [(x.size, y.size) for x, y in pairs] == [(8, 8), (6, 6)]
     assert all(x is not y for x, y in pairs)
-    axes.split(axes.split(b, 6)[0], 2)
+    dim_trees.split(dim_trees.split(b, 6)[0], 2)
     assert repr(a) == "((4*2)*6)"
-    axes.block(a)
-    assert not any(x.blocked for x in axes.leaves(b))
+    dim_trees.block(a)
+    assert not any(x.blocked for x in dim_trees.leaves(b))
 
 
 def test_links_of_links_follow() -> None:
     chain = [leaf(12) for _ in range(4)]
     for a, b in itertools.pairwise(chain):
-        axes.link(a, b)
-    axes.cut(chain[0], (4, 8))
+        dim_trees.link(a, b)
+    dim_trees.cut(chain[0], (4, 8))
     assert [repr(x) for x in chain] == ["[4|8]"] * 4
 
 
 def test_a_leaf_that_occurs_twice_does_so_on_the_other_side() -> None:
     a = leaf(6)
-    twice, other = axes.concatenation([a, a]), leaf(12)
-    axes.link(twice, other)
-    first, second = axes.leaves(other)
+    twice, other = dim_trees.concatenation([a, a]), leaf(12)
+    dim_trees.link(twice, other)
+    first, second = dim_trees.leaves(other)
     assert first is second
     assert first is not a
 
@@ -165,34 +165,34 @@ def _act(data: Any, kind: str, node: Node, other: Node, nodes: list[Node]) -> No
     """One operation; what it makes joins ``nodes``."""
     if kind == "split":
         inner = data.draw(st.sampled_from([d for d in range(1, node.size + 1) if node.size % d == 0]))
-        made = axes.split(node, inner)
+        made = dim_trees.split(node, inner)
         assert (made[0].size, made[1].size) == (node.size // inner, inner)
         assert made[0].size * made[1].size == node.size
         nodes += made
     elif kind == "cut":
         at = sorted(data.draw(st.lists(st.integers(0, node.size), max_size=2)))
         sizes = [b - a for a, b in zip([0, *at], [*at, node.size], strict=True)]
-        parts = axes.cut(node, sizes)
+        parts = dim_trees.cut(node, sizes)
         assert [p.size for p in parts] == sizes
         nodes += [p for p in parts if p.size]
     elif kind == "block":
-        axes.block(node)
-        assert all(x.blocked for x in axes.leaves(node))
+        dim_trees.block(node)
+        assert all(x.blocked for x in dim_trees.leaves(node))
     elif kind == "product" and node.size * other.size <= 200:
-        nodes.append(axes.product([node, other]))
+        nodes.append(dim_trees.product([node, other]))
         assert nodes[-1].size == node.size * other.size
     elif kind == "sum" and node.size + other.size <= 200:
-        nodes.append(axes.concatenation([node, other]))
+        nodes.append(dim_trees.concatenation([node, other]))
         assert nodes[-1].size == node.size + other.size
 
 
 def _join(kind: str, a: Node, b: Node) -> None:
     if kind == "unify":
-        axes.unify(a, b)
-        if a.size > 1 and not all(x.blocked for x in axes.leaves(a) + axes.leaves(b)):
-            assert [id(find(x)) for x in axes.leaves(a)] == [id(find(x)) for x in axes.leaves(b)]
+        dim_trees.unify(a, b)
+        if a.size > 1 and not all(x.blocked for x in dim_trees.leaves(a) + dim_trees.leaves(b)):
+            assert [id(find(x)) for x in dim_trees.leaves(a)] == [id(find(x)) for x in dim_trees.leaves(b)]
     else:
-        axes.link(a, b)
+        dim_trees.link(a, b)
 
 
 @settings(max_examples=300, deadline=None)
@@ -224,10 +224,10 @@ def test_linked_dims_stay_alike(data: st.DataObject) -> None:
     """Whatever one side is refined to, the other follows, or neither is refined."""
     size = data.draw(st.sampled_from([12, 24, 36]))
     a, b = leaf(size), leaf(size)
-    axes.link(a, b)
+    dim_trees.link(a, b)
     for _ in range(data.draw(st.integers(1, 5))):
         side = data.draw(st.sampled_from([a, b]))
-        parts = axes.leaves(side)
+        parts = dim_trees.leaves(side)
         part = parts[data.draw(st.integers(0, len(parts) - 1))]
         try:
             _act(data, data.draw(st.sampled_from(["split", "cut"])), part, part, [])
@@ -243,16 +243,16 @@ def test_linked_dims_stay_alike(data: st.DataObject) -> None:
 def test_blocking_reaches_all_parts(data: st.DataObject) -> None:
     """A blocked leaf stays blocked, whatever it is split into or unified with."""
     a, b = leaf(24), leaf(24)
-    axes.block(a, "sorted")
+    dim_trees.block(a, "sorted")
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(["split", "cut", "unify"]))
         try:
             if kind == "unify":
-                axes.unify(a, b)
+                dim_trees.unify(a, b)
             else:
                 _act(data, kind, data.draw(st.sampled_from([a, b])), b, [])
         except Conflict:
             continue
-        assert all(x.blocked for x in axes.leaves(a))
+        assert all(x.blocked for x in dim_trees.leaves(a))
     if find(a) is find(b):
-        assert all(x.blocked for x in axes.leaves(b))
+        assert all(x.blocked for x in dim_trees.leaves(b))

@@ -29,8 +29,7 @@ from zoo.models import FAMILIES, build, types
 
 import shardconv
 from shardconv import cli
-from shardconv.initializing import initial_weights as initialised
-from shardconv.initializing.initial_weights import initial_weights
+from shardconv.initializing.initial_weights import _Seeds, initial_weights
 
 KINDS = [
     ("causal", "llama"),  # norms
@@ -253,8 +252,8 @@ class TestParts:
     @pytest.fixture(autouse=True)
     def small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Parts of some rows and blocks of less."""
-        monkeypatch.setattr(initialised, "PART", 100)
-        monkeypatch.setattr(initialised, "BLOCK", 40)
+        monkeypatch.setattr("shardconv.initializing.initial_weights.PART", 100)
+        monkeypatch.setattr("shardconv.initializing.initial_weights.BLOCK", 40)
 
     def test_they_are_like_the_whole_and_differ(self) -> None:
         config = small_config()
@@ -271,15 +270,15 @@ class TestParts:
         assert [piece.shape for piece in pieces] == [(3, 32)] * 33 + [(2, 32)]
 
     def test_threads_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(initialised, "PART", 1000)
+        monkeypatch.setattr("shardconv.initializing.initial_weights.PART", 1000)
         before = of_config(small_config(), LlamaForCausalLM)
-        monkeypatch.setattr(initialised, "num_workers", lambda: 7)
+        monkeypatch.setattr("shardconv.initializing.initial_weights.num_workers", lambda: 7)
         after = of_config(small_config(), LlamaForCausalLM)
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 def test_no_two_seeds_are_alike() -> None:
-    seeds = initialised._Seeds(0)
+    seeds = _Seeds(0)
     taken = [seeds.take("x", number) for number in range(300_000)]
     assert len(set(taken)) == len(taken)
     assert max(taken) < 2**32, "all of a seed that torch looks at"

@@ -16,6 +16,7 @@ from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 from shardconv.verifying.plans.simulate import simulate
 
@@ -63,7 +64,7 @@ def plan_of(model_type: str, tp: int, implementation: str) -> Plan:
     """The plan of a tiny model that runs its experts in this way, proven on numbers."""
     spec = small(model_type)
     spec.config._experts_implementation = implementation
-    return solve_plan(spec, tp)
+    return solve_plan(spec, SolveOptions(tp))
 
 
 def layouts(plan: Plan) -> dict[str, Any]:

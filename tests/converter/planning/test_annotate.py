@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import models
 import pytest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import in_use
@@ -29,7 +29,7 @@ SHAPES = [
 def test_plans_are_proven_and_can_be_written(model: type[models.OddModel], tp: int) -> None:
     """``solve_plan`` simulates the ranks in float64 and raises where the numbers differ."""
     plan = models.plan_of(model, tp, words=211, tie_word_embeddings=model is models.TiedModel)
-    assert codec.loads(codec.dumps(plan)) == plan
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
     assert not [n for n in plan.notes if "collectives were accepted" not in n]
 
 

@@ -10,6 +10,7 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import DrawPlan, Plan
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 
@@ -42,7 +43,7 @@ def entries(plans: tuple[DrawPlan, ...]) -> dict[str, DrawPlan]:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return solve_plan(gpt2(), 2, sequence_parallel=True)
+    return solve_plan(gpt2(), SolveOptions(2, sequence_parallel=True))
 
 
 def test_attention_by_heads_draws_apart_and_the_residual_in_it_alike(plan: Plan) -> None:
@@ -64,13 +65,13 @@ def test_between_blocks_split_over_the_sequence_all_draw_apart(plan: Plan) -> No
 
 
 def test_one_rank_changes_no_stream() -> None:
-    plan = solve_plan(gpt2(), 1)
+    plan = solve_plan(gpt2(), SolveOptions(1))
     assert plan.training is not None
     assert plan.training.draws == ()
 
 
 def test_both_kinds_in_one_modules_code_are_told_apart_by_the_modules_it_calls() -> None:
-    plan = solve_plan(opt_like(), 2, check=False)
+    plan = solve_plan(opt_like(), SolveOptions(2, check=False))
     assert plan.training is not None
     found = entries(plan.training.draws)
     layer = "model.encoder.layers.0"

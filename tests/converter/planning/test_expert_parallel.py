@@ -18,11 +18,12 @@ from made_inputs import make_inputs
 from models import OddConfig, OddModel, spec
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, module_plans, parameter_plans
 from torch import Tensor, nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.expert_sites import EXPERTS, find_experts
 from shardconv.dim_analysis.rules import RULES
 from shardconv.matching.expert_sums import NotProven, prove_experts
@@ -129,7 +130,7 @@ def collectives(plan: Plan) -> Counter[str]:
 
 @pytest.mark.parametrize(("model_type", "tp", "num_experts"), CASES)
 def test_published_types(model_type: str, tp: int, num_experts: int) -> None:
-    plan = solve_plan(published(model_type, num_experts), tp, experts="ep")
+    plan = solve_plan(published(model_type, num_experts), SolveOptions(tp, experts="ep"))
     assert plan.experts == "ep"
     laid_out = stacks(plan, num_experts)
     assert len(laid_out) >= 2
@@ -138,24 +139,26 @@ def test_published_types(model_type: str, tp: int, num_experts: int) -> None:
     assert plan.mesh == (tp,)
     if model_type != "deepseek_v3":  # the latent attention gathers
         assert collectives(plan) == {"all_reduce": 4}, "one for attention and one for all experts, twice"
-    assert codec.loads(codec.dumps(plan)) == plan
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
 
 
 def test_the_number_of_collectives_is_that_of_the_default() -> None:
     model = published("deepseek_v3", 4)
-    assert collectives(solve_plan(model, 2, experts="ep")) == collectives(solve_plan(model, 2))
+    assert collectives(solve_plan(model, SolveOptions(2, experts="ep"))) == collectives(
+        solve_plan(model, SolveOptions(2))
+    )
 
 
 def test_work_on_other_ranks_tokens_is_left_out_where_the_module_can() -> None:
     """Ids past the end, for modules that drop them in every way that they may be run; else row 0."""
-    (cheap,) = _experts(solve_plan(published("mixtral", 4), 3, experts="ep"))
+    (cheap,) = _experts(solve_plan(published("mixtral", 4), SolveOptions(3, experts="ep")))
     assert [(s.slot, s.op) for s in cheap.inputs] == [
         ("input.top_k_index", "local_rows_or_end"),
         ("input.top_k_weights", "zero_foreign"),
     ]
     assert cheap.flags == ("_is_expert_parallel",)
     assert [(e.attribute, e.value, e.local) for e in cheap.edits] == [("num_experts", 4, (2, 1, 1))]
-    (plain,) = _experts(solve_plan(published("gpt_oss", 4), 2, experts="ep"))
+    (plain,) = _experts(solve_plan(published("gpt_oss", 4), SolveOptions(2, experts="ep")))
     assert [s.op for s in plain.inputs] == ["local_rows", "zero_foreign"]
     assert not plain.flags
 
@@ -166,14 +169,14 @@ def _experts(plan: Plan) -> list[ModulePlan]:
 
 
 def test_shared_experts_join_the_reduction() -> None:
-    plan = solve_plan(published("qwen2_moe", 4), 2, experts="ep")
+    plan = solve_plan(published("qwen2_moe", 4), SolveOptions(2, experts="ep"))
     reducing = [n for n, m in module_plans(plan).items() if any(s.op == "all_reduce" for s in m.outputs)]
     assert "model.layers.0.mlp" in reducing
     assert not any("expert" in name for name in reducing)
 
 
 def test_more_ranks_than_experts() -> None:
-    plan = solve_plan(published("mixtral", 4), 8, experts="ep")
+    plan = solve_plan(published("mixtral", 4), SolveOptions(8, experts="ep"))
     assert plan.mesh == (4, 2)
     assert {dims[0] for dims in stacks(plan, 4).values()} == {(0,)}
     assert "4 experts on 8 ranks: 2 ranks hold each" in plan.notes
@@ -183,22 +186,22 @@ def test_experts_that_cannot_be_split() -> None:
     with pytest.raises(
         SolveError, match=r"the 2 experts of model\.layers\.0\.mlp\.experts .* over 3 ranks; use --exp"
     ):
-        solve_plan(published("mixtral", 2), 3, experts="ep")
+        solve_plan(published("mixtral", 2), SolveOptions(3, experts="ep"))
 
 
 def test_one_rank() -> None:
-    plan = solve_plan(published("mixtral", 4), 1, experts="ep")
+    plan = solve_plan(published("mixtral", 4), SolveOptions(1, experts="ep"))
     assert plan.experts == "ep"
     assert not plan.modules
 
 
 def test_the_report_says_it() -> None:
     model = published("mixtral", 4)
-    text = report(solve_plan(model, 2, experts="ep"))
+    text = report(solve_plan(model, SolveOptions(2, experts="ep")))
     assert "experts   model.layers.{0,1}.mlp.experts" in text
     assert "expert parallel" in text
     assert "num_experts 4 → 2" in text
-    assert "expert parallel" not in report(solve_plan(model, 2))
+    assert "expert parallel" not in report(solve_plan(model, SolveOptions(2)))
 
 
 # Modules of our own making -----------------------------------------------------------------------------
@@ -353,7 +356,7 @@ def model_with(block: type[nn.Module], guild: type[nn.Module] | None = None) -> 
 
 def solved(block: type[nn.Module], guild: type[nn.Module] | None = None, tp: int = 2, **sizes: int) -> Plan:
     """The plan of such a model, whole experts on each rank."""
-    return solve_plan(spec(model_with(block, guild), **sizes), tp, experts="ep")
+    return solve_plan(spec(model_with(block, guild), **sizes), SolveOptions(tp, experts="ep"))
 
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
@@ -422,7 +425,7 @@ def test_experts_in_other_modules_are_refused() -> None:
 @pytest.mark.parametrize("block", [None, Heads])
 def test_no_experts(block: type[nn.Module] | None) -> None:
     with pytest.raises(SolveError, match="the model has no stacks of experts; use --experts tp"):
-        solve_plan(spec(model_with(block) if block else OddModel), 2, experts="ep")
+        solve_plan(spec(model_with(block) if block else OddModel), SolveOptions(2, experts="ep"))
 
 
 # The stages --------------------------------------------------------------------------------------------
@@ -534,12 +537,12 @@ def _published_tape(model_type: str) -> tuple[nn.Module, Tape]:
 
 
 def test_a_plan_that_says_ep_has_experts() -> None:
-    plan = solve_plan(published("mixtral", 4), 2, experts="ep")
-    text = codec.dumps(plan)
+    plan = solve_plan(published("mixtral", 4), SolveOptions(2, experts="ep"))
+    text = plan_json.dumps(plan)
     with pytest.raises(PlanError, match="experts: expected one of tp, ep"):
-        codec.loads(text.replace('"experts": "ep"', '"experts": "both"'))
+        plan_json.loads(text.replace('"experts": "ep"', '"experts": "both"'))
     with pytest.raises(PlanError, match='no module has the category "experts"'):
-        codec.loads(
+        plan_json.loads(
             text.replace('"category": "experts"', '"category": "boundary"')
             .replace('"reduce_output": true', '"reduce_output": false')
             .replace(', "flags": ["_is_expert_parallel"]', "")

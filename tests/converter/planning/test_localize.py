@@ -72,7 +72,7 @@ def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> N
     entry = parameter_plans(plan)["stack.0.mixer.alpha.weight"]
     assert [to_text(d) for d in entry.dims] == ["8@0*6", "64"]
     assert [b.op for b in module_plans(plan)["stack.0.mixer.alpha"].outputs] == ["all_gather"]
-    assert "no attribute makes it local, what it uses is whole there: stack.*.mixer: view" in plan.notes
+    assert "could not be localized; its inputs are replicated: stack.*.mixer: view" in plan.notes
     assert not edits(plan, "stack.0.mixer")
     assert edits(plan, "stack.0.chewer")
 

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Manifest, Source, SourceFile
 from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
@@ -190,7 +189,7 @@ def test_the_command_writes_beside_the_directory(converted: Path, capsys: pytest
     target = converted.parent / "out-report.html"
     assert capsys.readouterr().out == f"{target}: open it in a browser\n"
     found = manifest.read(converted)
-    plan = codec.read(converted / "plan.json")
+    plan = plan_json.read(converted / "plan.json")
     assert target.read_text("utf-8") == html_report(plan, picture(plan), manifest=found)
     assert sorted(converted.rglob("*")) == before
     assert run(["report", str(converted)]) == 0, "a report replaces a report"

@@ -13,6 +13,7 @@ from zoo.models import build
 from zoo.tasks import specification
 from zoo.variants import grouped
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 LAYERS = 2
@@ -31,7 +32,7 @@ def steps(modules: tuple[ModulePlan, ...]) -> Counter[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def llama() -> Plan:
-    return solve_plan(specification(build("causal", "llama")), 2, sequence_parallel=True)
+    return solve_plan(specification(build("causal", "llama")), SolveOptions(2, sequence_parallel=True))
 
 
 def test_a_plain_decoder_gets_the_conjugates_of_its_reductions(llama: Plan) -> None:
@@ -56,7 +57,7 @@ def test_sequence_parallelism_moves_what_a_reduction_does(llama: Plan) -> None:
 
 
 def test_norms_over_split_heads_are_summed() -> None:
-    plan = solve_plan(specification(build("causal", "qwen3")), 2)
+    plan = solve_plan(specification(build("causal", "qwen3")), SolveOptions(2))
     summed = {n for n, p in parameter_plans(plan).items() if p.grad_axes}
     assert summed == {n for n in parameter_plans(plan) if "q_norm" in n or "k_norm" in n}
 
@@ -65,7 +66,7 @@ def test_shared_heads_are_summed_over_the_ranks_that_share_them() -> None:
     """Two key/value heads on four ranks: each is held by two, along the second axis of the mesh."""
     model = grouped("causal", "llama")
     assert model is not None
-    plan = solve_plan(specification(model), 4)
+    plan = solve_plan(specification(model), SolveOptions(4))
     assert plan.mesh == (2, 2)
     axes = {n.split(".")[-2]: p.grad_axes for n, p in parameter_plans(plan).items() if "self_attn" in n}
     assert axes == {"q_proj": (), "k_proj": (1,), "v_proj": (1,), "o_proj": ()}
@@ -80,12 +81,12 @@ def test_inference_leaves_the_steps_of_gradients_out(llama: Plan) -> None:
 
 def test_a_model_without_a_sequence_form_is_refused() -> None:
     with pytest.raises(SolveError, match="convert without sequence parallelism"):
-        solve_plan(specification(build("seq2seq", "t5")), 2, sequence_parallel=True)
+        solve_plan(specification(build("seq2seq", "t5")), SolveOptions(2, sequence_parallel=True))
 
 
 @pytest.mark.parametrize(("name", "may_pad"), [("llama", True), ("git", False)])
 def test_padding_is_tried(name: str, may_pad: bool) -> None:
-    plan = solve_plan(specification(build("causal", name)), 2, sequence_parallel=True)
+    plan = solve_plan(specification(build("causal", name)), SolveOptions(2, sequence_parallel=True))
     assert plan.training is not None
     assert plan.training.sequence is not None
     assert plan.training.sequence.may_pad is may_pad  # images before the text: what is returned is longer

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardconv.dim_analysis import dim_trees as axes
+from shardconv.dim_analysis import dim_trees
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyse
 from shardconv.dim_analysis.dim_trees import leaf
@@ -56,7 +56,7 @@ def analysed(*layers: nn.Module) -> Analysis:
     return analyse(trace(model, {"input": torch.zeros(3, 26, WIDTH)}, RULES))
 
 
-def layouts(analysis: Analysis, tp: int, forbidden: list[axes.Node] | None = None) -> dict[str, str]:
+def layouts(analysis: Analysis, tp: int, forbidden: list[dim_trees.Node] | None = None) -> dict[str, str]:
     """Layout of each parameter, as the plan writes it."""
     from shardconv_runtime.format.dims import to_text
 
@@ -123,7 +123,7 @@ def test_inputs_and_outputs_are_whole() -> None:
     analysis = analysed(Mlp(256), Heads(8, 8), Mlp(128))
     assignment = solve(analysis, 4)
     for tid in (*analysis.tape.inputs, *analysis.tape.outputs):
-        assert not any(assignment.axes(x) for d in analysis.dims[tid] for x in axes.leaves(d))
+        assert not any(assignment.axes(x) for d in analysis.dims[tid] for x in dim_trees.leaves(d))
         assert not assignment.partial_axes(analysis.partial[tid])
 
 
@@ -135,24 +135,24 @@ def test_no_tensor_is_split_twice_on_an_axis() -> None:
         for x, y in multiplying_pairs(dims):
             assert not set(assignment.axes(x)) & set(assignment.axes(y))
         for d in dims:
-            for x in axes.leaves(d):
+            for x in dim_trees.leaves(d):
                 assert not partial & set(assignment.axes(x))
 
 
 def test_corresponding_leaves() -> None:
     a, b = leaf(12), leaf(12)
     assert corresponding_leaves(a, b) == [(a, b)]
-    axes.split(a, 3)
+    dim_trees.split(a, 3)
     assert corresponding_leaves(a, b) is None
-    outer, inner = axes.split(b, 3)
+    outer, inner = dim_trees.split(b, 3)
     assert [(y.size) for _, y in corresponding_leaves(a, b) or ()] == [outer.size, inner.size]
-    axes.cut(axes.leaves(a)[0], (1, 3))
+    dim_trees.cut(dim_trees.leaves(a)[0], (1, 3))
     assert corresponding_leaves(a, b) is None
     assert corresponding_leaves(leaf(1), leaf(1)) == []
 
 
 def test_multiplying_pairs() -> None:
     a, b, c = leaf(2), leaf(3), leaf(5)
-    assert list(multiplying_pairs([axes.product([a, b]), c])) == [(a, b), (a, c), (b, c)]
-    assert list(multiplying_pairs([axes.concatenation([a, b])])) == []
+    assert list(multiplying_pairs([dim_trees.product([a, b]), c])) == [(a, b), (a, c), (b, c)]
+    assert list(multiplying_pairs([dim_trees.concatenation([a, b])])) == []
     assert list(multiplying_pairs([a, a])) == [(a, a)]

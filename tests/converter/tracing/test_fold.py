@@ -12,6 +12,7 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.parallel.meta_model import build_model
 
+from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.rules import RULES
 from shardconv.dim_analysis.structure import width
 from shardconv.pipeline.stages import solve_plan
@@ -66,11 +67,11 @@ def test_routers_of_many_layers_are_no_majority() -> None:
 @pytest.mark.parametrize("num_layers", [2, 3, 9])
 def test_the_plan_is_for_all_layers(make: Callable[[int], ModelSpec], num_layers: int) -> None:
     """That of a deep model says of each layer what that of a shallow one says."""
-    plan = solve_plan(make(num_layers), 2)
+    plan = solve_plan(make(num_layers), SolveOptions(2))
     rows = [n for m in plan.modules if m.category in ("row", "experts") for n in expand_all(m.names)]
     assert len(rows) == 2 * num_layers
     assert {n.split(".")[2] for n in rows} == {str(i) for i in range(num_layers)}
-    other = solve_plan(make(2), 2)
+    other = solve_plan(make(2), SolveOptions(2))
     assert [(starred(next(iter(expand_all(m.names)))), m.category) for m in plan.modules] == [
         (starred(next(iter(expand_all(m.names)))), m.category) for m in other.modules
     ]

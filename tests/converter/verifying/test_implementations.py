@@ -13,6 +13,7 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 WIDTHS = {
@@ -31,7 +32,7 @@ def plan_for(attention: str, **changes: Any) -> Plan:
     config = transformers.MixtralConfig(**(WIDTHS | changes), num_local_experts=4)
     config._attn_implementation = attention
     cls = transformers.MixtralForCausalLM
-    return solve_plan(ModelSpec("mixtral", config, cls, "float32"), 4)
+    return solve_plan(ModelSpec("mixtral", config, cls, "float32"), SolveOptions(4))
 
 
 def test_one_plan_for_eager_and_fused_attention() -> None:
@@ -63,11 +64,11 @@ def test_an_implementation_that_the_plan_does_not_hold_for_is_named() -> None:
     spec = models.spec(ChoosyModel)
     config = copy.deepcopy(spec.config)
     config._attn_implementation = "sdpa"
-    plan = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), 2)
+    plan = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), SolveOptions(2))
     (note,) = [n for n in plan.notes if "implemented as" in n]
     assert note.startswith("this plan is for attention implemented as 'sdpa', not as 'eager': ")
     config._attn_implementation = "eager"
-    other = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), 2)
+    other = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), SolveOptions(2))
     assert not [n for n in other.notes if "implemented as" in n]
 
 
@@ -75,6 +76,8 @@ def test_an_implementation_that_the_plan_does_not_hold_for_is_named() -> None:
 def test_experts_in_every_implementation(chosen: str) -> None:
     config = transformers.MixtralConfig(**WIDTHS, num_local_experts=4)
     config._experts_implementation = chosen
-    plan = solve_plan(ModelSpec("mixtral", config, transformers.MixtralForCausalLM, "float32"), 2)
+    plan = solve_plan(
+        ModelSpec("mixtral", config, transformers.MixtralForCausalLM, "float32"), SolveOptions(2)
+    )
     assert not [n for n in plan.notes if "implemented as" in n]
     assert torch.Size(plan.mesh) == (2,)

@@ -25,7 +25,7 @@ from mutations import MUTATIONS, mutations
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf, Sum
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import LogitsInfo, Plan, module_plans, parameter_plans
@@ -34,7 +34,9 @@ from shardconv_runtime.parallel.build import owner_of, parallelize, retie, store
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from shardconv.pipeline import stages as pipeline
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline import numeric_check, plain_form
+from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.retrace import _unlike_ranks, retrace
@@ -141,10 +143,10 @@ class Solved:
 
     @staticmethod
     def _format(plan: Plan) -> None:
-        assert codec.loads(codec.dumps(plan)) == plan
+        assert plan_json.loads(plan_json.dumps(plan)) == plan
 
     def _retrace(self, plan: Plan) -> None:
-        retrace(plan, self.layouts, self.model, self.inputs)
+        assert retrace(plan, self.layouts, self.model, self.inputs) is None
 
     def _simulate(self, plan: Plan) -> None:
         outcome = simulate(plan, self.model, self.inputs, self.bypassed, gradients=plan.training is not None)
@@ -156,14 +158,14 @@ def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
     """Solve, and keep what the checks were given."""
     seen: dict[str, tuple[Any, ...]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name, check in (("retrace", retrace), ("simulate", simulate)):
+        for where, name, check in ((plain_form, "retrace", retrace), (numeric_check, "simulate", simulate)):
 
             def kept(*given: Any, name: str = name, check: Callable[..., Any] = check, **options: Any) -> Any:
                 seen[name] = given
                 return check(*given, **options)
 
-            patch.setattr(pipeline, name, kept)
-        plan = pipeline.solve_plan(spec, tp, experts=experts)
+            patch.setattr(where, name, kept)
+        plan = solve_plan(spec, SolveOptions(tp, experts=experts))
     _, layouts, model, inputs = seen["retrace"]
     assert seen["simulate"][0] == plan
     return Solved(plan, layouts, model, inputs, seen["simulate"][3])

@@ -12,10 +12,10 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.block_scales import stored_plans
 from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import lazy_tensor
 from small_models import save_random, small_config
 from verify_cases import change_plan, change_tensors, set_element, shard
 
@@ -112,7 +112,7 @@ def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> No
     save_quantized(config(), cls, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
     found = shardconv.verify(tmp_path / "out", tmp_path / "model", numerics=True)
-    plan = codec.read(tmp_path / "out" / "plan.json")
+    plan = plan_json.read(tmp_path / "out" / "plan.json")
     assert (found.num_tensors, found.remarks) == (len(stored_plans(plan)), ())
     assert any(entry.block for entry in plan.parameters) == (dtype is None)
     assert found.numerics is not None
@@ -135,7 +135,7 @@ def test_a_plain_model_in_the_place_of_a_block_scaled_one(tmp_path: Path) -> Non
     with pytest.raises(DamagedError) as caught:
         shardconv.verify(tmp_path / "out", tmp_path / "model-plain")
     missing = [line for line in caught.value.problems if "_scale_inv: is not in" in line]
-    plan = codec.read(tmp_path / "out" / "plan.json")
+    plan = plan_json.read(tmp_path / "out" / "plan.json")
     assert len(missing) == len(stored_plans(plan)) - len(parameter_plans(plan)) > 0
 
 
@@ -179,7 +179,7 @@ def test_the_unsharded_model_gets_the_weights_that_it_is_given(converted: Path) 
     spec = resolve(converted, need_weights=False)
     weights = opened.weights()
     name = "model.norm.weight"
-    other = weights | {name: lazy.zeros("float32", weights[name].shape)}
+    other = weights | {name: lazy_tensor.zeros("float32", weights[name].shape)}
     with pytest.raises(CheckpointError, match="simulated ranks differ"):
         numerics.run_numerics(opened, spec, other, Silent())
 
@@ -224,7 +224,7 @@ class TestMemory:
 
     def needed(self, converted: Path) -> tuple[int, int]:
         """Bytes of float64 weights: all, and of one layer."""
-        plan = codec.read(converted / "plan.json")
+        plan = plan_json.read(converted / "plan.json")
         by_name = numerics._needed_bytes(plan)
         layer = sum(size for name, size in by_name.items() if ".layers.1." in name)
         return sum(by_name.values()), layer

@@ -8,14 +8,15 @@ from typing import Any
 
 import models
 import pytest
+from boundaries import boundary
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
-from shardconv_runtime.format.plan import Boundary, Edit, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan
 from torch import nn
 
-from shardconv.pipeline import stages as pipeline
+from shardconv.pipeline import plain_form
 from shardconv.planning.layout import Layouts
-from shardconv.planning.localize import Unlocalizable
+from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.retrace import retrace
 from shardconv.verifying.plans.simulate import TOLERANCE, simulate
@@ -30,8 +31,8 @@ class Checked:
     model: nn.Module
     inputs: TraceInputs
 
-    def retrace(self, plan: Plan) -> None:
-        retrace(plan, self.layouts, self.model, self.inputs)
+    def retrace(self, plan: Plan) -> Obstacle | None:
+        return retrace(plan, self.layouts, self.model, self.inputs)
 
     def simulate(self, plan: Plan) -> float | None:
         outcome = simulate(plan, self.model, self.inputs)
@@ -42,7 +43,7 @@ def solved(model: type[models.OddModel], tp: int = 2, **sizes: Any) -> Checked:
     """Solve and keep what the check was given."""
     seen: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "retrace", lambda *given: seen.append(given))
+        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
         plan = models.plan_of(model, tp, **sizes)
     assert seen[-1][0] == plan
     return Checked(*seen[-1])
@@ -94,14 +95,18 @@ def with_edit(entry: ModulePlan, attribute: str, local: tuple[int, ...]) -> Modu
     return replace(entry, edits=tuple(e for e in edits if e.local))
 
 
-def _rejects(call: Callable[[Plan], object], plan: Plan) -> None:
-    with pytest.raises((SolveError, Unlocalizable, PlanError)):
-        call(plan)
+def _simulation_rejects(checked: Checked, plan: Plan) -> None:
+    with pytest.raises((SolveError, PlanError)):
+        checked.simulate(plan)
+
+
+def _retrace_rejects(checked: Checked, plan: Plan) -> None:
+    assert checked.retrace(plan) is not None
 
 
 def test_the_right_plan_passes(fused: Checked, uneven: Checked, parallel: Checked) -> None:
     for checked in (fused, uneven, parallel):
-        checked.retrace(checked.plan)
+        assert checked.retrace(checked.plan) is None
         error = checked.simulate(checked.plan)
         assert error is not None
         assert error <= TOLERANCE
@@ -145,7 +150,7 @@ def _other_layout(entry: ModulePlan) -> ModulePlan:
 
 @pytest.mark.parametrize("wrong", WRONG_NUMBERS.values(), ids=WRONG_NUMBERS.keys())
 def test_simulated_ranks_catch_wrong_numbers(fused: Checked, wrong: Callable[[Plan], Plan]) -> None:
-    _rejects(fused.simulate, wrong(fused.plan))
+    _simulation_rejects(fused, wrong(fused.plan))
 
 
 WRONG_SHAPES = {
@@ -162,24 +167,24 @@ def test_retrace_catches_wrong_edits(
     fused: Checked, module: str, attribute: str, local: tuple[int, ...]
 ) -> None:
     wrong = change_module(fused.plan, module, lambda e: with_edit(e, attribute, local))
-    with pytest.raises(Unlocalizable) as caught:
-        fused.retrace(wrong)
-    assert "stack." in caught.value.where
-    _rejects(fused.simulate, wrong)
+    obstacle = fused.retrace(wrong)
+    assert obstacle is not None
+    assert "stack." in obstacle.where
+    _simulation_rejects(fused, wrong)
 
 
 def test_retrace_says_which_dims_are_to_blame(fused: Checked) -> None:
     wrong = change_module(fused.plan, ".chewer", lambda e: with_edit(e, "half", (40,)))
-    with pytest.raises(Unlocalizable) as caught:
-        fused.retrace(wrong)
-    assert caught.value.nodes
-    assert all(fused.layouts.assignment.axes(node) for node in caught.value.nodes)
+    obstacle = fused.retrace(wrong)
+    assert obstacle is not None
+    assert obstacle.nodes
+    assert all(fused.layouts.assignment.axes(node) for node in obstacle.nodes)
 
 
 def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
     """Ranks 0 and 2 differ: 4, 2 and 2 heads."""
     wrong = change_module(uneven.plan, ".mixer", lambda e: with_edit(e, "many", (4, 2, 4)))
-    _rejects(uneven.retrace, wrong)
+    _retrace_rejects(uneven, wrong)
 
 
 def test_a_slice_at_a_wrong_start_of_the_right_length_is_caught(fused: Checked) -> None:
@@ -189,26 +194,26 @@ def test_a_slice_at_a_wrong_start_of_the_right_length_is_caught(fused: Checked) 
         "both.weight",
         lambda e: replace(e, dims=(Sum((Leaf(64, (0,)), Leaf(128, (0,)))), e.dims[1])),
     )
-    fused.retrace(wrong)
-    _rejects(fused.simulate, wrong)
+    assert fused.retrace(wrong) is None
+    _simulation_rejects(fused, wrong)
 
 
 def test_a_reduction_twice_is_caught(parallel: Checked) -> None:
     def add(entry: ModulePlan) -> ModulePlan:
-        return replace(entry, outputs=(*entry.outputs, Boundary("output", "all_reduce", axes=(0,))))
+        return replace(entry, outputs=(*entry.outputs, boundary("output", "all_reduce", axes=(0,))))
 
-    _rejects(parallel.simulate, change_module(parallel.plan, "before", add))
+    _simulation_rejects(parallel, change_module(parallel.plan, "before", add))
 
 
 def test_a_partial_bias_that_is_added_on_every_rank_is_caught(parallel: Checked) -> None:
     wrong = change_parameter(parallel.plan, "omega.bias", lambda e: replace(e, partial=()))
-    _rejects(parallel.simulate, wrong)
+    _simulation_rejects(parallel, wrong)
 
 
 def test_a_gather_left_out_is_caught(parallel: Checked) -> None:
     wrong = change_module(parallel.plan, "speak", lambda e: without(e, "all_gather"))
-    _rejects(parallel.retrace, wrong)
-    _rejects(parallel.simulate, wrong)
+    _retrace_rejects(parallel, wrong)
+    _simulation_rejects(parallel, wrong)
 
 
 def test_models_that_do_not_fit_are_not_simulated(fused: Checked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ import pytest
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import COMMON_DIRECTORY, rank_directory
-from shardconv_runtime.tensors import copying
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import copying, lazy_tensor
 from small_conversion import Model, Stages, at_once, contents, crashes, looks_complete, placed
 
 import shardconv
@@ -392,7 +391,7 @@ class TestAtOnce:
 
         def file(owner: str) -> TargetFile:
             return target_file(
-                f"{owner}/a", owner, {"x": ("int8", (3,))}, {}, lambda name: lazy.zeros("int8", (3,))
+                f"{owner}/a", owner, {"x": ("int8", (3,))}, {}, lambda name: lazy_tensor.zeros("int8", (3,))
             )
 
         return [file(owner) for owner in ("a", "b", "c")]

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.layout_hash import layout_sha256
@@ -120,7 +119,7 @@ def test_a_partial_parameter_sums_up_to_itself() -> None:
 def test_every_tensor_can_be_put_together_again(llama_dir: Path, tmp_path: Path, tp: int) -> None:
     out = tmp_path / "out"
     plan = shardconv.convert(llama_dir, out, tp)
-    assert codec.read(out / "plan.json") == plan
+    assert plan_json.read(out / "plan.json") == plan
     source = load_file(llama_dir / "model.safetensors")
     common = load_file(out / "common" / "model-00001-of-00001.safetensors")
     ranks = [load_file(out / manifest.shard_path(rank, tp, 0, 1)) for rank in range(tp)]
@@ -342,7 +341,7 @@ class TestReplan:
         new = dataclasses.replace(old, notes=("solved again",))
         monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: new)
         assert shardconv.replan(out) == new
-        assert codec.read(out / "plan.json") == new
+        assert plan_json.read(out / "plan.json") == new
         found = manifest.read(out)
         for rank in range(2):
             manifest.check_sizes(out, found, rank)
@@ -355,7 +354,7 @@ class TestReplan:
         old = shardconv.convert(llama_dir, out, 2)
         new = dataclasses.replace(old, notes=("solved again",))
         monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: new)
-        codec.write(new, out / "plan.json")
+        plan_json.write(new, out / "plan.json")
         with pytest.raises(ShardconvError, match="not the plan that the files were written for"):
             manifest.check_sizes(out, manifest.read(out), 0)
         shardconv.replan(out)
@@ -388,7 +387,7 @@ class TestReplan:
         out = tmp_path / "out"
         plan = shardconv.convert(llama_dir, out, 1)
         custom = dataclasses.replace(plan, model=dataclasses.replace(plan.model, trust_remote_code=True))
-        codec.write(custom, out / "plan.json")
+        plan_json.write(custom, out / "plan.json")
         with pytest.raises(ShardconvError, match=r"runs custom code; read its .* pass --trust-remote-code"):
             shardconv.replan(out)
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.scaled import with_blocks
 from shardconv_runtime.errors import PlanError, SourceError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.block_scales import (
     SUFFIX,
     VALUES_DTYPE,
@@ -56,7 +55,7 @@ def test_each_rank_has_the_factors_of_its_values(
     model = request.getfixturevalue(kind)
     plan = shardconv.convert(model, tmp_path / "out", 2, check=False)
     shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", 2, check=False)
-    assert codec.read(tmp_path / "out" / "plan.json") == plan
+    assert plan_json.read(tmp_path / "out" / "plan.json") == plan
     stored, plain = read(tmp_path / "out"), read(tmp_path / "plain").weights()
     entries = parameter_plans(plan)
     scaled = {name: entry for name, entry in entries.items() if entry.block}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lazy_cases import DTYPES, Draw, Files, factorise, name_of, random_tensor, same, shapes
 from shardconv_runtime.checkpoint.recorded import LARGE, RecordedTensor, lazy_of, recording
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 from torch import Tensor
@@ -403,4 +403,4 @@ def test_an_error_while_computing_names_the_file(tmp_path: Path) -> None:
         file.write_bytes(b"")
     assert isinstance(found, LazyTensor)
     with pytest.raises(SourceError, match="cut off since its header was read"):
-        read_tensor(lazy.take(found, 0, ((0, 1),)))
+        read_tensor(lazy_tensor.take(found, 0, ((0, 1),)))

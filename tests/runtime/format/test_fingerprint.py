@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from places import GOLDEN_PLAN
 from shardconv_runtime.errors import CodeMismatchError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.fingerprint import check_code, code_info, fingerprint
 
-PLAN = codec.read(GOLDEN_PLAN)
+PLAN = plan_json.read(GOLDEN_PLAN)
 NAMES = ("some_package.inner.modeling", "some_package.cache")
 
 

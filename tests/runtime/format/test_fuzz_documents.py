@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN
 from shardconv_runtime import PlanError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.layout_hash import layout_sha256
 from shardconv_runtime.format.typed_json import to_json
@@ -43,7 +42,7 @@ HEADER = {
 
 
 def read_plan(text: str) -> None:
-    plan = codec.loads(text)
+    plan = plan_json.loads(text)
     layout_sha256(plan)
     assert to_json(plan)
 
@@ -105,13 +104,13 @@ def with_dim(text: str) -> bytes:
         b"[" + b"[]," * 4_500_000 + b"[]]",
         b'{"a":' * 1_000_000,
         b"9" * 1_000_000,
-        b" " * (codec.MAX_BYTES + 1),
+        b" " * (plan_json.MAX_BYTES + 1),
     ],
     ids=range(15),
 )
 def test_absurd_plans_are_refused_at_once(data: bytes) -> None:
     def refused() -> None:
         with pytest.raises(PlanError):
-            codec.loads(data.decode())
+            plan_json.loads(data.decode())
 
     soon(refused)

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime import CheckpointError, PlanError
-from shardconv_runtime.format import dims, header, manifest, names, slices, typed_json
-from shardconv_runtime.format import plan_checks as checks
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import dims, header, manifest, names, plan_checks, plan_json, slices, typed_json
 
 GOLDEN = json.loads(GOLDEN_PLAN.read_text())
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -52,8 +50,8 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("within", "beyond", "says"),
     [
-        (plan(tp=4096, mesh=[4096]), plan(tp=4097, mesh=[4097]), f"at most {checks.MAX_TP}"),
-        (plan(mesh=[1] * 16), plan(mesh=[1] * 17), f"more than {checks.MAX_MESH_AXES} axes"),
+        (plan(tp=4096, mesh=[4096]), plan(tp=4097, mesh=[4097]), f"at most {plan_checks.MAX_TP}"),
+        (plan(mesh=[1] * 16), plan(mesh=[1] * 17), f"more than {plan_checks.MAX_MESH_AXES} axes"),
         (
             parameter(names=["a.{0..999}"]),
             parameter(names=["a.{0..524288}"]),
@@ -83,28 +81,32 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
         (
             many(2, "524288*2@0", 1),
             many(2, "524288*2@0", 4),
-            f"more than {checks.MAX_RANGES_IN_ALL} ranges",
+            f"more than {plan_checks.MAX_RANGES_IN_ALL} ranges",
         ),
         (boundary("input" + ".a" * 15), boundary("input" + ".a" * 17), "not a slot"),
         (boundary("input." + "a" * 100), boundary("input." + "a" * 101), "not a slot"),
-        (parameter(), parameter(dims=["1" + "*1" * 4000] * 66), f"more than {codec.MAX_SIGNS} "),
-        (plan(notes=["a" * 10_000]), plan(notes=["a" * 10_001]), f"more than {checks.MAX_TEXT_LENGTH}"),
-        (parameter(dims=["1"] * 16), parameter(dims=["1"] * 17), f"more than {checks.MAX_TENSOR_DIMS} dims"),
+        (parameter(), parameter(dims=["1" + "*1" * 4000] * 66), f"more than {plan_json.MAX_SIGNS} "),
+        (plan(notes=["a" * 10_000]), plan(notes=["a" * 10_001]), f"more than {plan_checks.MAX_TEXT_LENGTH}"),
+        (
+            parameter(dims=["1"] * 16),
+            parameter(dims=["1"] * 17),
+            f"more than {plan_checks.MAX_TENSOR_DIMS} dims",
+        ),
     ],
     ids=range(14),
 )
 def test_plans(within: Any, beyond: Any, says: str) -> None:
-    codec.loads(json.dumps(within))
+    plan_json.loads(json.dumps(within))
     with pytest.raises(PlanError, match=says):
-        codec.loads(json.dumps(beyond))
+        plan_json.loads(json.dumps(beyond))
 
 
-@pytest.mark.parametrize("read", [codec.read, lambda path: manifest.read(path.parent)])
+@pytest.mark.parametrize("read", [plan_json.read, lambda path: manifest.read(path.parent)])
 def test_documents(read: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     with path.open("wb") as file:
-        file.truncate(codec.MAX_BYTES + 1)
-    with pytest.raises((PlanError, CheckpointError), match=f"larger than {codec.MAX_BYTES} bytes"):
+        file.truncate(plan_json.MAX_BYTES + 1)
+    with pytest.raises((PlanError, CheckpointError), match=f"larger than {plan_json.MAX_BYTES} bytes"):
         read(path)
 
 
@@ -146,9 +148,15 @@ def test_long_headers(tmp_path: Path) -> None:
     "limit",
     [
         *(header.MAX_HEADER_BYTES, header.MAX_NAME_LENGTH, header.MAX_DIMS, typed_json.MAX_CONTAINERS),
-        *(checks.MAX_TP, checks.MAX_MESH_AXES, names.MAX_NAMES, names.MAX_NAME_LENGTH, codec.MAX_SIGNS),
-        *(dims.MAX_LEAVES, slices.MAX_RANGES, checks.MAX_RANGES_IN_ALL, checks.MAX_PATH_STEPS),
-        *(checks.MAX_STEP_LENGTH, checks.MAX_TEXT_LENGTH),
+        *(
+            plan_checks.MAX_TP,
+            plan_checks.MAX_MESH_AXES,
+            names.MAX_NAMES,
+            names.MAX_NAME_LENGTH,
+            plan_json.MAX_SIGNS,
+        ),
+        *(dims.MAX_LEAVES, slices.MAX_RANGES, plan_checks.MAX_RANGES_IN_ALL, plan_checks.MAX_PATH_STEPS),
+        *(plan_checks.MAX_STEP_LENGTH, plan_checks.MAX_TEXT_LENGTH),
     ],
 )
 def test_the_page_names_the_limits(limit: int) -> None:

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
 
 PLAN_TEXT = GOLDEN_PLAN.read_text("utf-8")
-PLAN_SHA256 = codec.sha256(PLAN_TEXT)
+PLAN_SHA256 = plan_json.sha256(PLAN_TEXT)
 DOCUMENT = ROOT / "docs" / "plan-format.md"
 LAYOUT_SHA256 = "1" * 64
 TP = 4
@@ -74,7 +73,7 @@ def test_exact_bytes_and_round_trip() -> None:
         '    {"path": "rank-00001-of-00004/model-00001-of-00001.safetensors", "num_bytes": 12, '
         '"checksum": "crc32:0123abcd", "rank": 1}\n  ]\n}\n'
     )
-    digest = codec.sha256(plain)
+    digest = plan_json.sha256(plain)
     text = manifest.dumps(value)
     assert text == plain.removesuffix("\n}\n") + f',\n  "sha256": "{digest}"\n}}\n'
     assert manifest.loads(text) == replace(value, sha256=digest)
@@ -97,7 +96,7 @@ def test_example_in_the_documentation_is_a_manifest() -> None:
 def test_whole_directory_passes(converted: Path) -> None:
     found = manifest.read(converted)
     assert found.source == Source("org/model", "abc")
-    assert manifest.read_plan(converted, found) == codec.loads(PLAN_TEXT)
+    assert manifest.read_plan(converted, found) == plan_json.loads(PLAN_TEXT)
     for rank in range(TP):
         manifest.check_sizes(converted, found, rank)
         for entry in found.files_of(rank):
@@ -141,10 +140,10 @@ def test_another_plan_is_refused(converted: Path) -> None:
 
 
 def test_plan_of_another_version_or_tp(converted: Path) -> None:
-    newer = PLAN_TEXT.replace('"version": 1', '"version": 2')
+    newer = PLAN_TEXT.replace('"version": 2', '"version": 3')
     (converted / "plan.json").write_text(newer, "utf-8")
-    found = replace(manifest.read(converted), plan_sha256=codec.sha256(newer))
-    with pytest.raises(PlanError, match="reads version 1, the file has 2"):
+    found = replace(manifest.read(converted), plan_sha256=plan_json.sha256(newer))
+    with pytest.raises(PlanError, match="reads version 2, the file has 3; run `shardconv replan"):
         manifest.read_plan(converted, found)
     (converted / "plan.json").write_text(PLAN_TEXT, "utf-8")
     with pytest.raises(CheckpointError, match=r"tp is 4 in plan\.json and 2 in manifest\.json"):

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from boundaries import boundary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import parse
 from shardconv_runtime.format.plan import (
-    Boundary,
     CodeInfo,
     Edit,
     LogitsInfo,
@@ -62,10 +62,10 @@ PLAN = Plan(
         ModulePlan(
             ("embed",),
             "vocab",
-            inputs=(Boundary("input.0", "local_rows", layout=parse("50257@0.1"), per_token=1),),
+            inputs=(boundary("input.0", "local_rows", layout=parse("50257@0.1"), per_token=1),),
             outputs=(
-                Boundary("output", "zero_foreign", per_token=768),
-                Boundary("output", "all_reduce", axes=(0, 1), per_token=768),
+                boundary("output", "zero_foreign", per_token=768),
+                boundary("output", "all_reduce", axes=(0, 1), per_token=768),
             ),
             reduce_output=True,
         ),
@@ -78,7 +78,7 @@ PLAN = Plan(
         ModulePlan(
             ("layers.{0..3}.attn.out",),
             "row",
-            outputs=(Boundary("output", "all_reduce", axes=(0, 1), per_token=768),),
+            outputs=(boundary("output", "all_reduce", axes=(0, 1), per_token=768),),
             input_is_parallel=True,
             reduce_output=True,
         ),
@@ -90,7 +90,7 @@ PLAN = Plan(
         ModulePlan(
             ("lm_head",),
             "column",
-            outputs=(Boundary("output", "all_gather", dim=-1, layout=parse("50257@0.1"), per_token=50257),),
+            outputs=(boundary("output", "all_gather", dim=-1, layout=parse("50257@0.1"), per_token=50257),),
             gather_output=True,
         ),
     ),
@@ -106,21 +106,21 @@ def golden() -> dict[str, Any]:
 
 
 def test_golden_file_is_what_is_written(tmp_path: Path) -> None:
-    assert codec.dumps(PLAN) == GOLDEN.read_text("utf-8")
-    digest = codec.write(PLAN, tmp_path / "plan.json")
+    assert plan_json.dumps(PLAN) == GOLDEN.read_text("utf-8")
+    digest = plan_json.write(PLAN, tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_bytes() == GOLDEN.read_bytes()
-    assert digest == codec.sha256(GOLDEN.read_text("utf-8"))
+    assert digest == plan_json.sha256(GOLDEN.read_text("utf-8"))
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_golden_file_is_read() -> None:
-    assert codec.read(GOLDEN) == PLAN
+    assert plan_json.read(GOLDEN) == PLAN
 
 
 def test_smallest_plan() -> None:
     plan = replace(PLAN, tp=1, mesh=(), parameters=(), modules=(), tied=(), logits=None, notes=())
-    text = codec.dumps(plan)
-    assert codec.loads(text) == plan
+    text = plan_json.dumps(plan)
+    assert plan_json.loads(text) == plan
     assert list(json.loads(text)) == [
         "format",
         "version",
@@ -136,7 +136,7 @@ def test_smallest_plan() -> None:
 def test_example_in_the_documentation_is_a_plan() -> None:
     blocks = re.findall(r"```json plan\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
     assert len(blocks) == 1
-    assert codec.dumps(codec.loads(blocks[0])) == blocks[0]
+    assert plan_json.dumps(plan_json.loads(blocks[0])) == blocks[0]
 
 
 def test_lookups() -> None:
@@ -191,10 +191,10 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/2/edits/1/attribute", "num_heads", "'num_heads' is edited twice"),
         ("format", "other", "another kind of file"),
         ("format", ..., "another kind of file"),
-        ("version", 2, "reads version 1, the file has 2"),
-        ("version", "1", "reads version 1"),
-        ("version", True, "reads version 1"),
-        ("version", ..., "reads version 1"),
+        ("version", 3, "reads version 2, the file has 3; run `shardconv replan OUT`"),
+        ("version", "1", "reads version 2"),
+        ("version", True, "reads version 2"),
+        ("version", ..., "reads version 2"),
         ("tp", ..., '^the key "tp" is missing'),
         ("tp", 0, "^tp: must be 1 or more"),
         ("tp", 8, r"^mesh: the product of \[2, 2\] must be tp = 8"),
@@ -219,23 +219,32 @@ def edit_golden(path: str, value: Any) -> str:
             r"^modules\[4\]\.names: .* claimed by modules\[3\] already",
         ),
         ("modules/1/inputs/0/op", "teleport", r"^modules\[1\]\.inputs\[0\]\.op: expected one of all_reduce"),
-        ("modules/1/inputs/0/layout", ..., r"inputs\[0\]\.layout: local_rows needs it"),
+        ("modules/1/inputs/0/layout", ..., r'inputs\[0\]: the key "layout" is missing'),
         ("modules/1/inputs/0/layout", "50257", "no mesh axis splits it"),
         ("modules/1/inputs/0/layout", "50257@2", "outside of the mesh"),
         ("modules/1/inputs/0/layout", "x", "not a dim: 'x'"),
         ("modules/1/inputs/0/layout", 50257, "expected a string, got 50257"),
-        ("modules/1/inputs/0/dim", 0, r"inputs\[0\]\.dim: local_rows has none"),
+        ("modules/1/inputs/0/dim", 0, r'inputs\[0\]: unknown key "dim"; known are slot, layout, per_token'),
         ("modules/1/inputs", ..., "zero_foreign needs a local_rows"),
         ("modules/1/inputs/0", {"slot": "input.0", "op": "zero_foreign"}, "needs a local_rows before it"),
-        ("modules/1/outputs/0/op", "local_rows", "local_rows is for an input only"),
+        (
+            "modules/1/outputs/0",
+            {"slot": "output", "op": "local_rows", "layout": "101@0"},
+            "local_rows is for an input only",
+        ),
         ("modules/1/outputs/1", ..., r"^modules\[1\]\.reduce_output: there is no all_reduce or reduce_sc"),
         ("modules/6/outputs", ..., r"^modules\[6\]\.gather_output: there is no all_gather among"),
-        ("modules/1/outputs/1/axes", ..., r"outputs\[1\]\.axes: all_reduce needs it"),
+        ("modules/1/outputs/1/axes", ..., r'outputs\[1\]: the key "axes" is missing'),
         ("modules/1/outputs/1/axes", [0, 0], "named twice"),
         ("modules/1/outputs/1/axes", [7], "outside of the mesh"),
-        ("modules/1/outputs/0/axes", [0], "zero_foreign has none"),
+        ("modules/1/outputs/1/axes", [], r"outputs\[1\]\.axes: all_reduce needs a mesh axis"),
+        ("modules/1/outputs/1/grad_axes", [9], "outside of the mesh"),
+        ("modules/1/outputs/1/op", ..., r'outputs\[1\]: the key "op" is missing'),
+        ("modules/1/outputs/1", "all_reduce", "expected an object"),
+        ("inference_only", "no reason", "inference_only: the plan has what training needs"),
+        ("modules/1/outputs/0/axes", [0], r'outputs\[0\]: unknown key "axes"'),
         ("modules/1/outputs/0/per_token", -1, "per_token: must not be negative"),
-        ("modules/6/outputs/0/dim", ..., r"outputs\[0\]\.dim: all_gather needs it"),
+        ("modules/6/outputs/0/dim", ..., r'outputs\[0\]: the key "dim" is missing'),
         ("modules/6/outputs/0/dim", 99, "not a tensor dim"),
         ("modules/1/inputs/0/slot", "input", "not a slot of an input"),
         ("modules/1/inputs/0/slot", "output", "not a slot of an input"),
@@ -289,7 +298,7 @@ def edit_golden(path: str, value: Any) -> str:
 )
 def test_what_is_wrong_is_named(path: str, value: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        codec.loads(edit_golden(path, value))
+        plan_json.loads(edit_golden(path, value))
 
 
 @pytest.mark.parametrize(
@@ -310,35 +319,35 @@ def test_what_is_wrong_is_named(path: str, value: Any, message: str) -> None:
 )
 def test_what_is_no_document(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        codec.loads(text)
+        plan_json.loads(text)
 
 
 def test_floats_are_finite() -> None:
     text = GOLDEN.read_text("utf-8").replace("1e-06", "1e999")
     with pytest.raises(PlanError, match=r"norm\.eps: expected a number, got Infinity"):
-        codec.loads(text)
+        plan_json.loads(text)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(PlanError, match=r"plan\.json: cannot be read \(No such file"):
-        codec.read(path)
+        plan_json.read(path)
     path.write_bytes(b'{"format": "\xff"}')
     with pytest.raises(PlanError, match=r"plan\.json: not UTF-8 \(byte 12\)"):
-        codec.read(path)
+        plan_json.read(path)
     path.write_text("{}")
     with pytest.raises(PlanError, match=r"plan\.json: format: expected"):
-        codec.read(path)
+        plan_json.read(path)
 
 
 def test_a_plan_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     broken = replace(PLAN, tp=8)
     with pytest.raises(PlanError, match="product"):
-        codec.write(broken, path)
+        plan_json.write(broken, path)
     nan = replace(PLAN.modules[5], norm=NormInfo("rms", float("nan"), 576, (0, 1)))
     with pytest.raises(PlanError, match="cannot be written"):
-        codec.write(replace(PLAN, modules=(nan,)), path)
+        plan_json.write(replace(PLAN, modules=(nan,)), path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -351,7 +360,7 @@ def test_writing_replaces_a_file_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        codec.write(PLAN, path)
+        plan_json.write(PLAN, path)
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("plan.json", "old")]
 
 
@@ -379,10 +388,10 @@ def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
     document = copy.deepcopy(golden())
     data.draw(st.sampled_from(_places(document)))(data.draw(junk))
     try:
-        plan = codec.loads(json.dumps(document))
+        plan = plan_json.loads(json.dumps(document))
     except PlanError:
         return
-    assert codec.loads(codec.dumps(plan)) == plan
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
 
 
 @pytest.mark.parametrize(
@@ -392,4 +401,4 @@ def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
 )
 def test_open_factors_are_for_activations_alone(place: str, layout: str) -> None:
     with pytest.raises(PlanError, match=re.escape("?")):
-        codec.loads(edit_golden(place, layout))
+        plan_json.loads(edit_golden(place, layout))

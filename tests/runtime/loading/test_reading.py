@@ -25,8 +25,7 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.dtypes import STORED_NAME
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.plan import ParameterPlan
-from shardconv_runtime.loading import rank_files as weights
-from shardconv_runtime.loading import read_ahead
+from shardconv_runtime.loading import rank_files, read_ahead
 from shardconv_runtime.loading.read_ahead import ReadAhead
 from shardconv_runtime.loading.reading import mapped
 from shardconv_runtime.loading.staged_reading import ALIGNMENT, Event, staged
@@ -329,7 +328,7 @@ def test_a_staged_model_is_the_mapped_one(
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)), shards=3)
     by_mapping = shardconv_runtime.load(path, dtype=dtype).state_dict()
-    monkeypatch.setattr(weights, "tensors", lambda shards, device: through_buffers(shards))
+    monkeypatch.setattr(rank_files, "tensors", lambda shards, device: through_buffers(shards))
     by_staging = shardconv_runtime.load(path, dtype=dtype).state_dict()
     assert_same(by_staging, by_mapping)
     wanted = torch.float64 if dtype is None else getattr(torch, dtype)
@@ -352,7 +351,7 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
         llama_plan(random_llama().config, (1,), "bfloat16"),
         parameters=(scaled, ParameterPlan(("plain",), (Leaf(4), Leaf(4)), "bfloat16")),
     )
-    found = dict(weights._parameters(read(shards), plan))
+    found = dict(rank_files._parameters(read(shards), plan))
     assert torch.equal(found["plain"], plain)
     assert torch.equal(found["scaled"], dequantized(values, factors, (16, 16), torch.bfloat16))
 
@@ -361,12 +360,14 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)))
     place = Late()
-    monkeypatch.setattr(weights, "tensors", lambda shards, device: staged(shards, place, buffer_bytes=1024))
+    monkeypatch.setattr(
+        rank_files, "tensors", lambda shards, device: staged(shards, place, buffer_bytes=1024)
+    )
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(weights, "_assign", fail)
+    monkeypatch.setattr(rank_files, "_assign", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         shardconv_runtime.load(path)
     assert place.finished

@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, Pair, bits, name_of, pairs, random_tensor, same, spans, take_torch
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.tensors import copying
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import copying, lazy_tensor
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, read_tensor, run
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, StridedBox
 
@@ -124,10 +123,10 @@ def test_slices_of_one_leaf_for_several_ranks(
         part: Pair = tensor, real
         for dim, size in enumerate(shape):
             chosen = data.draw(spans(size))
-            part = lazy.take(part[0], dim, chosen), take_torch(part[1], dim, chosen)
+            part = lazy_tensor.take(part[0], dim, chosen), take_torch(part[1], dim, chosen)
         if data.draw(st.booleans()):
             order = data.draw(st.permutations(range(len(shape))))
-            part = lazy.permute(part[0], order), part[1].permute(tuple(order))
+            part = lazy_tensor.permute(part[0], order), part[1].permute(tuple(order))
         targets.append([part])
     with tiny(unit, band, workers):
         check(*lay_out(targets), memory)
@@ -148,7 +147,7 @@ def test_a_key_stands_for_the_same_elements_in_every_run(directory: Path, data: 
     leaves: dict[LazyLeaf, int] = {}
     for tensor, _, _ in placed:
         for piece in tensor.pieces:
-            if not isinstance(piece.leaf, lazy.ZeroLeaf):  # those are a rank's own
+            if not isinstance(piece.leaf, lazy_tensor.ZeroLeaf):  # those are a rank's own
                 leaves.setdefault(piece.leaf, len(leaves))
     units: dict[tuple[int, int], set[tuple[LazyLeaf, int, int]]] = {}
     moves: dict[tuple[int, int, int], set[str]] = {}
@@ -180,7 +179,7 @@ def test_a_strided_window_of_a_leaf(tmp_path: Path) -> None:
     storage = random_tensor("float32", (60,), 3)
     leaf = Files(tmp_path).add(storage).pieces[0].leaf
     real = storage.as_strided((3, 4), (16, 3), 5)
-    tensor = lazy.LazyTensor("float32", (3, 4), (StridedBox((0, 0), (3, 4), leaf, 5, (16, 3)),))
+    tensor = lazy_tensor.LazyTensor("float32", (3, 4), (StridedBox((0, 0), (3, 4), leaf, 5, (16, 3)),))
     for unit, band in itertools.product((1, 8, 40, 1000), repeat=2):
         with tiny(unit, band):
             assert same(read_tensor(tensor), real)
@@ -193,9 +192,10 @@ def test_a_leaf_that_is_computed_serves_all_files_at_once() -> None:
         calls.append(threading.get_ident())
         return torch.arange(24, dtype=torch.int64)
 
-    whole = lazy.from_leaf(ComputedLeaf("test", compute, "int64", 24), (4, 6))
+    whole = lazy_tensor.from_leaf(ComputedLeaf("test", compute, "int64", 24), (4, 6))
     parts = [
-        (lazy.take(whole, 1, ((i, i + 2),)), torch.arange(24).reshape(4, 6)[:, i : i + 2]) for i in (0, 4)
+        (lazy_tensor.take(whole, 1, ((i, i + 2),)), torch.arange(24).reshape(4, 6)[:, i : i + 2])
+        for i in (0, 4)
     ]
     with tiny(8, 8):
         check(*lay_out([[part] for part in parts]), 100)
@@ -213,9 +213,9 @@ def test_one_tensor_at_a_time_is_computed() -> None:
         running -= 1
         return torch.zeros(2, dtype=torch.int64)
 
-    leaves = [lazy.from_leaf(ComputedLeaf(str(i), compute, "int64", 2), (2,)) for i in range(5)]
+    leaves = [lazy_tensor.from_leaf(ComputedLeaf(str(i), compute, "int64", 2), (2,)) for i in range(5)]
     with tiny(64, 64):
-        assert same(read_tensor(lazy.concatenate(leaves, 0)), torch.zeros(10, dtype=torch.int64))
+        assert same(read_tensor(lazy_tensor.concatenate(leaves, 0)), torch.zeros(10, dtype=torch.int64))
     assert most == 1
 
 
@@ -224,7 +224,7 @@ class TestErrors:
 
     def read(self, path: Path, num_elements: int) -> None:
         """Read int64 elements from byte 8 of a file on."""
-        read_tensor(lazy.from_leaf(FileLeaf(path, 8, "int64", num_elements), (num_elements,)))
+        read_tensor(lazy_tensor.from_leaf(FileLeaf(path, 8, "int64", num_elements), (num_elements,)))
 
     def test_a_file_that_was_cut_off(self, tmp_path: Path) -> None:
         path = tmp_path / "a"
@@ -251,7 +251,7 @@ class TestErrors:
                 if len(puts) >= 4:  # several threads put
                     raise OSError(28, "No space left on device")
 
-        every_other = lazy.take(tensor, 0, [(i, i + 1) for i in range(0, 10_000, 2)])
+        every_other = lazy_tensor.take(tensor, 0, [(i, i + 1) for i in range(0, 10_000, 2)])
         with tiny(10_000, 4), pytest.raises(OSError, match="No space"):
             run(plan_units([Placed(every_other, 0, 0)], {}, 1000), Failing, lambda unit, sink: None)
         assert len(puts) < 100
@@ -261,7 +261,7 @@ class TestErrors:
             raise SourceError("the weights are gone")
 
         with pytest.raises(SourceError, match="the weights are gone"):
-            read_tensor(lazy.from_leaf(ComputedLeaf("test", fail, "int64", 3), (3,)))
+            read_tensor(lazy_tensor.from_leaf(ComputedLeaf("test", fail, "int64", 3), (3,)))
 
 
 def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
@@ -275,16 +275,16 @@ def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
         read.append(preadv(handle, buffers, offset))
         return read[-1]
 
-    def read_for(*parts: lazy.LazyTensor) -> int:
+    def read_for(*parts: lazy_tensor.LazyTensor) -> int:
         read.clear()
         units = plan_units([Placed(part, file, 0) for file, part in enumerate(parts)], {}, 10_000)
         run(units, Record, lambda unit, sink: None)
         return sum(read)
 
     with tiny(256, 128), mock.patch.object(copying.os, "preadv", counting):
-        assert read_for(*(lazy.take(tensor, 1, ((i, i + 2),)) for i in (0, 2, 4, 6))) <= 64 * 8 * 4
-        assert read_for(lazy.take(tensor, 0, ((16, 32),))) == 16 * 8 * 4
-        assert read_for(lazy.permute(tensor, (1, 0))) == 64 * 8 * 4
+        assert read_for(*(lazy_tensor.take(tensor, 1, ((i, i + 2),)) for i in (0, 2, 4, 6))) <= 64 * 8 * 4
+        assert read_for(lazy_tensor.take(tensor, 0, ((16, 32),))) == 16 * 8 * 4
+        assert read_for(lazy_tensor.permute(tensor, (1, 0))) == 64 * 8 * 4
 
 
 def test_names_of_dtypes() -> None:

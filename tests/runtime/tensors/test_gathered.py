@@ -10,8 +10,7 @@ import torch
 from shardconv_runtime.format.dims import Dim, Leaf
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.format.plan import CodeInfo, ModelInfo, ParameterPlan, Plan
-from shardconv_runtime.tensors import gathered
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import gathered, lazy_tensor
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 
@@ -29,13 +28,13 @@ def in_file(path: Path, tensor: torch.Tensor) -> LazyTensor:
     """A tensor as a file of its own."""
     path.write_bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return lazy.from_leaf(FileLeaf(path, 0, dtype, tensor.numel()), tensor.shape)
+    return lazy_tensor.from_leaf(FileLeaf(path, 0, dtype, tensor.numel()), tensor.shape)
 
 
 def by_columns(path: Path, tensor: torch.Tensor, parts: int) -> LazyTensor:
     """A tensor whose last dim is divided among files."""
     files = [in_file(path / f"{i}", part) for i, part in enumerate(tensor.chunk(parts, -1))]
-    return lazy.concatenate(files, tensor.dim() - 1)
+    return lazy_tensor.concatenate(files, tensor.dim() - 1)
 
 
 @pytest.mark.parametrize("shape", [(20, 8), (3, 8, 8), (1, 20, 8), (20, 1, 8)])
@@ -53,28 +52,28 @@ def test_bands_are_the_tensor(
     assert len(bands.pieces) * min(max(band, 2), expected.nbytes) < 4 * expected.nbytes, "full, mostly"
     assert torch.equal(read_tensor(bands), expected)
     assert torch.equal(
-        read_tensor(lazy.take(bands, len(shape) - 1, ((1, 3), (6, 7)))), expected[..., [1, 2, 6]]
+        read_tensor(lazy_tensor.take(bands, len(shape) - 1, ((1, 3), (6, 7)))), expected[..., [1, 2, 6]]
     )
 
 
 def test_what_needs_no_bands(tmp_path: Path) -> None:
     rows = [in_file(tmp_path / f"{i}", torch.zeros(50, 24)) for i in range(4)]
-    assert not gathered.is_interleaved(lazy.concatenate(rows, 0)), "whole rows are long"
+    assert not gathered.is_interleaved(lazy_tensor.concatenate(rows, 0)), "whole rows are long"
     (tmp_path / "few").mkdir()
     assert not gathered.is_interleaved(by_columns(tmp_path / "few", torch.zeros(8, 16), 4)), "few runs"
     (tmp_path / "wide").mkdir()
     wide = by_columns(tmp_path / "wide", torch.zeros(40, 1 << 16), 4)
     assert not gathered.is_interleaved(wide), "long runs"
     assert not gathered.is_interleaved(in_file(tmp_path / "scalar", torch.zeros(())))
-    assert not gathered.is_interleaved(lazy.zeros("float32", (0, 5)))
+    assert not gathered.is_interleaved(lazy_tensor.zeros("float32", (0, 5)))
 
 
 def test_what_bands_would_read_many_times_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     tensor = by_columns(tmp_path / "x", torch.zeros(100, 24), 4)
-    transposed = lazy.permute(lazy.concatenate([tensor, tensor], 0), (1, 0))
+    transposed = lazy_tensor.permute(lazy_tensor.concatenate([tensor, tensor], 0), (1, 0))
     assert gathered.gathered("w", transposed) is transposed
-    cast = lazy.cast(tensor, "float16")
+    cast = lazy_tensor.cast(tensor, "float16")
     assert cast is not None
     assert gathered.gathered("w", cast) is cast
     bands = gathered.gathered("w", tensor)

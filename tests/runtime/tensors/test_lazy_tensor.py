@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, bits, factorise, pairs, random_tensor, same, shapes, spans, take_torch
-from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor
 
@@ -53,7 +53,7 @@ def test_what_is_contiguous_has_every_shape(
 ) -> None:
     real = random_tensor(dtype, shape, 1)
     wanted = factorise(data.draw, real.numel())
-    found = lazy.reshape(Files(directory).add(real), wanted)
+    found = lazy_tensor.reshape(Files(directory).add(real), wanted)
     assert found is not None
     assert same(read_tensor(found), real.reshape(wanted))
 
@@ -67,7 +67,7 @@ def test_parts_laid_end_to_end_have_a_shape_if_each_part_is_a_box_of_it(
     reals = [random_tensor("float32", (size,), seed) for seed, size in enumerate(sizes)]
     joined = torch.cat(reals)
     shape = factorise(data.draw, joined.numel())
-    found = lazy.reshape(lazy.concatenate([files.add(real) for real in reals], 0), shape)
+    found = lazy_tensor.reshape(lazy_tensor.concatenate([files.add(real) for real in reals], 0), shape)
     ends = list(itertools.accumulate(sizes))
     boxes = [is_box(range(end - size, end), shape) for end, size in zip(ends, sizes, strict=True) if size]
     assert (found is not None) == all(boxes)
@@ -91,33 +91,35 @@ def test_rows_of_a_flattened_matrix(directory: Path, data: st.DataObject) -> Non
     real = random_tensor("float32", (4, 6, 5), 2)
     tensor = Files(directory).add(real)
     rows = data.draw(spans(4))
-    found = lazy.reshape(lazy.take(tensor, 0, rows), (6 * sum(stop - start for start, stop in rows), 5))
+    found = lazy_tensor.reshape(
+        lazy_tensor.take(tensor, 0, rows), (6 * sum(stop - start for start, stop in rows), 5)
+    )
     assert found is not None
     assert same(read_tensor(found), take_torch(real, 0, rows).reshape(-1, 5))
 
 
 def test_a_reshape_across_a_transpose_or_a_column_slice_is_refused(tmp_path: Path) -> None:
     tensor = Files(tmp_path).add(random_tensor("float32", (4, 6), 3))
-    assert lazy.reshape(lazy.permute(tensor, (1, 0)), (24,)) is None
-    assert lazy.reshape(lazy.take(tensor, 1, ((0, 3),)), (12,)) is None
-    assert lazy.reshape(lazy.take(tensor, 1, ((0, 3),)), (4, 3, 1)) is not None
+    assert lazy_tensor.reshape(lazy_tensor.permute(tensor, (1, 0)), (24,)) is None
+    assert lazy_tensor.reshape(lazy_tensor.take(tensor, 1, ((0, 3),)), (12,)) is None
+    assert lazy_tensor.reshape(lazy_tensor.take(tensor, 1, ((0, 3),)), (4, 3, 1)) is not None
 
 
 def test_a_second_cast_is_refused(tmp_path: Path) -> None:
     tensor = Files(tmp_path).add(random_tensor("float32", (3,), 4))
-    half = lazy.cast(tensor, "float16")
+    half = lazy_tensor.cast(tensor, "float16")
     assert half is not None
     assert half.is_cast
-    assert lazy.cast(half, "float16") is half
-    assert lazy.cast(half, "float32") is None
+    assert lazy_tensor.cast(half, "float16") is half
+    assert lazy_tensor.cast(half, "float32") is None
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
     files = Files(tmp_path)
     a, b = (files.add(random_tensor("float32", shape, 5)) for shape in ((2, 3), (2, 4)))
     with pytest.raises(ValueError, match=r"shapes \[\(2, 3\), \(2, 4\)\] cannot be joined along dim 0"):
-        lazy.concatenate([a, b], 0)
-    assert lazy.concatenate([a, b], 1).shape == (2, 7)
+        lazy_tensor.concatenate([a, b], 0)
+    assert lazy_tensor.concatenate([a, b], 1).shape == (2, 7)
 
 
 def test_a_computed_leaf_is_computed_when_it_is_read() -> None:
@@ -127,8 +129,8 @@ def test_a_computed_leaf_is_computed_when_it_is_read() -> None:
         calls.append(0)
         return torch.arange(12, dtype=torch.int64).reshape(3, 4).t()  # strided: it is read row-major
 
-    tensor = lazy.from_leaf(ComputedLeaf("test", compute, "int64", 12), (4, 3))
-    part = lazy.permute(lazy.take(tensor, 0, ((1, 3),)), (1, 0))
+    tensor = lazy_tensor.from_leaf(ComputedLeaf("test", compute, "int64", 12), (4, 3))
+    part = lazy_tensor.permute(lazy_tensor.take(tensor, 0, ((1, 3),)), (1, 0))
     assert not calls
     assert torch.equal(read_tensor(part), torch.arange(12).reshape(3, 4)[:, 1:3])
     assert len(calls) == 1
@@ -141,4 +143,4 @@ def test_every_bit_pattern_passes(tmp_path: Path, dtype: str) -> None:
     raw = raw % 2 if dtype == "bool" else raw
     tensor = Files(tmp_path).add(raw.view(getattr(torch, dtype)).reshape(16, 16))
     assert bits(read_tensor(tensor)) == bits(raw)
-    assert bits(read_tensor(lazy.permute(lazy.permute(tensor, (1, 0)), (1, 0)))) == bits(raw)
+    assert bits(read_tensor(lazy_tensor.permute(lazy_tensor.permute(tensor, (1, 0)), (1, 0)))) == bits(raw)
