@@ -15,7 +15,10 @@ from shardconv_runtime.format.layout_hash import layout_sha256
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan, global_shape
 
+from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
+from .derived import has_sequence_form
+from .older_plans import read_any_version
 
 
 def replan(
@@ -48,7 +51,7 @@ def replan(
     """
     directory = Path(out)
     found = manifest.read(directory)
-    old = codec.read(directory / manifest.PLAN_NAME)
+    old = read_any_version(directory / manifest.PLAN_NAME)
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
@@ -59,18 +62,9 @@ def replan(
     from ..writing.writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
+    options = SolveOptions(old.tp, old.experts, sequence_parallel or has_sequence_form(old), check)
     tell = (progress or Silent()).stage
-    blocks = block_sizes(old)
-    had_sequence = old.training is not None and old.training.sequence is not None
-    new: Plan = solve_plan(
-        spec,
-        old.tp,
-        experts=old.experts,
-        sequence_parallel=sequence_parallel or had_sequence,
-        blocks=blocks,
-        check=check,
-        progress=tell,
-    )
+    new: Plan = solve_plan(spec, options, blocks=block_sizes(old), progress=tell)
     new = with_blocks(new, stored_blocks_of(old))
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)

@@ -19,11 +19,13 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, axes_of, size, to_text
 from shardconv_runtime.format.plan import (
+    AllReduceStep,
     Boundary,
     ModulePlan,
     ParameterPlan,
     Plan,
     global_shape,
+    layout_of,
     module_plans,
     parameter_plans,
 )
@@ -235,9 +237,10 @@ class _Translation:
 
     def _check_step(self, step: Boundary, split: set[_Held]) -> None:
         """A style's steps are over all ranks, and about the dim that its parameters are split in."""
-        if step.op == "all_reduce" and set(step.axes) != set(range(len(self._plan.mesh))):
+        if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
             raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
-        if step.layout is not None and ("?" in to_text(step.layout) or self._held(step.layout) not in split):
+        layout = layout_of(step)
+        if layout is not None and ("?" in to_text(layout) or self._held(layout) not in split):
             raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
 
     def _check_loading(self, fqn: str, part: Part, num_dims: int) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from ..dim_analysis.dim_trees import leaves
 from ..solving.gradients import TORN, placement
 from ..tracing.tape import Mark, ModuleCall, Op, starred
-from .annotate import Solution
+from .solution import Solution
 
 Kind = tuple[int, ...] | None
 """Mesh axes over which what is drawn differs between ranks; None: on some positions of a tensor only."""

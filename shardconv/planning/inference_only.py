@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardconv_runtime.format.plan import Boundary, Plan
-from shardconv_runtime.format.plan_forms import INFERENCE_ONLY
+from shardconv_runtime.format.plan import AllGatherStep, AllReduceStep, Boundary, Plan, SliceStep
 from shardconv_runtime.parallel.boundary import in_use
 
 
@@ -15,16 +14,23 @@ def inference_only(plan: Plan, why: str = "") -> Plan:
 
     Args:
         plan: a plan.
-        why: why its gradients are left out, for a note.
+        why: why its gradients are left out.
     """
     modules = [
         replace(entry, inputs=_steps(entry.inputs), outputs=_steps(entry.outputs)) for entry in plan.modules
     ]
     kept = [m for m in modules if m.category != "boundary" or m.inputs or m.outputs or m.edits]
     parameters = tuple(replace(entry, grad_axes=(), grad_levels=0) for entry in plan.parameters)
-    notes = (INFERENCE_ONLY + why, *plan.notes) if why else plan.notes
-    return replace(plan, modules=tuple(kept), parameters=parameters, training=None, notes=notes)
+    return replace(plan, modules=tuple(kept), parameters=parameters, training=None, inference_only=why)
 
 
 def _steps(steps: Sequence[Boundary]) -> tuple[Boundary, ...]:
-    return tuple(replace(step, grad_axes=(), local_grad_axes=()) for step in in_use(steps, training=False))
+    return tuple(map(_without_gradient, in_use(steps, training=False)))
+
+
+def _without_gradient(step: Boundary) -> Boundary:
+    if isinstance(step, AllReduceStep):
+        return replace(step, grad_axes=())
+    if isinstance(step, AllGatherStep | SliceStep):
+        return replace(step, grad_axes=(), local_grad_axes=())
+    return step

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from shardconv_runtime.format import dims, slices
 from torch.utils import _pytree as pytree
 
 from ..dim_analysis.analysis import Analysis
-from ..dim_analysis.dim_trees import Node, leaves
+from ..dim_analysis.dim_trees import leaves
 from ..tracing.ints import Expr, evaluate, sources, traced_ints
 from ..tracing.tape import Ref, Replay, Tape
 from .layout import Layouts
+from .obstacle import Obstacle
 
 Attribute = tuple[str, str]
 """(module FQN, attribute)."""
-_MAX_TRIALS = 4096
+MAX_TRIALS = 4096
+"""Sets of edits that are tried for attributes which must be chosen together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +39,37 @@ class AttributeEdit:
     local: tuple[int, ...]
 
 
-class Unlocalizable(Exception):
-    """No edit makes a call right; these dims must stay whole."""
-
-    def __init__(self, nodes: list[Node], where: str) -> None:
-        super().__init__(where)
-        self.nodes = nodes
-        self.where = where
-
-
-def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit]:
-    """The edits for all ranks.
-
-    Raises:
-        Unlocalizable: some call cannot be made right.
-    """
+def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
+    """The edits for all ranks; an obstacle if no edits make some call right."""
     ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
-    per_rank = [_Localizer(layouts, rank).edits() for rank in ranks]
-    values: dict[Attribute, int] = {}
-    for edits in per_rank:
-        values |= {a: v for a, (v, _) in edits.items()}
+    per_rank: list[dict[Attribute, _Change]] = []
+    for rank in ranks:
+        changes = _Localizer(layouts, rank).changes()
+        if isinstance(changes, Obstacle):
+            return changes
+        per_rank.append(changes)
+    values = {attribute: change.value for changes in per_rank for attribute, change in changes.items()}
     out = {}
     for attribute, value in values.items():
-        local = tuple(edits.get(attribute, (value, value))[1] for edits in per_rank)
+        local = tuple(c[attribute].local if attribute in c else value for c in per_rank)
         out[attribute] = AttributeEdit(value, local[:1] if len(set(local)) == 1 else local)
     return out
+
+
+class _Change(NamedTuple):
+    """An attribute's global value and that of one rank."""
+
+    value: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A recorded call that shards concern, and the attributes that its arguments came from."""
+
+    replay: Replay
+    attributes: Mapping[Attribute, int]
+    """With their global values."""
 
 
 class _Localizer:
@@ -72,27 +80,26 @@ class _Localizer:
         self.analysis: Analysis = layouts.analysis
         self.tape: Tape = layouts.analysis.tape
         self.rank = rank
-        self.attributes: dict[int, list[Attribute]] = {}
-        self.values: dict[Attribute, int] = {}
-        self.memo: dict[Any, bool] = {}
+        self.calls = [_Call(r, _attributes(r)) for r in self.tape.replays if self._matters(r)]
+        self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
+        self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
-    def edits(self) -> dict[Attribute, tuple[int, int]]:
-        """Attribute -> (global value, local value), only where they differ."""
-        replays = [r for r in self.tape.replays if self._matters(r)]
-        for replay in replays:
-            self.attributes[id(replay)] = self._attributes(replay)
-        failing = [r for r in replays if not self._holds(r, {})]
-        out: dict[Attribute, tuple[int, int]] = {}
-        pending = {a for r in failing for a in self.attributes[id(r)]}
-        for replay in failing:
-            if not self.attributes[id(replay)]:
-                raise Unlocalizable(self._sharded(replay), f"{replay.fqn}: {_name(replay)}")
+    def changes(self) -> dict[Attribute, _Change] | Obstacle:
+        """The attributes whose local value is not the global one; an obstacle if no values are right."""
+        failing = [call for call in self.calls if not self._holds(call, {})]
+        for call in failing:
+            if not call.attributes:
+                return self._obstacle(call)
+        out: dict[Attribute, _Change] = {}
+        pending = {a for call in failing for a in call.attributes}
         while pending:
-            group = self._component(min(pending), pending, replays)
+            group = self._component(min(pending), pending)
             pending -= group
-            concerned = [r for r in replays if group & set(self.attributes[id(r)])]
+            concerned = [call for call in self.calls if group & call.attributes.keys()]
             chosen = self._search(sorted(group), concerned)
-            out |= {a: (self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
+            if isinstance(chosen, Obstacle):
+                return chosen
+            out |= {a: _Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
         return out
 
     def _matters(self, replay: Replay) -> bool:
@@ -100,53 +107,36 @@ class _Localizer:
         touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
         return all(t in known for t in replay.outputs) and any(self.layouts.is_sharded(t) for t in touched)
 
-    def _attributes(self, replay: Replay) -> list[Attribute]:
-        found: dict[Attribute, int] = {}
-        for number in traced_ints((replay.args, replay.kwargs)):
-            for source in sources(number.expr):
-                if source[0] == "attr":
-                    found[source[1], source[2]] = source[3]
-        self.values |= found
-        return list(found)
-
-    def _component(self, start: Attribute, pending: set[Attribute], replays: list[Replay]) -> set[Attribute]:
+    def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
         """Attributes that must be chosen together: those that failing calls read with this one."""
         group = {start}
         grown = True
         while grown:
             grown = False
-            for replay in replays:
-                mine = set(self.attributes[id(replay)])
-                new = (mine & pending) - group
-                if mine & group and new:
+            for call in self.calls:
+                new = (call.attributes.keys() & pending) - group
+                if call.attributes.keys() & group and new:
                     group |= new
                     grown = True
         return group
 
     # Search ----------------------------------------------------------------------------------
 
-    def _search(self, group: list[Attribute], replays: list[Replay]) -> dict[Attribute, int]:
-        candidates = [self._candidates(a, replays) for a in group]
-        trials = 0
-        for changed in range(1, len(group) + 1):
-            for subset in itertools.combinations(range(len(group)), changed):
-                for values in itertools.product(*(candidates[i] for i in subset)):
-                    trials += 1
-                    edits = {group[i]: v for i, v in zip(subset, values, strict=True)}
-                    if all(self._holds(r, edits) for r in replays):
-                        return edits
-                    if trials > _MAX_TRIALS:
-                        break
-        failing = next(r for r in replays if not self._holds(r, {}))
-        raise Unlocalizable(self._sharded(failing), f"{failing.fqn}: {_name(failing)}")
+    def _search(self, group: Sequence[Attribute], calls: Sequence[_Call]) -> dict[Attribute, int] | Obstacle:
+        """The fewest changes that make every call right, among the first ``MAX_TRIALS``."""
+        candidates = {attribute: self._candidates(attribute, calls) for attribute in group}
+        for edits in itertools.islice(_trials(candidates), MAX_TRIALS):
+            if all(self._holds(call, edits) for call in calls):
+                return edits
+        return self._obstacle(next(call for call in calls if not self._holds(call, {})))
 
-    def _candidates(self, attribute: Attribute, replays: list[Replay]) -> list[int]:
+    def _candidates(self, attribute: Attribute, calls: Sequence[_Call]) -> list[int]:
         """Local sizes of dims of the attribute's value, and its quotients by parts of the mesh."""
         value = self.values[attribute]
         found: dict[int, None] = {}
-        for replay in replays:
-            if attribute in self.attributes[id(replay)]:
-                for tid in (*replay.outputs, *_refs(replay)):
+        for call in calls:
+            if attribute in call.attributes:
+                for tid in (*call.replay.outputs, *_refs(call.replay)):
                     if tid in self.analysis.dims:
                         found |= dict.fromkeys(self._local_sizes_of(tid, value))
         for parts in _products(self.layouts.mesh):
@@ -163,16 +153,15 @@ class _Localizer:
                 if leaf.size == value:
                     yield slices.local_size(leaf, self.layouts.mesh, self.rank)
 
-    def _holds(self, replay: Replay, edits: dict[Attribute, int]) -> bool:
+    def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
         """Whether the call gives the local result under these edits."""
-        mine = tuple((a, edits[a]) for a in self.attributes[id(replay)] if a in edits)
-        key = (id(replay), mine)
+        key = (call, tuple((a, edits[a]) for a in call.attributes if a in edits))
         known = self.memo.get(key)
         if known is None:
-            known = self.memo[key] = self._run(replay, edits)
+            known = self.memo[key] = self._run(call.replay, edits)
         return known
 
-    def _run(self, replay: Replay, edits: dict[Attribute, int]) -> bool:
+    def _run(self, replay: Replay, edits: Mapping[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
             if source[0] == "attr":
                 value = edits.get((source[1], source[2]))
@@ -190,18 +179,32 @@ class _Localizer:
                 result = replay.function(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError):
             return False
-        got = [
-            t
-            for t in (result if isinstance(result, (tuple, list)) else (result,))
-            if isinstance(t, torch.Tensor)
-        ]
-        want = [self.layouts.local_shape(t, self.rank) for t in replay.outputs]
-        return [tuple(t.shape) for t in got] == want
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        got = [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)]
+        return got == [self.layouts.local_shape(t, self.rank) for t in replay.outputs]
 
-    def _sharded(self, replay: Replay) -> list[Node]:
+    def _obstacle(self, call: _Call) -> Obstacle:
+        """The sharded leaves of what a call reads and returns."""
+        replay = call.replay
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
-        nodes = [x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim)]
-        return [x for x in dict.fromkeys(nodes) if self.layouts.assignment.axes(x)]
+        nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
+        sharded = tuple(x for x in nodes if self.layouts.assignment.axes(x))
+        return Obstacle(sharded, f"{replay.fqn}: {_name(replay)}")
+
+
+def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attribute, int]]:
+    """All ways to change some attributes, fewest changes first."""
+    for changed in range(1, len(candidates) + 1):
+        for subset in itertools.combinations(candidates, changed):
+            for values in itertools.product(*(candidates[attribute] for attribute in subset)):
+                yield dict(zip(subset, values, strict=True))
+
+
+def _attributes(replay: Replay) -> dict[Attribute, int]:
+    """The attributes that the ints of a call came from, with their global values."""
+    numbers = traced_ints((replay.args, replay.kwargs))
+    found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
+    return {(fqn, attribute): value for _, fqn, attribute, value in found}
 
 
 def _name(replay: Replay) -> str:

@@ -1,1 +1,1 @@
-"""What is said while work is done, and of a plan when it is."""
+"""Progress while work is done, and reports of a plan."""

@@ -1,4 +1,4 @@
-"""A plan and the files made from it as one HTML page, which needs nothing else: no network and no scripts.
+"""A plan and its files as one self-contained HTML page: no network, no scripts.
 
 The markup is in ``templates/``, where Jinja escapes every value. The Content-Security-Policy of the
 page allows its own style sheets by their hashes, and nothing else.
@@ -19,25 +19,25 @@ from shardconv_runtime.format.plan import Plan
 
 from . import html_values
 from .report import TOKENS, human_bytes, percent, tensor_cells, unplanned
-from .summary import Summary, summarize
+from .summary import Summary, all_notes, summarize
 
 MARK = '<meta name="generator" content="shardconv report">'
-"""In every report, near its beginning: by it a file is known as one that may be replaced."""
+"""Near the beginning of every report; a file with it may be replaced."""
 
 
 def html_report(
     plan: Plan, picture: str, *, manifest: Manifest | None = None, num_tokens: int = TOKENS
 ) -> str:
-    """Write the page.
+    """Render the page.
 
     Args:
         plan: any plan.
-        picture: of the plan, as SVG; it is put into the page as it is.
+        picture: SVG of the plan; it is embedded unchanged.
         manifest: of the converted directory, if there is one.
-        num_tokens: tokens of the forward pass whose bytes are shown.
+        num_tokens: length of the forward pass whose bytes are shown.
 
     Returns:
-        A document that ends with a newline. The same arguments give the same text.
+        An HTML document; deterministic.
     """
     summary = summarize(plan)
     environment = _environment()
@@ -80,16 +80,16 @@ def _shown(value: object) -> object:
 
 def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
     """(macro in ``sections.html.jinja``, heading) of the sections that have something to show."""
-    yield "picture", "How it is split"
+    yield "picture", "How it is sharded"
     if summary.kinds:
         yield "layers", "Layers"
     yield "memory", "Memory of each rank"
     if summary.collectives:
         yield "communication", "Communication"
     if plan.tp > 1:
-        yield "whole", "Whole on every rank"
+        yield "replicated", "Replicated"
         yield "training", "Training"
-    if plan.notes:
+    if all_notes(plan):
         yield "notes", "Notes"
     yield "origin", "Where it comes from"
     if manifest is not None and manifest.files:

@@ -1,4 +1,4 @@
-"""What the templates of the HTML report show, worked out from a plan and its summary."""
+"""Values that the templates of the HTML report show, computed from a plan and its summary."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
 
 from .report import human_bytes, human_count, percent
-from .summary import Collective, Summary, local_bytes
+from .summary import Collective, Summary, all_notes, local_bytes
 
 MAX_BARS = 16
-"""More ranks than so are folded to those that hold equally much."""
+"""With more ranks, those that hold the same number of bytes share a bar."""
 
-CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary", "other", "whole")
-"""Of modules, in the order of the bars' colors; ``other`` is what is split without a module entry."""
+CATEGORIES = ("column", "row", "vocab", "experts", "norm", "boundary", "other", "replicated")
+"""In the order of a bar's segments; ``other`` is sharded in a module without an entry in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
-    """What one rank holds, or some that hold equally much."""
+    """The bytes of one rank, or of several with the same number of bytes."""
 
     label: str
     segments: tuple[tuple[str, float, float], ...]
-    """(category, start, width), in thousandths of what the fullest rank holds."""
+    """(category, start, width), in thousandths of the largest rank's bytes."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpTotal:
-    """All collectives of one kind together."""
+    """All collectives of one op together."""
 
     op: str
     count: int
@@ -59,15 +59,15 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
     replicated = sum(group.num_bytes for group in summary.replicated)
     sent = sum(c.token_bytes for c in summary.collectives)
     count = sum(c.count for c in summary.collectives)
-    split = percent(summary.sharded_bytes, summary.total_bytes)
+    sharded = percent(summary.sharded_bytes, summary.total_bytes)
     share = f"{percent(largest, summary.total_bytes)} of the model"
     if human_bytes(smallest) != human_bytes(largest):
-        share += f"; the least is {human_bytes(smallest)}"
+        share += f"; the smallest holds {human_bytes(smallest)}"
     return [
         Figure("Parameters", human_count(plan.model.num_parameters), plan.model.dtype),
-        Figure("The model", human_bytes(summary.total_bytes), f"{split} is split"),
+        Figure("The model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
         Figure("Each rank", human_bytes(largest), share),
-        Figure("Whole on every rank", human_bytes(replicated), percent(replicated, summary.total_bytes)),
+        Figure("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),
         Figure("Collectives", str(count), "of one forward pass"),
         Figure("Sent for each token", human_bytes(sent), "of global tensors"),
     ]
@@ -84,7 +84,7 @@ def local_text(edit: Edit) -> str:
 
 
 def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:
-    """What each rank holds; beyond ``MAX_BARS`` ranks, one bar for those that hold equally much."""
+    """One bar for each rank, or beyond ``MAX_BARS`` ranks for each number of bytes."""
     largest = max(max(summary.rank_bytes), 1)
     held = _held(plan, summary)
     return [
@@ -94,22 +94,22 @@ def memory_bars(plan: Plan, summary: Summary) -> list[MemoryBar]:
 
 
 def categories(bars: Sequence[MemoryBar]) -> list[str]:
-    """Those of some bar, in the order of ``CATEGORIES``."""
+    """Categories that some bar shows, in the order of ``CATEGORIES``."""
     used = {category for bar in bars for category, _, _ in bar.segments}
     return [category for category in CATEGORIES if category in used]
 
 
 def _held(plan: Plan, summary: Summary) -> list[dict[str, int]]:
-    """For each rank: category -> bytes of what is split; ``whole`` are all others."""
+    """For each rank: category -> bytes of sharded tensors; all others count as ``replicated``."""
     held: list[dict[str, int]] = []
     for rank, rank_bytes in enumerate(summary.rank_bytes):
         amounts: dict[str, int] = {}
         for kind in summary.kinds:
-            split = [line.plan for line in kind.tensors if not is_common(line.plan)]
-            num_bytes = kind.count * sum(local_bytes(entry, plan, rank) for entry in split)
+            sharded = [line.plan for line in kind.tensors if not is_common(line.plan)]
+            num_bytes = kind.count * sum(local_bytes(entry, plan, rank) for entry in sharded)
             name = kind.category or "other"
             amounts[name] = amounts.get(name, 0) + num_bytes
-        held.append(amounts | {"whole": rank_bytes - sum(amounts.values())})
+        held.append(amounts | {"replicated": rank_bytes - sum(amounts.values())})
     return held
 
 
@@ -124,7 +124,7 @@ def _segments(amounts: dict[str, int], largest: int) -> tuple[tuple[str, float, 
 
 
 def _labels(rank_bytes: Sequence[int]) -> list[tuple[str, int]]:
-    """(label, a rank that is so) of each bar."""
+    """(label, one of its ranks) of each bar."""
     if len(rank_bytes) <= MAX_BARS:
         return [(f"rank {rank}", rank) for rank in range(len(rank_bytes))]
     alike: dict[int, list[int]] = {}
@@ -161,14 +161,9 @@ def summed_gradients(plan: Plan) -> list[str]:
     return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
 
 
-def is_warning(note: str) -> bool:
-    """Whether a note says what the plan cannot do."""
-    return note.startswith("for inference only")
-
-
-def sorted_notes(plan: Plan) -> list[str]:
-    """The notes, warnings first."""
-    return sorted(plan.notes, key=lambda note: not is_warning(note))
+def warnings_first(plan: Plan) -> list[tuple[str, bool]]:
+    """The notes, and whether each says that the plan cannot be trained."""
+    return [(note, bool(plan.inference_only) and index == 0) for index, note in enumerate(all_notes(plan))]
 
 
 def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:

@@ -1,4 +1,4 @@
-"""What a person sees while the converter works: stages by name, and bars for bytes."""
+"""Progress of the converter: stages by name, and bars for bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
 
 Advance = Callable[[int], object]
-"""Called with the number of bytes that are done since the last call."""
-
+"""Called with the number of bytes done since the last call."""
 
 LINE_EVERY_S = 30.0
-"""How often a log hears of a long stage."""
+"""How often a long stage prints a line to a log."""
 
 
 class Progress(Protocol):
@@ -30,11 +29,11 @@ class Silent:
     """Reports nothing."""
 
     def stage(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @contextmanager
     def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
-        """Nothing."""
+        """Do nothing."""
         yield lambda num_bytes: None
 
 
@@ -50,7 +49,7 @@ class Lines:
 
     @contextmanager
     def bar(self, label: str, total_bytes: int, done_bytes: int = 0) -> Iterator[Advance]:
-        """Print the label and the amount at the start, and what is done and the rate twice a minute."""
+        """Print the label and the amount at the start, then progress and rate twice a minute."""
         rest = f", of which {done_bytes / 1e6:,.1f} MB are done" if done_bytes else ""
         self.stage(f"{label}: {total_bytes / 1e6:,.1f} MB{rest}")
         done, start = done_bytes, time.monotonic()

@@ -1,4 +1,4 @@
-"""A plan as text for a person, at most 100 columns wide."""
+"""A plan as text, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
-from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, summarize
+from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, all_notes, summarize
 
 WIDTH = 100
 TOKENS = 2048
-"""Tokens of the forward pass whose bytes are shown, unless the caller says otherwise."""
+"""Default length of the forward pass whose bytes are shown."""
 
 
 def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
@@ -21,7 +21,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
 
     Args:
         plan: any plan; nothing else is read.
-        num_tokens: tokens of the forward pass whose bytes are shown.
+        num_tokens: length of the forward pass whose bytes are shown.
     """
     summary = summarize(plan)
     sections = (
@@ -31,7 +31,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
         _collectives(summary.collectives, num_tokens),
         _totals(plan, summary),
         _training(plan),
-        _notes(plan.notes),
+        _notes(all_notes(plan)),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
 
@@ -73,7 +73,7 @@ def _layers(plan: Plan, kinds: Sequence[LayerKind]) -> Iterator[str]:
         size = human_bytes(kind.rank_bytes) if kind.tensors else ""
         yield from _kind_rows(kind, size)
         if plan.experts == "ep" and kind.category == "experts":
-            yield f"{'':<12}expert parallel: each rank holds whole experts"
+            yield f"{'':<12}expert parallel: experts are distributed, not sharded"
         yield from _aligned([tensor_cells(plan, line) for line in kind.tensors])
         if kind.edits:
             yield from _wrapped("edits  ", ", ".join(map(_edit, kind.edits)))
@@ -87,7 +87,7 @@ def _kind_rows(kind: LayerKind, size: str) -> Iterator[str]:
 
 
 def unplanned(kind: LayerKind) -> str:
-    """What to call a module that is left as it is, but does not hold its parameters whole."""
+    """The label of a module without a category: how its parameters are laid out."""
     return "partial" if any(line.plan.partial for line in kind.tensors) else "shard"
 
 
@@ -96,13 +96,13 @@ def _row(left: str, name: str, count: str, size: str) -> str:
 
 
 def tensor_cells(plan: Plan, line: TensorLine) -> tuple[str, str, str]:
-    """Name, global and local shape, and how the dims are laid out."""
-    whole, entry = global_shape(line.plan), line.plan
+    """Name, global and local shape, and the layout of the dims."""
+    shape, entry = global_shape(line.plan), line.plan
     first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
-    shapes = _shape(whole)
-    if first != whole:
+    shapes = _shape(shape)
+    if first != shape:
         shapes += f" → {_shape(first)}" + (f" … {_shape(last)}" if last != first else "")
-    layout = "[" + ", ".join(map(to_text, entry.dims)) + "]" if first != whole else ""
+    layout = "[" + ", ".join(map(to_text, entry.dims)) + "]" if first != shape else ""
     if entry.partial:
         layout = f"{layout} partial over mesh axis {', '.join(map(str, entry.partial))}".strip()
     return line.name, shapes, layout
@@ -158,14 +158,14 @@ def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator
     columns = "{:<13}{:<53}{:>7}{:>11}{:>16}"
     yield columns.format("COLLECTIVES", "of one forward pass", "count", "per token", f"{num_tokens:,} tokens")
     for item in collectives:
-        places = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
+        slots = [f"{name or '(the model)'} {item.slot}".strip() for name in item.names]
         numbers = _collective_numbers(item.count, item.token_bytes, num_tokens)
-        if len(places[0]) > 53:
-            yield f"  {item.op:<11}{places[0]}"
+        if len(slots[0]) > 53:
+            yield f"  {item.op:<11}{slots[0]}"
             yield columns.format("", "", *numbers)
         else:
-            yield columns.format("  " + item.op, places[0], *numbers)
-        yield from (f"{'':<13}{place}" for place in places[1:])
+            yield columns.format("  " + item.op, slots[0], *numbers)
+        yield from (f"{'':<13}{slot}" for slot in slots[1:])
     count, token_bytes = sum(c.count for c in collectives), sum(c.token_bytes for c in collectives)
     yield columns.format("  total", "", *_collective_numbers(count, token_bytes, num_tokens))
 
@@ -185,11 +185,11 @@ def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
     yield f"  sharded        {percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
 
 
-def percent(part: int, whole: int) -> str:
-    """A share with two digits behind the point, which says 0% and 100% only where that is exact."""
-    if whole == 0:
+def percent(part: int, total: int) -> str:
+    """A share with two decimals; 0% and 100% only where that is exact."""
+    if total == 0:
         return "0%"
-    percent = 100 * part / whole
+    percent = 100 * part / total
     if 0 < percent < 0.01:
         return "less than 0.01%"
     if percent < 100 and f"{percent:.2f}" == "100.00":
@@ -206,10 +206,10 @@ def _training(plan: Plan) -> Iterator[str]:
         return
     summed = [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
     logits = "shards of the logits" if plan.training.parallel_loss else "gathered logits"
-    sequence = "is whole (see --sequence-parallel)"
+    sequence = "replicated (see --sequence-parallel)"
     if plan.training.sequence:
-        padding = "" if plan.training.sequence.may_pad else f", in lengths that {plan.tp} divides"
-        sequence = f"may be split{padding}"
+        padding = "" if plan.training.sequence.may_pad else f", if {plan.tp} divides its length"
+        sequence = f"may be sharded{padding}"
     yield f"  loss           from {logits}"
     yield f"  sequence       {sequence}"
     yield f"  summed         {'gradients of' if summed else 'no gradient of a replicated parameter'}"
@@ -238,11 +238,11 @@ def files_report(manifest: Manifest) -> str:
         f"  from           {manifest.source.name}{revision}",
         f"  written by     {tools}",
     ]
-    owners: dict[str, list[FileEntry]] = {}
+    folders: dict[str, list[FileEntry]] = {}
     for entry in manifest.files:
-        owners.setdefault(entry.path.rpartition("/")[0], []).append(entry)
-    for place, entries in sorted(owners.items()):
+        folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
+    for folder, entries in sorted(folders.items()):
         num_bytes = human_bytes(sum(entry.num_bytes for entry in entries))
         files = "file" if len(entries) == 1 else "files"
-        lines.append(f"  {place or '.':<28} {len(entries):>4} {files:<5} {num_bytes:>12}")
+        lines.append(f"  {folder or '.':<28} {len(entries):>4} {files:<5} {num_bytes:>12}")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The numbers of a plan that a person asks for, worked out once for the text report and others."""
+"""The numbers of a plan that a person asks for, computed once for all reports."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Modules that are treated alike and hold alike parameters."""
+    """Modules with the same treatment and the same parameters."""
 
     names: tuple[str, ...]
     """Patterns of the FQNs."""
     count: int
     category: str
-    """The plan's category, or empty where the module is left as it is."""
+    """The plan's category; empty where the plan has no entry for the module."""
     tensors: tuple[TensorLine, ...]
     edits: tuple[Edit, ...]
     rank_bytes: int
-    """Of all ``count`` modules together, on the rank that holds most of them."""
+    """Of all ``count`` modules together, on the rank that holds most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Parameters that every rank holds whole, for one reason."""
+    """Parameters that are replicated for the same reason."""
 
     reason: str
     tensors: tuple[tuple[str, tuple[int, ...], int], ...]
-    """(pattern, global shape, bytes of all that the pattern stands for), the largest first."""
+    """(pattern, global shape, bytes of all parameters that match), largest first."""
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a forward pass, at the same place of alike modules."""
+    """One collective of a forward pass, at the same slot of modules of one kind."""
 
     op: str
     names: tuple[str, ...]
@@ -81,16 +81,22 @@ class Summary:
     collectives: tuple[Collective, ...]
     total_bytes: int
     sharded_bytes: int
-    """Global bytes of the tensors of which no rank holds everything."""
+    """Global bytes of the sharded tensors."""
     rank_bytes: tuple[int, ...]
 
 
+def all_notes(plan: Plan) -> tuple[str, ...]:
+    """What a person should know of a plan; first why it cannot be trained, if it cannot."""
+    why = (f"for inference only: {plan.inference_only}",) if plan.inference_only else ()
+    return (*why, *plan.notes)
+
+
 def summarize(plan: Plan) -> Summary:
-    """Work out the numbers of a plan."""
+    """Compute the numbers of a plan."""
     entries = tuple(stored_entries(plan))
     parameters = by_name("parameters", entries)
-    numbers = Counter(map(id, parameters.values()))
-    counts = [(entry, numbers[id(entry)]) for entry in entries]
+    numbers = Counter(parameters.values())
+    counts = [(entry, numbers[entry]) for entry in entries]
     return Summary(
         kinds=_kinds(plan, parameters),
         replicated=_replicated(plan, parameters),
@@ -106,7 +112,7 @@ def summarize(plan: Plan) -> Summary:
 
 
 def global_bytes(entry: ParameterPlan) -> int:
-    """Bytes of the whole tensor."""
+    """Bytes of the full tensor."""
     return math.prod(global_shape(entry)) * item_bytes(entry.dtype)
 
 
@@ -121,25 +127,23 @@ def item_bytes(dtype: str) -> int:
 
 
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:
-    """Group the modules that are planned or hold parameters which are not just replicated."""
+    """Group the modules that have an entry in the plan or hold parameters that are not replicated."""
     modules = module_plans(plan)
     owned: dict[str, list[TensorLine]] = {name: [] for name in modules}
     for name, entry in parameters.items():
         owner, _, leaf = name.rpartition(".")
         if owner in modules or not is_common(entry):
             owned.setdefault(owner, []).append(TensorLine(leaf, entry))
-    groups: dict[tuple[int, tuple[tuple[str, int], ...]], list[str]] = {}
+    groups: dict[tuple[ModulePlan | None, tuple[TensorLine, ...]], list[str]] = {}
     for owner, tensors in owned.items():
-        alike = id(modules.get(owner)), tuple((line.name, id(line.plan)) for line in tensors)
-        groups.setdefault(alike, []).append(owner)
+        groups.setdefault((modules.get(owner), tuple(tensors)), []).append(owner)
     return tuple(_kind(plan, names, modules.get(names[0]), owned[names[0]]) for names in groups.values())
 
 
 def _kind(plan: Plan, names: list[str], module: ModulePlan | None, tensors: list[TensorLine]) -> LayerKind:
-    counts = Counter(id(line.plan) for line in tensors)
-    entries = list({id(line.plan): line.plan for line in tensors}.values())
+    counts = Counter(line.plan for line in tensors)
     held = (
-        sum(counts[id(entry)] * local_bytes(entry, plan, rank) for entry in entries)
+        sum(count * local_bytes(entry, plan, rank) for entry, count in counts.items())
         for rank in range(plan.tp)
     )
     return LayerKind(
@@ -180,12 +184,12 @@ def _one_reason(reason: str, shapes: Mapping[tuple[int, ...], list[tuple[str, in
 
 def _collectives(plan: Plan) -> tuple[Collective, ...]:
     modules = module_plans(plan)
-    counts: dict[int, list[str]] = {}
+    planned: dict[ModulePlan, list[str]] = {}
     for name, module in modules.items():
-        counts.setdefault(id(module), []).append(name)
+        planned.setdefault(module, []).append(name)
     found: list[Collective] = []
     for module in plan.modules:
-        names = counts.get(id(module), [])
+        names = planned.get(module, [])
         for op, slot, elements, dtype in collective_steps(module, plan.model.dtype):
             token_bytes = len(names) * elements * item_bytes(dtype)
             found.append(Collective(op, module.names, slot, len(names), token_bytes))
@@ -193,7 +197,7 @@ def _collectives(plan: Plan) -> tuple[Collective, ...]:
 
 
 def collective_steps(module: ModulePlan, dtype: str) -> Iterable[tuple[str, str, int, str]]:
-    """(op, slot, elements per token, dtype) of each collective of one call of the module."""
+    """(op, slot, elements per token, dtype) of each collective in one call of the module."""
     for step in (*module.inputs, *module.outputs):
         if step.op in COMMUNICATING:
             yield step.op, step.slot, step.per_token, dtype

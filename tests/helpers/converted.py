@@ -16,7 +16,15 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.layout_hash import holds_values, is_common, layout_sha256
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
-from shardconv_runtime.format.plan import Boundary, Edit, ModulePlan, ParameterPlan, Plan, parameter_plans
+from shardconv_runtime.format.plan import (
+    Boundary,
+    Edit,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    layout_of,
+    parameter_plans,
+)
 from shardconv_runtime.format.slices import Mesh, ranges
 from small_models import hand_plan, small_config
 from torch import Tensor, nn
@@ -117,8 +125,11 @@ def _dim_on_mesh(dim: Dim, config: Any, axes: tuple[int, ...]) -> Dim:
 
 def _module_on_mesh(entry: ModulePlan, axes: tuple[int, ...]) -> ModulePlan:
     def on_mesh(boundary: Boundary) -> Boundary:
-        layout = Leaf(boundary.layout.size, axes) if isinstance(boundary.layout, Leaf) else None
-        return dataclasses.replace(boundary, axes=axes if boundary.axes else (), layout=layout)
+        changes: dict[str, Any] = {"axes": axes} if hasattr(boundary, "axes") else {}
+        layout = layout_of(boundary)
+        if isinstance(layout, Leaf):
+            changes["layout"] = Leaf(layout.size, axes)
+        return dataclasses.replace(boundary, **changes)
 
     return dataclasses.replace(
         entry, inputs=tuple(map(on_mesh, entry.inputs)), outputs=tuple(map(on_mesh, entry.outputs))

@@ -13,7 +13,15 @@ from typing import Any
 
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves, size
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Boundary, Edit, LogitsInfo, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import (
+    Boundary,
+    Edit,
+    LogitsInfo,
+    ModulePlan,
+    ParameterPlan,
+    Plan,
+    layout_of,
+)
 
 Mutation = Callable[[Plan, Random], Plan]
 
@@ -237,7 +245,7 @@ def _step_changed(
         (side, i)
         for side in ("inputs", "outputs")
         for i, step in enumerate(getattr(entry, side))
-        if getattr(step, field) not in (None, ())
+        if getattr(step, field, None) not in (None, ())
     ]
     side, index = pick(random, places)
     steps = list(getattr(entry, side))
@@ -292,7 +300,7 @@ def step_layout(entry: ModulePlan, random: Random, plan: Plan) -> ModulePlan:
     """Laid out in another way."""
 
     def change(steps: list[Boundary], i: int) -> None:
-        layout = steps[i].layout
+        layout = layout_of(steps[i])
         assert layout is not None
         steps[i] = replace(steps[i], layout=other_layout(layout, random))
 

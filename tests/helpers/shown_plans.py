@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
+from boundaries import boundary
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Boundary, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
 from small_models import hand_plan, small_config
 from zoo.models import build
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
 
 ZOO = (
@@ -33,7 +35,7 @@ def zoo_plan(family: str, model_type: str, tp: int, experts: str = "tp") -> Plan
     """The plan of a tiny model."""
     model = build(family, model_type)
     spec = ModelSpec(name=model_type, config=model.config, model_class=model.model_class, dtype="float32")
-    return solve_plan(spec, tp, experts=experts, check=False)
+    return solve_plan(spec, SolveOptions(tp, experts=experts, check=False))
 
 
 EVIL = "<script>alert(1)<b onload='x'>&amp;\"`|_*[x](y)"
@@ -44,7 +46,7 @@ def evil_plan() -> Plan:
     """A plan whose every text is ``EVIL``, as far as a plan may hold it."""
     plan = hand_plan(small_config(), 2)
     dims = (Leaf(64, (0,)), Leaf(32))
-    reduce = Boundary("output", "all_reduce", axes=(0,), per_token=32)
+    reduce = boundary("output", "all_reduce", axes=(0,), per_token=32)
     return dataclasses.replace(
         plan,
         model=dataclasses.replace(plan.model, class_name=f"module:{EVIL}"),
@@ -56,7 +58,9 @@ def evil_plan() -> Plan:
             ParameterPlan((f"{EVIL}.scale",), (Leaf(32),), "float32", reason=EVIL),
         ),
         modules=(*plan.modules, ModulePlan((EVIL,), "row", outputs=(reduce,), reduce_output=True)),
-        notes=(EVIL, f"for inference only: {EVIL}"),
+        training=None,
+        inference_only=EVIL,
+        notes=(EVIL,),
     )
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
-    Boundary,
     CodeInfo,
     Edit,
     LogitsInfo,
@@ -81,15 +81,15 @@ def hand_plan(config: transformers.LlamaConfig, tp: int, dtype: str = "float32")
         ),
         parameter(("lm_head.weight",), vocab, whole),
     )
-    reduce = Boundary("output", "all_reduce", axes=(0,), per_token=hidden)
-    gather = Boundary("output", "all_gather", dim=-1, layout=vocab, per_token=config.vocab_size)
-    ids = Boundary("input.input", "local_rows", layout=vocab)
+    reduce = boundary("output", "all_reduce", axes=(0,), per_token=hidden)
+    gather = boundary("output", "all_gather", dim=-1, layout=vocab, per_token=config.vocab_size)
+    ids = boundary("input.input", "local_rows", layout=vocab)
     modules = (
         ModulePlan(
             ("model.embed_tokens",),
             "vocab",
             inputs=(ids,),
-            outputs=(Boundary("output", "zero_foreign"), reduce),
+            outputs=(boundary("output", "zero_foreign"), reduce),
             reduce_output=True,
         ),
         ModulePlan(names(attn + "q_proj", attn + "k_proj", attn + "v_proj"), "column"),

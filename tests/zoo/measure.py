@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
+from shardconv.reporting.summary import all_notes
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import starred
 from shardconv.tracing.trace import results
@@ -97,7 +98,7 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
         exact_error=judged.exact,
         **_facts(plan),
         collectives=dict(judged.collectives),
-        notes=plan.notes,
+        notes=all_notes(plan),
         plan_seconds=planned - start,
         seconds=time.perf_counter() - start,
     )

@@ -91,8 +91,7 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
         yield Trained(*about, "", "refused", _line(error))
         return
     if plan.training is None:
-        note = next(n for n in plan.notes if n.startswith("for inference only"))
-        yield Trained(*about, "", "refused", note)
+        yield Trained(*about, "", "refused", f"for inference only: {plan.inference_only}")
         return
     if variant == ROUTERS and not plan.training.extra_outputs:
         return  # it has none

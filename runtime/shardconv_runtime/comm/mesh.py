@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LaunchError
 from ..format.dims import axes_of
-from ..format.plan import ModulePlan, Plan
+from ..format.plan import AllGatherStep, AllReduceStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
 from .collectives import AllReduce, Communicator, ProcessCommunicator
 
@@ -190,10 +190,10 @@ def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, 
 
 def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
     for boundary in (*entry.inputs, *entry.outputs):
-        if boundary.op == "all_reduce":
+        if isinstance(boundary, AllReduceStep):
             yield boundary.axes
-        elif boundary.op in ("all_gather", "reduce_scatter"):
-            yield axes_of(boundary.layout) if boundary.layout is not None else ()
+        elif isinstance(boundary, AllGatherStep | ReduceScatterStep):
+            yield axes_of(boundary.layout)
     if entry.norm is not None:
         yield entry.norm.axes
 

@@ -5,15 +5,15 @@ Frozen values; ``codec`` writes and reads them as JSON, ``docs/plan-format.md`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from ..errors import PlanError
 from .dims import Dim, size
 from .names import MAX_NAMES, expand_all
 from .slices import Mesh, local_size
 
-VERSION = 1
+VERSION = 2
 FORMAT = "shardconv.plan"
 
 
@@ -67,40 +67,134 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward.
-
-    ``op`` is one of
-
-    - ``all_reduce``: Partial over ``axes`` to Replicate,
-    - ``all_gather``: dim ``dim``, laid out as ``layout``, becomes whole,
-    - ``slice``: dim ``dim``, whole, becomes this rank's part of ``layout``,
-    - ``reduce_scatter``: Partial over the axes of ``layout`` to this rank's part of dim ``dim``,
-    - ``grad_all_reduce``: the value passes; its gradient, Partial over ``axes``, is summed,
-    - ``grad_divide``: the value passes; its gradient, replicated over ``axes``, becomes a Partial,
-    - ``local_rows``: global row ids (of a table whose dim 0 is laid out as ``layout``) become local
-      row ids; foreign ids become 0 and are remembered,
-    - ``local_rows_or_end``: as ``local_rows``, but foreign ids become the number of local rows, one past
-      the last: for modules of experts that leave those out,
-    - ``zero_foreign``: zero the positions whose ids were foreign (the tensor has the shape of the ids
-      plus trailing dims): an output, or another input, the weights of experts.
-    """
+class AllReduceStep:
+    """Partial over ``axes`` to Replicate."""
 
     slot: str
-    """``input.hidden_states``, ``input.position_embeddings.0``, ``output``, ``output.0``,
-    ``output.logits``."""
-    op: str
-    axes: tuple[int, ...] = ()
-    dim: int | None = None
-    layout: Dim | None = None
+    """Where the step runs: ``input.hidden_states``, ``input.position_embeddings.0``, ``output``,
+    ``output.logits``, ``output.0``; likewise in all steps."""
+    op: Literal["all_reduce"] = field(default="all_reduce", init=False)
+    axes: tuple[int, ...]
     per_token: int = 0
-    """Elements of the (global) tensor for each token of the input; for reports."""
+    """Elements of the (global) tensor for each token of the input; for reports, likewise in all steps."""
     grad_axes: tuple[int, ...] = ()
     """Mesh axes of this step over which the gradient of its replicated side is a Partial: of what
     ``all_reduce`` and ``all_gather`` return, of what ``slice`` is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllGatherStep:
+    """Dim ``dim``, laid out as ``layout``, becomes replicated."""
+
+    slot: str
+    op: Literal["all_gather"] = field(default="all_gather", init=False)
+    dim: int
+    layout: Dim
+    per_token: int = 0
+    grad_axes: tuple[int, ...] = ()
+    """See ``AllReduceStep``."""
     local_grad_axes: tuple[int, ...] = ()
-    """The same for the other side of ``all_gather`` and ``slice``, where the layout has segments that are not
-    split."""
+    """The same for the sharded side, where the layout has segments that are not sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceStep:
+    """Dim ``dim``, replicated, becomes this rank's part of ``layout``."""
+
+    slot: str
+    op: Literal["slice"] = field(default="slice", init=False)
+    dim: int
+    layout: Dim
+    per_token: int = 0
+    grad_axes: tuple[int, ...] = ()
+    """See ``AllReduceStep``."""
+    local_grad_axes: tuple[int, ...] = ()
+    """See ``AllGatherStep``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatterStep:
+    """Partial over the axes of ``layout`` to this rank's part of dim ``dim``."""
+
+    slot: str
+    op: Literal["reduce_scatter"] = field(default="reduce_scatter", init=False)
+    dim: int
+    layout: Dim
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradAllReduceStep:
+    """The value passes; its gradient, Partial over ``axes``, is summed."""
+
+    slot: str
+    op: Literal["grad_all_reduce"] = field(default="grad_all_reduce", init=False)
+    axes: tuple[int, ...]
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradDivideStep:
+    """The value passes; its gradient, replicated over ``axes``, becomes a Partial."""
+
+    slot: str
+    op: Literal["grad_divide"] = field(default="grad_divide", init=False)
+    axes: tuple[int, ...]
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRowsStep:
+    """Global row ids (of a table whose dim 0 is laid out as ``layout``) become local row ids.
+
+    Out-of-shard ids become 0 and are remembered. Only on inputs.
+    """
+
+    slot: str
+    op: Literal["local_rows"] = field(default="local_rows", init=False)
+    layout: Dim
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRowsOrEndStep:
+    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows, one past the last.
+
+    For modules of experts that leave those out.
+    """
+
+    slot: str
+    op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)
+    layout: Dim
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroOutOfShardStep:
+    """Zero the positions whose ids were out of the shard.
+
+    The tensor has the shape of the ids plus trailing dims: it is an output, or another input (the weights of
+    experts).
+    """
+
+    slot: str
+    op: Literal["zero_foreign"] = field(default="zero_foreign", init=False)
+    per_token: int = 0
+
+
+Resharding = AllGatherStep | SliceStep | ReduceScatterStep
+"""Steps that change how one dim is sharded."""
+
+Boundary = (
+    AllReduceStep
+    | Resharding
+    | GradAllReduceStep
+    | GradDivideStep
+    | LocalRowsStep
+    | LocalRowsOrEndStep
+    | ZeroOutOfShardStep
+)
+"""One step at a slot of a module: applied, in order, before (inputs) or after (outputs) its forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +341,9 @@ class Plan:
     experts: str = "tp"
     """How mixture-of-experts layers are split: ``tp``, inside of each expert, or ``ep``, whole experts."""
     training: TrainingPlan | None = None
-    """None: for inference only; a note says why."""
+    """None: for inference only."""
+    inference_only: str = ""
+    """Why the model cannot be trained; empty where it can."""
     notes: tuple[str, ...] = ()
     """What a person should know: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
@@ -274,6 +370,11 @@ def module_plans(plan: Plan) -> dict[str, ModulePlan]:
         PlanError: two entries claim one name, or the patterns stand for too many names.
     """
     return by_name("modules", plan.modules)
+
+
+def layout_of(step: Boundary) -> Dim | None:
+    """The layout of the dim that a step is about; None for a step that is about none."""
+    return step.layout if isinstance(step, Resharding | LocalRowsStep | LocalRowsOrEndStep) else None
 
 
 def global_shape(entry: ParameterPlan) -> tuple[int, ...]:

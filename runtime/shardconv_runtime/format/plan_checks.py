@@ -13,38 +13,27 @@ from .dims import Dim, Leaf, axes_of, open_parts, to_text
 from .dtypes import STORED_NAME
 from .names import MAX_NAME_LENGTH, expand_all
 from .plan import (
+    AllReduceStep,
     Boundary,
     DrawPlan,
     Edit,
+    GradAllReduceStep,
+    GradDivideStep,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
     LogitsInfo,
     ModulePlan,
     NormInfo,
     ParameterPlan,
     Plan,
+    Resharding,
+    ZeroOutOfShardStep,
     by_name,
     module_plans,
     parameter_plans,
 )
 from .slices import Mesh, num_ranges, validate_tensor
 from .typed_json import MalformedError
-
-BOUNDARY_FIELDS: Mapping[str, frozenset[str]] = {
-    "all_reduce": frozenset({"axes"}),
-    "all_gather": frozenset({"dim", "layout"}),
-    "slice": frozenset({"dim", "layout"}),
-    "reduce_scatter": frozenset({"dim", "layout"}),
-    "grad_all_reduce": frozenset({"axes"}),
-    "grad_divide": frozenset({"axes"}),
-    "local_rows": frozenset({"layout"}),
-    "local_rows_or_end": frozenset({"layout"}),
-    "zero_foreign": frozenset(),
-}
-"""Which of ``axes``, ``dim`` and ``layout`` each op of a boundary has; it has no others."""
-
-_WITH_GRAD_AXES = ("all_reduce", "all_gather", "slice")
-
-LOCAL_ROWS = ("local_rows", "local_rows_or_end")
-"""The ops that remember which ids were foreign, for inputs only."""
 
 CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
     "column": frozenset({"gather_output"}),
@@ -153,6 +142,7 @@ def check_tp(tp: int) -> None:
 
 def _check_texts(plan: Plan) -> None:
     texts = {"code.torch": plan.code.torch, "code.transformers": plan.code.transformers}
+    texts["inference_only"] = plan.inference_only
     texts |= {f"notes[{index}]": note for index, note in enumerate(plan.notes)}
     texts |= {f"parameters[{index}].reason": entry.reason for index, entry in enumerate(plan.parameters)}
     for where, text in texts.items():
@@ -213,7 +203,8 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     for field, ops in FLAG_STEPS.items():
         if getattr(entry, field) and not any(_has_op(entry.outputs, op) for op in ops):
             _fail(f"{where}.{field}", f"there is no {' or '.join(ops)} among the outputs")
-    _check_foreign(where, entry)
+    _check_out_of_shard(where, entry)
+    _check_flags(where, entry)
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
     if entry.category == "norm":
         if entry.norm is None:
@@ -221,15 +212,18 @@ def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
         _check_norm(f"{where}.norm", entry.norm, plan.mesh)
 
 
-def _check_foreign(where: str, entry: ModulePlan) -> None:
-    """Which ids are foreign must be known where something is zeroed for it."""
+def _check_out_of_shard(where: str, entry: ModulePlan) -> None:
+    """Which ids are out of the shard must be known where something is zeroed for it."""
     remembers = False
     for index, step in enumerate(entry.inputs):
-        if step.op == "zero_foreign" and not remembers:
-            _fail(f"{where}.inputs[{index}]", "zero_foreign needs a local_rows before it")
-        remembers |= step.op in LOCAL_ROWS
+        if isinstance(step, ZeroOutOfShardStep) and not remembers:
+            _fail(f"{where}.inputs[{index}]", f"{step.op} needs a local_rows before it")
+        remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
         _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
+
+
+def _check_flags(where: str, entry: ModulePlan) -> None:
     if flags := [flag for flag in entry.flags if not flag.isidentifier() or flag.startswith("__")]:
         _fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
     if len(set(entry.flags)) < len(entry.flags):
@@ -239,6 +233,8 @@ def _check_foreign(where: str, entry: ModulePlan) -> None:
 def _check_training(plan: Plan) -> None:
     if plan.training is None:
         return
+    if plan.inference_only:
+        _fail("inference_only", "the plan has what training needs")
     _check_draws("training.draws", plan.training.draws, plan.mesh)
     sequence = plan.training.sequence
     if sequence is None:
@@ -277,29 +273,31 @@ def _check_experts(plan: Plan) -> None:
 
 def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
     _check_slot(f"{where}.slot", step.slot, side)
-    if step.op not in BOUNDARY_FIELDS:
-        _fail(f"{where}.op", _one_of(step.op, BOUNDARY_FIELDS))
-    if step.op in LOCAL_ROWS and side != "input":
-        _fail(f"{where}.op", f"{step.op} is for an input only")
-    given = {"axes": bool(step.axes), "dim": step.dim is not None, "layout": step.layout is not None}
-    for field, is_given in given.items():
-        if is_given != (field in BOUNDARY_FIELDS[step.op]):
-            _fail(f"{where}.{field}", f"{step.op} {'has none' if is_given else 'needs it'}")
-    _check_axes(f"{where}.axes", step.axes, mesh)
-    _check_axes(f"{where}.grad_axes", step.grad_axes, mesh)
-    moved = {*step.axes, *(axes_of(step.layout) if step.layout is not None else ())}
-    if set(step.local_grad_axes) - (moved if step.op in ("all_gather", "slice") else set()):
-        _fail(f"{where}.local_grad_axes", f"{step.op} does nothing over these mesh axes")
-    if outside := sorted(set(step.grad_axes) - (moved if step.op in _WITH_GRAD_AXES else set())):
-        _fail(f"{where}.grad_axes", f"{step.op} does nothing over mesh axis {outside[0]}")
-    if step.dim is not None and not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
-        _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
-    if step.layout is not None:
-        _check_layout(f"{where}.layout", step, step.layout, mesh)
-        if not axes_of(step.layout):
-            _fail(f"{where}.layout", f"no mesh axis splits it, so that {step.op} would do nothing")
     if step.per_token < 0:
         _fail(f"{where}.per_token", "must not be negative")
+    if isinstance(step, AllReduceStep | GradAllReduceStep | GradDivideStep):
+        if not step.axes:
+            _fail(f"{where}.axes", f"{step.op} needs a mesh axis")
+        _check_axes(f"{where}.axes", step.axes, mesh)
+        _check_grad_axes(where, step, frozenset(step.axes), mesh)
+    elif isinstance(step, LocalRowsStep | LocalRowsOrEndStep):
+        if side != "input":
+            _fail(f"{where}.op", f"{step.op} is for an input only")
+        _check_layout(f"{where}.layout", step, mesh)
+    elif not isinstance(step, ZeroOutOfShardStep):
+        if not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
+            _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
+        _check_layout(f"{where}.layout", step, mesh)
+        _check_grad_axes(where, step, axes_of(step.layout), mesh)
+
+
+def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Mesh) -> None:
+    """Gradients are partial over no other mesh axes than the step's own."""
+    for field in ("grad_axes", "local_grad_axes"):
+        axes = getattr(step, field, ())
+        _check_axes(f"{where}.{field}", axes, mesh)
+        if outside := sorted(set(axes) - moved):
+            _fail(f"{where}.{field}", f"{step.op} does nothing over mesh axis {outside[0]}")
 
 
 def _check_slot(where: str, slot: str, side: str) -> None:
@@ -378,20 +376,23 @@ def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
         raise MalformedError(where, str(error)) from error
 
 
-def _check_layout(where: str, step: Boundary, layout: Dim, mesh: Mesh) -> None:
+def _check_layout(where: str, step: Resharding | LocalRowsStep | LocalRowsOrEndStep, mesh: Mesh) -> None:
     """A boundary's layout may have an open factor, where the steps can do without its size."""
+    layout, is_lookup = step.layout, isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     try:
         parts = open_parts(layout)
     except PlanError as error:
         raise MalformedError(where, str(error)) from error
     if isinstance(layout, Leaf) and not layout.size:
-        if step.op not in ("all_gather", "slice", "reduce_scatter"):
+        if is_lookup:
             _fail(where, f"{to_text(layout)}: an open dim is not possible here")
         _check_axes(where, layout.axes, mesh)
-        return
-    if parts is not None and (step.op in LOCAL_ROWS or all(map(axes_of, parts))):
-        _fail(where, f"{to_text(layout)}: an open factor is not possible here")
-    _check_dims(where, parts or (layout,), mesh)
+    else:
+        if parts is not None and (is_lookup or all(map(axes_of, parts))):
+            _fail(where, f"{to_text(layout)}: an open factor is not possible here")
+        _check_dims(where, parts or (layout,), mesh)
+    if not axes_of(layout):
+        _fail(where, f"no mesh axis splits it, so that {step.op} would do nothing")
 
 
 def _check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:

@@ -8,9 +8,6 @@ from ..errors import PlanError
 from .names import expand_all
 from .plan import Plan, parameter_plans
 
-INFERENCE_ONLY = "for inference only: "
-"""How the note begins that says why a plan has no gradients."""
-
 
 def require_training(plan: Plan) -> None:
     """Check that a plan has what a backward pass needs.
@@ -19,10 +16,9 @@ def require_training(plan: Plan) -> None:
         PlanError: it has not; with the reason, if the plan has one.
     """
     if plan.training is None:
-        why = next((note for note in plan.notes if note.startswith(INFERENCE_ONLY)), "")
         raise PlanError(
             "the model cannot be trained: its plan was solved for inference only"
-            + (f" ({why.removeprefix(INFERENCE_ONLY)})" if why else "; convert it again, or replan it")
+            + (f" ({plan.inference_only})" if plan.inference_only else "; convert it again, or replan it")
         )
 
 

@@ -21,6 +21,8 @@ MAX_BYTES = 16 * 2**20
 MAX_SIGNS = 2**18
 """Most ``*`` and ``+`` of a plan, which join the leaves of its dims: each leaf takes time to read."""
 
+_OTHER_VERSION = "run `shardconv replan OUT` on its directory, which solves it again and keeps the shards"
+
 
 def dumps(plan: Plan) -> str:
     """The plan as JSON.
@@ -49,7 +51,7 @@ def loads(text: str) -> Plan:
     try:
         if text.count("*") + text.count("+") > MAX_SIGNS:
             raise MalformedError("", f"the dims of the plan have more than {MAX_SIGNS} '*' and '+' in all")
-        plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES)
+        plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES, _OTHER_VERSION)
         check_plan(plan)
     except MalformedError as error:
         raise PlanError(str(error)) from error

@@ -1,8 +1,9 @@
 """Frozen dataclasses as strict, deterministic JSON; the type hints are the schema.
 
 A field that has its default is not written; every key that is read must be a field, every value of
-the type that the hint says. A dim is written as its text. A document is an object whose first keys
-are ``format`` and ``version``.
+the type that the hint says. A dim is written as its text. The classes of a union have one field that no
+caller sets (``init=False``): its default is the tag by which they are told apart. A document is an object
+whose first keys are ``format`` and ``version``.
 """
 
 from __future__ import annotations
@@ -61,9 +62,16 @@ def dump_document(value: Any, format_name: str) -> str:
 
 
 def load_document(
-    kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES
+    kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES, remedy: str = ""
 ) -> _T:
     """Read what ``dump_document`` wrote, if it has at most so many characters.
+
+    Args:
+        kind: the dataclass of the document.
+        text: JSON.
+        format_name, version: which the document must have.
+        max_bytes: most characters of the text.
+        remedy: what to do about a document of another version, for the error.
 
     Raises:
         MalformedError: with the place and what was expected there.
@@ -76,7 +84,8 @@ def load_document(
     if found.pop("format", None) != format_name:
         _fail("format", f'expected "{format_name}"; this is another kind of file')
     if type(found.get("version")) is not int or found["version"] != version:
-        _fail("version", f"this reads version {version}, the file has {_shown(found.get('version'))}")
+        problem = f"this reads version {version}, the file has {_shown(found.get('version'))}"
+        _fail("version", f"{problem}; {remedy}" if remedy else problem)
     value: _T = _read_fields(kind, found, "")
     return value
 
@@ -179,7 +188,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {
         field.name: to_json(getattr(value, field.name))
         for field in dataclasses.fields(value)
-        if getattr(value, field.name) != field.default
+        if not field.init or getattr(value, field.name) != field.default
     }
 
 
@@ -200,7 +209,27 @@ def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
     return {
         field.name: (hints[field.name], field.default is dataclasses.MISSING)
         for field in dataclasses.fields(kind)
+        if field.init
     }
+
+
+@cache
+def _tags(kinds: tuple[Any, ...]) -> tuple[str, Mapping[str, Any]]:
+    """Of the dataclasses of a union: the name of the field that tells them apart, and which one it means."""
+    (name,) = {field.name for kind in kinds for field in dataclasses.fields(kind) if not field.init}
+    return name, {kind.__dataclass_fields__[name].default: kind for kind in kinds}
+
+
+def _read_tagged(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        _fail(where, f"expected an object, got {_shown(value)}")
+    name, known = _tags(kinds)
+    if name not in value:
+        _fail(where, f'the key "{name}" is missing')
+    tag = value[name]
+    if not isinstance(tag, str) or tag not in known:
+        _fail(_join(where, name), f"expected one of {', '.join(known)}; got {_shown(tag)}")
+    return _read_fields(known[tag], {key: item for key, item in value.items() if key != name}, where)
 
 
 def _read_fields(kind: Any, found: dict[str, Any], where: str) -> Any:
@@ -214,14 +243,14 @@ def _read_fields(kind: Any, found: dict[str, Any], where: str) -> Any:
 
 
 def _read_union(hint: Any, value: Any, where: str) -> Any:
-    kinds = set(get_args(hint))
-    if value is None and NoneType in kinds:
+    kinds = tuple(kind for kind in get_args(hint) if kind is not NoneType)
+    if value is None and len(kinds) < len(get_args(hint)):
         return None
-    kinds.discard(NoneType)
-    if kinds == _DIM_KINDS:
+    if frozenset(kinds) == _DIM_KINDS:
         return _read_dim(value, where)
-    (kind,) = kinds
-    return from_json(kind, value, where)
+    if len(kinds) > 1:
+        return _read_tagged(kinds, value, where)
+    return from_json(kinds[0], value, where)
 
 
 def _read_dim(value: Any, where: str) -> Dim:

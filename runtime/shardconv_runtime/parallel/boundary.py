@@ -25,13 +25,25 @@ from ..comm.collectives import (
     Inner,
     Reduce,
     ReduceScatter,
-    Resharding,
     Slice,
 )
+from ..comm.collectives import Resharding as CommResharding
 from ..errors import PlanError
 from ..format.dims import Dim, open_parts, size
-from ..format.plan import Boundary, ModulePlan
-from ..format.plan_checks import LOCAL_ROWS
+from ..format.plan import (
+    AllGatherStep,
+    AllReduceStep,
+    Boundary,
+    GradAllReduceStep,
+    GradDivideStep,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModulePlan,
+    ReduceScatterStep,
+    Resharding,
+    SliceStep,
+    ZeroOutOfShardStep,
+)
 from ..format.slices import ranges
 
 Step = Callable[[Tensor], Tensor]
@@ -41,13 +53,13 @@ _Path = tuple[str, ...]
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 """How the names of those attributes of a module begin that say what its forward hooks are."""
 
-GRADIENT_STEPS = ("grad_all_reduce", "grad_divide")
+GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
 """Steps that do nothing but to a gradient."""
 
-_RESHARDING: dict[str, type[Resharding]] = {
-    "all_gather": Gather,
-    "slice": Slice,
-    "reduce_scatter": ReduceScatter,
+_RESHARDING: Mapping[type[Resharding], type[CommResharding]] = {
+    AllGatherStep: Gather,
+    SliceStep: Slice,
+    ReduceScatterStep: ReduceScatter,
 }
 
 
@@ -62,20 +74,33 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step
     Raises:
         PlanError: it is none of these operations.
     """
-    grad_axes = boundary.grad_axes if training else None
-    if boundary.op == "all_reduce":
-        return Reduce(comm, boundary.axes, grad_axes)
-    if boundary.op == "grad_all_reduce":
-        return GradReduce(comm, boundary.axes)
-    if boundary.op == "grad_divide":
-        return GradDivide(comm, boundary.axes)
-    if boundary.op in _RESHARDING and boundary.dim is not None and boundary.layout is not None:
-        kind = _RESHARDING[boundary.op]
-        parts = open_parts(boundary.layout)
-        if parts is not None:
-            return Inner(kind, comm, boundary.dim, *parts, grad_axes, boundary.local_grad_axes)
-        return kind(comm, boundary.dim, boundary.layout, grad_axes, boundary.local_grad_axes)
-    raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here, or lacks dim or layout")
+    match boundary:
+        case AllReduceStep():
+            return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
+        case GradAllReduceStep():
+            return GradReduce(comm, boundary.axes)
+        case GradDivideStep():
+            return GradDivide(comm, boundary.axes)
+        case AllGatherStep() | SliceStep():
+            grad_axes = boundary.grad_axes if training else None
+            return _resharding(boundary, comm, grad_axes, boundary.local_grad_axes)
+        case ReduceScatterStep():
+            return _resharding(boundary, comm, () if training else None, ())
+        case _:
+            raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here")
+
+
+def _resharding(
+    boundary: Resharding,
+    comm: Communicator,
+    grad_axes: tuple[int, ...] | None,
+    local_grad_axes: tuple[int, ...],
+) -> Step:
+    kind = _RESHARDING[type(boundary)]
+    parts = open_parts(boundary.layout)
+    if parts is not None:
+        return Inner(kind, comm, boundary.dim, *parts, grad_axes, local_grad_axes)
+    return kind(comm, boundary.dim, boundary.layout, grad_axes, local_grad_axes)
 
 
 MAX_TABLE_ROWS = 2**26
@@ -88,7 +113,7 @@ class RowIds:
     Args:
         comm: this rank.
         layout: of the rows.
-        past_end: foreign ids become ``num_rows``, one past the last local row, instead of 0.
+        past_end: out_of_shard ids become ``num_rows``, one past the last local row, instead of 0.
 
     Attributes:
         num_rows: local number of rows.
@@ -100,7 +125,7 @@ class RowIds:
     def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
         held = ranges(layout, comm.mesh, comm.rank)
         self.num_rows = sum(stop - start for start, stop in held)
-        self._foreign_id = self.num_rows if past_end else 0
+        self._out_of_shard_id = self.num_rows if past_end else 0
         self._range = held[0] if len(held) == 1 else None
         if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
             raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
@@ -110,17 +135,17 @@ class RowIds:
         """Local ids, and the mask of those rows that are other ranks'; both of ``ids``' shape."""
         if self._table is not None:
             local = self._table_on(ids.device)[ids]
-            foreign = local < 0
+            out_of_shard = local < 0
         else:
             start, stop = self._range or (0, 0)
             local = ids - start
-            foreign = (ids < start) | (ids >= stop)
-        return local.masked_fill(foreign, self._foreign_id).to(ids.dtype), foreign
+            out_of_shard = (ids < start) | (ids >= stop)
+        return local.masked_fill(out_of_shard, self._out_of_shard_id).to(ids.dtype), out_of_shard
 
     def local(self, row: int) -> int | None:
         """The local id of one row; None if another rank holds it."""
-        ids, foreign = self(torch.tensor([row], device="cpu"))
-        return None if bool(foreign) else int(ids)
+        ids, out_of_shard = self(torch.tensor([row], device="cpu"))
+        return None if bool(out_of_shard) else int(ids)
 
     def _table_on(self, device: torch.device) -> Tensor:
         assert self._table is not None
@@ -129,14 +154,14 @@ class RowIds:
         return self._table
 
 
-def zero_foreign(x: Tensor, foreign: Tensor) -> Tensor:
+def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
     """Zero the rows that other ranks hold.
 
     Args:
-        x: ``[*foreign.shape, ...]``.
-        foreign: bool mask.
+        x: ``[*out_of_shard.shape, ...]``.
+        out_of_shard: bool mask.
     """
-    return x.masked_fill(foreign.reshape(foreign.shape + (1,) * (x.dim() - foreign.dim())), 0)
+    return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
 
 
 def attach(
@@ -163,7 +188,7 @@ def attach(
         before = _Before([_input_action(b, comm, signature, mask, training) for b in inputs])
         renumber(module, module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     if outputs:
-        after = _After([(_output_path(b.slot), _output_step(b, comm, mask, training)) for b in outputs])
+        after = _After([(_output_path(b.slot), _tensor_step(b, comm, mask, training)) for b in outputs])
         renumber(module, module.register_forward_hook(after, prepend=True))
 
 
@@ -192,7 +217,7 @@ def attach_output(module: nn.Module, slot: str, function: Step) -> None:
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
     """Without training, steps that concern gradients alone are left out."""
-    return [b for b in steps if training or b.op not in GRADIENT_STEPS]
+    return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
@@ -219,10 +244,10 @@ def replace_at(value: Any, path: _Path, function: Step, slot: str) -> Any:
 
 
 class _Mask:
-    """Which ids were foreign, from one input of a module to another one or to its output."""
+    """Which ids were out_of_shard, from one input of a module to another one or to its output."""
 
     def __init__(self) -> None:
-        self.foreign: Tensor | None = None
+        self.out_of_shard: Tensor | None = None
 
 
 class _LocalRows:
@@ -231,18 +256,18 @@ class _LocalRows:
         self._mask = mask
 
     def __call__(self, ids: Tensor) -> Tensor:
-        local, self._mask.foreign = self._rows(ids)
+        local, self._mask.out_of_shard = self._rows(ids)
         return local
 
 
-class _ZeroForeign:
+class _ZeroOutOfShard:
     def __init__(self, mask: _Mask) -> None:
         self._mask = mask
 
     def __call__(self, x: Tensor) -> Tensor:
-        foreign, self._mask.foreign = self._mask.foreign, None
-        assert foreign is not None, "zero_foreign runs after the local_rows of the same call"
-        return zero_foreign(x, foreign)
+        out_of_shard, self._mask.out_of_shard = self._mask.out_of_shard, None
+        assert out_of_shard is not None, "zero_foreign runs after the local_rows of the same call"
+        return zero_out_of_shard(x, out_of_shard)
 
 
 @dataclasses.dataclass
@@ -291,20 +316,20 @@ def _input_action(
     boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask, training: bool
 ) -> _InputAction:
     _, name, *path = boundary.slot.split(".")
-    if boundary.op in LOCAL_ROWS and boundary.layout is not None:
-        rows = RowIds(comm, boundary.layout, past_end=boundary.op == "local_rows_or_end")
+    if isinstance(boundary, LocalRowsStep | LocalRowsOrEndStep):
+        rows = RowIds(comm, boundary.layout, past_end=isinstance(boundary, LocalRowsOrEndStep))
         if not rows.num_rows:
             raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold no row of the table")
         function: Step = _LocalRows(rows, mask)
-    elif boundary.op == "zero_foreign":
-        function = _ZeroForeign(mask)
     else:
-        function = step(boundary, comm, training)
+        function = _tensor_step(boundary, comm, mask, training)
     return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)
 
 
-def _output_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> Step:
-    return _ZeroForeign(mask) if boundary.op == "zero_foreign" else step(boundary, comm, training)
+def _tensor_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> Step:
+    if isinstance(boundary, ZeroOutOfShardStep):
+        return _ZeroOutOfShard(mask)
+    return step(boundary, comm, training)
 
 
 def _output_path(slot: str) -> _Path:
@@ -366,7 +391,7 @@ def _copy_with(value: Any, key: Any, new: Any) -> Any:
 
 
 def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
-    """Local id of each global row, -1 for foreign ones."""
+    """Local id of each global row, -1 for out_of_shard ones."""
     table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
     local = 0
     for start, stop in held:

@@ -17,10 +17,16 @@ from ..comm.collectives import Communicator, Slice
 from ..errors import PlanError
 from ..format.dims import size
 from ..format.plan import (
+    AllGatherStep,
+    AllReduceStep,
+    Boundary,
+    LocalRowsStep,
     LogitsInfo,
     ModulePlan,
     ParameterPlan,
     Plan,
+    ReduceScatterStep,
+    ZeroOutOfShardStep,
     global_shape,
     local_shape,
     module_plans,
@@ -176,14 +182,14 @@ class _Target:
         """Local shape of one of the module's parameters."""
         return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
 
-    def steps(self, side: str, ignored: tuple[str, ...] = ()) -> list[Step]:
+    def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[Step]:
         """The steps on the only input, or on the output."""
         boundaries = self.entry.inputs if side == "input" else self.entry.outputs
         slots = ("input.input", "input.0") if side == "input" else ("output",)
         for boundary in boundaries:
             if boundary.slot not in slots:
                 raise PlanError(f"a {type(self.module).__name__} has no slot {boundary.slot!r}")
-        steps = [b for b in in_use(boundaries, self.training) if b.op not in ignored]
+        steps = [b for b in in_use(boundaries, self.training) if not isinstance(b, ignored)]
         return [step(b, self.comm, self.training) for b in steps]
 
 
@@ -246,8 +252,8 @@ def _embedding(target: _Target) -> nn.Module:
         rows,
         target.local_shape("weight")[1],
         None if module.padding_idx is None else rows.local(module.padding_idx),
-        inputs=target.steps("input", ignored=("local_rows",)),
-        outputs=target.steps("output", ignored=("zero_foreign",)),
+        inputs=target.steps("input", ignored=LocalRowsStep),
+        outputs=target.steps("output", ignored=ZeroOutOfShardStep),
         device=torch.device("meta"),
     )
 
@@ -272,8 +278,8 @@ def _check_rows(target: _Target) -> None:
     """The rows whose ids become local are those that the rank holds, also those that no test ever reads."""
     tables = [n for n, p in target.module._parameters.items() if p is not None and p.dim() > 1]
     rows = {target.parameter(name).dims[0] for name in tables}
-    for layout in (b.layout for b in target.entry.inputs if b.op == "local_rows"):
-        if layout not in rows and layout is not None and size(layout) in map(size, rows):
+    for layout in (b.layout for b in target.entry.inputs if isinstance(b, LocalRowsStep)):
+        if layout not in rows and size(layout) in map(size, rows):
             raise PlanError("local_rows has another layout than the rows of the weight")
 
 
@@ -283,14 +289,14 @@ def _localize_padding(target: _Target) -> None:
     if not isinstance(module, nn.Embedding) or module.padding_idx is None:
         return
     for boundary in target.entry.inputs:
-        if boundary.op == "local_rows" and boundary.layout is not None:
+        if isinstance(boundary, LocalRowsStep):
             row = RowIds(target.comm, boundary.layout).local(module.padding_idx)
             module.padding_idx = row  # type: ignore[assignment]  # torch's stub forgets None
             return
 
 
 def _check_entry(entry: ModulePlan) -> None:
-    if entry.gather_output and not _has(entry, "all_gather"):
+    if entry.gather_output and not any(isinstance(step, AllGatherStep) for step in entry.outputs):
         raise PlanError("gather_output is set, but no all_gather is among the outputs")
     if entry.reduce_output and not _sums(entry):
         raise PlanError("reduce_output is set, but nothing is summed among the outputs")
@@ -299,11 +305,7 @@ def _check_entry(entry: ModulePlan) -> None:
 
 
 def _sums(entry: ModulePlan) -> bool:
-    return _has(entry, "all_reduce") or _has(entry, "reduce_scatter")
-
-
-def _has(entry: ModulePlan, op: str) -> bool:
-    return any(boundary.op == op for boundary in entry.outputs)
+    return any(isinstance(step, AllReduceStep | ReduceScatterStep) for step in entry.outputs)
 
 
 def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | None) -> dict[str, ModulePlan]:
@@ -315,7 +317,9 @@ def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | N
     entry = modules.get(logits.module) if logits else None
     if logits is None or entry is None:
         raise PlanError("gather_logits=False: the plan gathers no logits, so there is no shard to return")
-    outputs = tuple(b for b in entry.outputs if (b.slot, b.op) != (logits.slot, "all_gather"))
+    outputs = tuple(
+        step for step in entry.outputs if not (step.slot == logits.slot and isinstance(step, AllGatherStep))
+    )
     if len(outputs) == len(entry.outputs):
         raise PlanError(f"{logits.module}: the plan gathers no logits at slot {logits.slot!r}")
     return {**modules, logits.module: replace(entry, outputs=outputs, gather_output=False)}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import Reduce, ReduceScatter, refuse_gradient
-from .boundary import RowIds, Step, zero_foreign
+from .boundary import RowIds, Step, zero_out_of_shard
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -132,9 +132,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        ids, foreign = self.rows(_apply(self.inputs, input))
+        ids, out_of_shard = self.rows(_apply(self.inputs, input))
         if self.num_embeddings:
-            rows = zero_foreign(F.embedding(ids, self.weight, self.padding_idx), foreign)
+            rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
         else:  # fewer rows than ranks
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
         return _finish(self.outputs, rows)

@@ -16,7 +16,7 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan import Plan, layout_of
 from shardconv_runtime.format.slices import local_size, ranges
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.expert_sites import leave_out
 from ...dim_analysis.rules import RULES, views
 from ...planning.layout import Layouts
-from ...planning.localize import Unlocalizable
+from ...planning.obstacle import Obstacle
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Mark, Op, Tape
 from ...tracing.trace import trace
@@ -78,7 +78,7 @@ class _ShapeCommunicator(Communicator):
         return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
 
 
-def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> None:
+def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
     """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
@@ -87,8 +87,11 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
 
+    Returns:
+        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
+        all ranks compute what they should.
+
     Raises:
-        Unlocalizable: a shape or a position differs; with the dims that are sharded there.
         PlanError: a parameter has another dtype in the plan than in the model.
     """
     for rank in _unlike_ranks(plan):
@@ -100,14 +103,17 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
             tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
         except SolveError as error:
             where = str(error).partition(":")[0]
-            raise Unlocalizable(_to_blame(layouts, plan, where), str(error)) from error
-        _Comparison(layouts, plan, tape, changed, rank).run()
+            return Obstacle(_to_blame(layouts, plan, where), str(error))
+        obstacle = _Comparison(layouts, plan, tape, changed, rank).run()
+        if obstacle is not None:
+            return obstacle
+    return None
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:
     """The first rank of each kind: of those that hold the same shapes and get the same values."""
-    layouts = [b.layout for m in plan.modules for b in (*m.inputs, *m.outputs) if b.layout is not None]
-    dims = {*(d for p in plan.parameters for d in p.dims), *layouts}
+    layouts = [layout_of(step) for m in plan.modules for step in (*m.inputs, *m.outputs)]
+    dims = {*(d for p in plan.parameters for d in p.dims), *(d for d in layouts if d is not None)}
     edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for rank in range(plan.tp):
@@ -124,7 +130,7 @@ def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
             raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
 
 
-def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> list[Node]:
+def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     """Sharded leaves that may be why a module's code failed on a rank.
 
     Those of what the module computes itself; where that is nothing (its code may check an attribute, or
@@ -138,10 +144,10 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> list[Node]:
         lambda name: name.startswith(inside),
         lambda name: True,
     )
-    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), [])
+    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), ())
 
 
-def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> list[Node]:
+def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> tuple[Node, ...]:
     """Sharded leaves of the tensors that some modules make."""
     tape = layouts.analysis.tape
     found: dict[Node, None] = {}
@@ -150,7 +156,7 @@ def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> list[Node]
             for tid in event.outputs:
                 for dim in layouts.analysis.dims.get(tid, ()):
                     found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
-    return list(found)
+    return tuple(found)
 
 
 class _Comparison:
@@ -159,37 +165,41 @@ class _Comparison:
     def __init__(self, layouts: Layouts, plan: Plan, local: Tape, changed: set[str], rank: int) -> None:
         self.layouts = layouts
         self.plan = plan
-        self.whole = layouts.analysis.tape
+        self.unsharded = layouts.analysis.tape
         self.local = local
         self.changed = changed
         self.rank = rank
 
-    def run(self) -> None:
-        """Raises ``Unlocalizable`` at the first difference."""
-        expected, found = self._by_call(self.whole), self._by_call(self.local)
+    def run(self) -> Obstacle | None:
+        """The first difference; None if there is none."""
+        expected, found = self._by_call(self.unsharded), self._by_call(self.local)
         for key, events in expected.items():
-            self._align(key[0], events, found.get(key, []))
+            obstacle = self._align(key[0], events, found.get(key, []))
+            if obstacle is not None:
+                return obstacle
+        return None
 
-    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> None:
-        """Pair the operators of one call. A rank may leave out views: repeating a group of one, say."""
+    def _align(self, fqn: str, events: list[Op | Mark], mine: list[Op | Mark]) -> Obstacle | None:
+        """Pair the operators of one call. A rank may leave out views, such as repeating a group of one."""
         position = 0
         skipped: list[Op | Mark] = []
         for event in events:
             other = mine[position] if position < len(mine) else None
             if other is not None and self._same_kind(event, other) and not self._is_skipped(event, other):
-                self._compare(fqn, event, other)
+                obstacle = self._compare(fqn, event, other)
+                if obstacle is not None:
+                    return obstacle
                 position += 1
             elif isinstance(event, Op) and self._moves_only(event):
                 skipped.append(event)
             else:
-                what = "nothing more" if other is None else _label(other)
-                self._fail(
-                    fqn, [*skipped, event], f"runs {what} on a rank where the whole runs {_label(event)}"
-                )
+                runs = "nothing more" if other is None else _label(other)
+                problem = f"runs {runs} on a rank where the unsharded model runs {_label(event)}"
+                return self._obstacle(fqn, [*skipped, event], problem)
         if position < len(mine):
-            self._fail(
-                fqn, skipped or events, f"runs {_label(mine[position])} on a rank, which the whole does not"
-            )
+            problem = f"runs {_label(mine[position])} on a rank, which the unsharded model does not"
+            return self._obstacle(fqn, skipped or events, problem)
+        return None
 
     @staticmethod
     def _same_kind(event: Op | Mark, other: Op | Mark) -> bool:
@@ -207,7 +217,7 @@ class _Comparison:
     def _moves_only(self, op: Op) -> bool:
         base = op.name.rsplit(".", 1)[0]
         if base == "aten.slice":
-            return self.whole.tensors[op.inputs[0]].shape == self.whole.tensors[op.outputs[0]].shape
+            return self.unsharded.tensors[op.inputs[0]].shape == self.unsharded.tensors[op.outputs[0]].shape
         return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
@@ -223,43 +233,49 @@ class _Comparison:
             out.setdefault((call.fqn, call.index), []).append(event)
         return out
 
-    def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> None:
+    def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> Obstacle | None:
         if isinstance(event, Mark) or isinstance(other, Mark):
             if isinstance(event, Mark) and isinstance(other, Mark):
-                self._compare_tensor(fqn, event, event.target, other.target)
-            return
+                return self._compare_tensor(fqn, event, event.target, other.target)
+            return None
         for want, got in zip(event.outputs, other.outputs, strict=True):
-            self._compare_tensor(fqn, event, want, got)
+            obstacle = self._compare_tensor(fqn, event, want, got)
+            if obstacle is not None:
+                return obstacle
         is_shaped = event.name.rsplit(".", 1)[0] in _SHAPED
         if not is_shaped and event.outputs and event.outputs[0] in self.layouts.analysis.dims:
-            self._compare_numbers(fqn, event, other)
+            return self._compare_numbers(fqn, event, other)
+        return None
 
-    def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> None:
+    def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Obstacle | None:
         if want not in self.layouts.analysis.dims:
-            return
+            return None
         found, expected = self.local.tensors[got], self.layouts.local_shape(want, self.rank)
+        dtype = self.unsharded.tensors[want].dtype
         if found.shape != expected:
-            what = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
-            self._fail(fqn, [event], what)
-        dtype = self.whole.tensors[want].dtype
+            problem = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
+            return self._obstacle(fqn, [event], problem)
         if found.dtype != dtype:
-            what = f"{_label(event)} has dtype {found.dtype} on rank {self.rank}, expected {dtype}"
-            self._fail(fqn, [event], what)
+            problem = f"{_label(event)} has dtype {found.dtype} on rank {self.rank}, expected {dtype}"
+            return self._obstacle(fqn, [event], problem)
+        return None
 
-    def _compare_numbers(self, fqn: str, event: Op, other: Op) -> None:
+    def _compare_numbers(self, fqn: str, event: Op, other: Op) -> Obstacle | None:
         want = self._positions(event) if event.name == "aten.slice.Tensor" else _numbers(event)
         got = self._local_positions(other) if event.name == "aten.slice.Tensor" else _numbers(other)
-        if want != got:
-            self._fail(fqn, [event], f"{event.name} is given {got} on rank {self.rank}, expected {want}")
+        if want == got:
+            return None
+        problem = f"{event.name} is given {got} on rank {self.rank}, expected {want}"
+        return self._obstacle(fqn, [event], problem)
 
     def _positions(self, op: Op) -> list[int]:
         """Local start, stop and step of a slice."""
-        dim, start, stop, step = _slice(op, self.whole.tensors[op.inputs[0]].shape)
+        dim, start, stop, step = _slice(op, self.unsharded.tensors[op.inputs[0]].shape)
         layout = self.layouts.dims(op.inputs[0])[dim]
         if not axes_of(layout) or step != 1:
             size = self.layouts.local_shape(op.inputs[0], self.rank)[dim]
-            whole = self.whole.tensors[op.inputs[0]].shape[dim]
-            return [start, stop if stop != whole else size, step]
+            full = self.unsharded.tensors[op.inputs[0]].shape[dim]
+            return [start, stop if stop != full else size, step]
         return [self._below(layout, start), self._below(layout, stop), step]
 
     def _local_positions(self, op: Op) -> list[int]:
@@ -270,7 +286,7 @@ class _Comparison:
         held = ranges(layout, self.layouts.mesh, self.rank)
         return sum(max(0, min(stop, position) - start) for start, stop in held)
 
-    def _fail(self, fqn: str, events: Iterable[Op | Mark], what: str) -> None:
+    def _obstacle(self, fqn: str, events: Iterable[Op | Mark], problem: str) -> Obstacle:
         nodes: dict[Node, None] = {}
         for event in events:
             tids = (
@@ -279,7 +295,7 @@ class _Comparison:
             for tid in tids:
                 for dim in self.layouts.analysis.dims.get(tid, ()):
                     nodes |= {x: None for x in leaves(dim) if self.layouts.assignment.axes(x)}
-        raise Unlocalizable(list(nodes) or _to_blame(self.layouts, self.plan, fqn), f"{fqn} {what}")
+        return Obstacle(tuple(nodes) or _to_blame(self.layouts, self.plan, fqn), f"{fqn} {problem}")
 
 
 def _label(event: Op | Mark) -> str:

@@ -17,7 +17,7 @@ import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.dims import axes_of, size
-from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+from shardconv_runtime.format.plan import AllGatherStep, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.training.prepare import parallelize_for_training
@@ -318,8 +318,7 @@ class Simulation:
         logits = self.plan.logits
         assert logits is not None
         steps = module_plans(self.plan)[logits.module].outputs
-        layout = next(s.layout for s in steps if (s.slot, s.op) == (logits.slot, "all_gather"))
-        assert layout is not None
+        layout = next(s.layout for s in steps if isinstance(s, AllGatherStep) and s.slot == logits.slot)
         held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
         index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
         return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]

@@ -149,7 +149,7 @@ def test_files_and_source_are_listed() -> None:
 def test_training() -> None:
     plan = zoo_plan("causal", "llama", 4)
     assert "The loss is computed from" in parsed(plan).text
-    only = dataclasses.replace(plan, training=None, notes=("other", "for inference only: it is so"))
+    only = dataclasses.replace(plan, training=None, inference_only="it is so", notes=("other",))
     page = parsed(only)
     assert "This plan is for inference only." in page.text
     assert page.text.index("for inference only: it is so") < page.text.index("other")

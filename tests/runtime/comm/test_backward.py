@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from boundaries import boundary
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, parse, size
@@ -65,9 +66,8 @@ def test_partial_gradients_take_the_adjoint(text: str, mesh: Mesh, dim: int) -> 
         "reduce_scatter": lambda c: random(*shape(whole), seed=c.rank),
     }
     for op, make in cases.items():
-        grad_axes = () if op == "reduce_scatter" else axes
-        boundary = Boundary("output", op, dim=dim, layout=layout, grad_axes=grad_axes)
-        made = run(mesh, boundary, make, whole=False)
+        fields = {} if op == "reduce_scatter" else {"grad_axes": axes}
+        made = run(mesh, boundary("output", op, dim=dim, layout=layout, **fields), make, whole=False)
         given = sum(float((y * g).sum()) for _, y, g, _ in made)
         taken = sum(float((x * g).sum()) for x, _, _, g in made)
         assert given == pytest.approx(taken, rel=1e-12), op
@@ -77,36 +77,36 @@ def test_partial_gradients_take_the_adjoint(text: str, mesh: Mesh, dim: int) -> 
 def test_whole_gradients_cost_no_sum(text: str, mesh: Mesh) -> None:
     """Of a gradient that is the same on all ranks, a gather's is a slice, and a slice's is gathered."""
     layout = parse(text)
-    gather = Boundary("output", "all_gather", dim=1, layout=layout)
-    cut = Boundary("output", "slice", dim=1, layout=layout)
+    gather = boundary("output", "all_gather", dim=1, layout=layout)
+    cut = boundary("output", "slice", dim=1, layout=layout)
     made = run(mesh, gather, lambda c: random(3, local_shape(text, mesh, c.rank), seed=c.rank), whole=True)
     again = run(mesh, cut, lambda c: made[0][2].clone(), whole=True)
     for (_, _, _, found), (_, expected, _, _) in zip(made, again, strict=True):
         assert torch.equal(found, expected)
     slices = run(mesh, cut, lambda c: random(3, size(layout), seed=1), whole=False)
     assert all(torch.equal(each[3], slices[0][3]) for each in slices)
-    partial = Boundary("output", "slice", dim=1, layout=layout, grad_axes=tuple(range(len(mesh))))
+    partial = boundary("output", "slice", dim=1, layout=layout, grad_axes=tuple(range(len(mesh))))
     summed = run(mesh, partial, lambda c: random(3, size(layout), seed=1), whole=False)
     assert torch.equal(torch.stack([each[3] for each in summed]).sum(0), slices[0][3])
 
 
 def test_a_reduction_and_its_conjugate() -> None:
     both = {
-        Boundary("output", "all_reduce", axes=(0,)): lambda gs, r: gs[r],
-        Boundary("output", "all_reduce", axes=(0,), grad_axes=(0,)): lambda gs, r: sum(gs),
-        Boundary("output", "grad_all_reduce", axes=(0,)): lambda gs, r: sum(gs),
-        Boundary("output", "grad_divide", axes=(0,)): lambda gs, r: gs[r] / 3,
+        boundary("output", "all_reduce", axes=(0,)): lambda gs, r: gs[r],
+        boundary("output", "all_reduce", axes=(0,), grad_axes=(0,)): lambda gs, r: sum(gs),
+        boundary("output", "grad_all_reduce", axes=(0,)): lambda gs, r: sum(gs),
+        boundary("output", "grad_divide", axes=(0,)): lambda gs, r: gs[r] / 3,
     }
-    for boundary, expected in both.items():
-        made = run((3,), boundary, lambda c: random(2, 2, seed=c.rank), whole=False)
+    for each, expected in both.items():
+        made = run((3,), each, lambda c: random(2, 2, seed=c.rank), whole=False)
         gradients = [g for _, _, g, _ in made]
         for rank, (_, _, _, found) in enumerate(made):
-            torch.testing.assert_close(found, expected(gradients, rank), rtol=1e-15, atol=0)
+            torch.testing.assert_close(found, expected(gradients, rank), rtol=1e-12, atol=1e-12)
 
 
 def test_open_layouts_are_cut_evenly_or_refused() -> None:
     layout = parse("?@0.1")
-    gather = Boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0, 1))
+    gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0, 1))
     made = run((2, 2), gather, lambda c: random(2, 3, seed=c.rank), whole=False)
     assert made[0][1].shape == (2, 12)
     total = torch.stack([g for _, _, g, _ in made]).sum(0)
@@ -114,7 +114,7 @@ def test_open_layouts_are_cut_evenly_or_refused() -> None:
         torch.testing.assert_close(found, total[:, 3 * rank : 3 * rank + 3])
     with pytest.raises(PlanError, match="a sequence of 5 positions cannot be split evenly over 4 ranks"):
         run(
-            (2, 2), Boundary("output", "slice", dim=1, layout=layout), lambda c: torch.ones(2, 5), whole=False
+            (2, 2), boundary("output", "slice", dim=1, layout=layout), lambda c: torch.ones(2, 5), whole=False
         )
 
 
@@ -122,7 +122,7 @@ def test_torn_gathers_divide_what_is_not_split() -> None:
     """[split | whole]: where the gradient is partial on both sides, the whole segment's terms add up."""
     layout = parse("4@0 + 3")
     for local, scale in (((), 1.0), ((0,), 0.5)):
-        gather = Boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0,), local_grad_axes=local)
+        gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0,), local_grad_axes=local)
         made = run((2,), gather, lambda c: random(2, 5, seed=3), whole=False)
         total = made[0][2] + made[1][2]
         for rank, (_, _, _, found) in enumerate(made):

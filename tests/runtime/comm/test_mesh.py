@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from boundaries import boundary
 from converted import llama_plan
 from shardconv_runtime.comm import agreement, mesh
 from shardconv_runtime.errors import LaunchError
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Boundary, ModulePlan, NormInfo
+from shardconv_runtime.format.plan import ModulePlan, NormInfo
 from small_models import small_config
 
 
@@ -18,8 +19,8 @@ def test_used_axes_are_those_of_collectives() -> None:
     plan = llama_plan(small_config(), (2, 2))
     assert mesh.used_axes(plan) == {(0, 1)}
     steps = (
-        Boundary("output", "all_reduce", axes=(1,)),
-        Boundary("output", "slice", dim=0, layout=Leaf(4, (0,))),
+        boundary("output", "all_reduce", axes=(1,)),
+        boundary("output", "slice", dim=0, layout=Leaf(4, (0,))),
     )
     norm = NormInfo("rms", 1e-6, 8, (0,))
     more = (ModulePlan(("a",), "boundary", outputs=steps), ModulePlan(("b",), "norm", norm=norm))

@@ -7,13 +7,14 @@ import dataclasses
 
 import pytest
 import torch
+from boundaries import boundary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Boundary, CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.plan import CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.format.slices import Mesh, local_size, ranges
 from shardconv_runtime.parallel.boundary import RowIds, attach, forward_signature
 from shardconv_runtime.parallel.edits import apply_edits, raise_flags
@@ -47,8 +48,8 @@ def entry(layout: Leaf, op: str, local: tuple[int, ...]) -> ModulePlan:
     return ModulePlan(
         ("",),
         "experts",
-        inputs=(Boundary("input.ids", op, layout=layout), Boundary("input.weights", "zero_foreign")),
-        outputs=(Boundary("output", "all_reduce", axes=layout.axes),),
+        inputs=(boundary("input.ids", op, layout=layout), boundary("input.weights", "zero_foreign")),
+        outputs=(boundary("output", "all_reduce", axes=layout.axes),),
         edits=(Edit("count", layout.size, local),),
         reduce_output=True,
         flags=("lenient",) if op == "local_rows_or_end" else (),
@@ -127,11 +128,11 @@ GOOD = entry(Leaf(4, (0,)), "local_rows_or_end", (2,))
 
 
 def test_a_plan_with_whole_experts_on_disk() -> None:
-    text = codec.dumps(plan(GOOD))
-    assert codec.loads(text) == plan(GOOD)
+    text = plan_json.dumps(plan(GOOD))
+    assert plan_json.loads(text) == plan(GOOD)
     assert '"experts": "ep"' in text
     assert '"flags": ["lenient"]' in text
-    assert '"experts": ' not in codec.dumps(dataclasses.replace(plan(GOOD), experts="tp"))
+    assert '"experts": ' not in plan_json.dumps(dataclasses.replace(plan(GOOD), experts="tp"))
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,9 @@ def test_a_plan_with_whole_experts_on_disk() -> None:
     [
         ({"inputs": GOOD.inputs[::-1]}, r"modules\[0\]\.inputs\[0\]: zero_foreign needs a local_rows before"),
         ({"inputs": GOOD.inputs[1:]}, r"zero_foreign needs a local_rows before"),
-        ({"outputs": (*GOOD.outputs, Boundary("output", "zero_foreign"))}, r"needs a local_rows among"),
+        ({"outputs": (*GOOD.outputs, boundary("output", "zero_foreign"))}, r"needs a local_rows among"),
         (
-            {"outputs": (*GOOD.outputs, Boundary("output", "local_rows_or_end", layout=Leaf(4, (0,))))},
+            {"outputs": (*GOOD.outputs, boundary("output", "local_rows_or_end", layout=Leaf(4, (0,))))},
             "input only",
         ),
         ({"flags": ("__class__",)}, "flags: not the name of an attribute: '__class__'"),
@@ -159,9 +160,9 @@ def test_a_plan_with_whole_experts_on_disk() -> None:
 )
 def test_a_malformed_plan_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        codec.dumps(plan(dataclasses.replace(GOOD, **changes)))  # type: ignore[arg-type]
+        plan_json.dumps(plan(dataclasses.replace(GOOD, **changes)))  # type: ignore[arg-type]
 
 
 def test_there_are_two_ways_to_split_experts() -> None:
     with pytest.raises(PlanError, match=r"^experts: expected one of tp, ep; got 'both'"):
-        codec.dumps(dataclasses.replace(plan(GOOD), experts="both"))
+        plan_json.dumps(dataclasses.replace(plan(GOOD), experts="both"))

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from boundaries import boundary
 from distributed import comm_counts, run_processes
 from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, parse
 from shardconv_runtime.format.plan import (
-    Boundary,
     CodeInfo,
     ModelInfo,
     ModulePlan,
@@ -137,7 +137,7 @@ def randn(*shape: int) -> Tensor:
 def test_column_parallel(mesh: Mesh, gather: bool, bias: bool) -> None:
     layout = Leaf(10, all_axes(mesh))
     parameters = [parameter("inner.weight", layout, Leaf(6))] + [parameter("inner.bias", layout)] * bias
-    outputs = (Boundary("output", "all_gather", dim=-1, layout=layout),) if gather else ()
+    outputs = (boundary("output", "all_gather", dim=-1, layout=layout),) if gather else ()
     check(
         held(nn.Linear(6, 10, bias)),
         mesh,
@@ -165,7 +165,7 @@ def test_row_parallel(mesh: Mesh, input_is_parallel: bool, bias: str) -> None:
             ModulePlan(
                 ("inner",),
                 "row",
-                outputs=(Boundary("output", "all_reduce", axes=axes),),
+                outputs=(boundary("output", "all_reduce", axes=axes),),
                 input_is_parallel=input_is_parallel,
                 reduce_output=True,
             )
@@ -180,8 +180,8 @@ def test_row_parallel(mesh: Mesh, input_is_parallel: bool, bias: str) -> None:
 def test_a_linear_layer_may_be_split_on_both_dims() -> None:
     mesh, out, inner = (2, 2), parse("6@1"), parse("2@0*2")
     steps = (
-        Boundary("output", "all_reduce", axes=(0,)),
-        Boundary("output", "all_gather", dim=-1, layout=out),
+        boundary("output", "all_reduce", axes=(0,)),
+        boundary("output", "all_gather", dim=-1, layout=out),
     )
     check(
         held(nn.Linear(4, 6)),
@@ -242,10 +242,10 @@ def test_vocab_parallel_embedding(mesh: Mesh, text: str, padding_idx: int | None
             ModulePlan(
                 ("inner",),
                 "vocab",
-                inputs=(Boundary("input.input", "local_rows", layout=layout),),
+                inputs=(boundary("input.input", "local_rows", layout=layout),),
                 outputs=(
-                    Boundary("output", "zero_foreign"),
-                    Boundary("output", "all_reduce", axes=all_axes(mesh)),
+                    boundary("output", "zero_foreign"),
+                    boundary("output", "all_reduce", axes=all_axes(mesh)),
                 ),
                 reduce_output=True,
             )
@@ -277,7 +277,7 @@ def test_an_embedding_split_by_columns_needs_no_ids() -> None:
         [parameter("inner.weight", Leaf(5), layout)],
         [
             ModulePlan(
-                ("inner",), "boundary", outputs=(Boundary("output", "all_gather", dim=-1, layout=layout),)
+                ("inner",), "boundary", outputs=(boundary("output", "all_gather", dim=-1, layout=layout),)
             )
         ],
         torch.arange(5),
@@ -343,8 +343,8 @@ def attached(kind: str, comm: Communicator) -> Unknown:
     entry = ModulePlan(
         ("",),
         "boundary",
-        inputs=tuple(Boundary(slot, "slice", dim=-1, layout=layout) for slot in slots),
-        outputs=(Boundary(SLOTS[kind][0], "all_gather", dim=-1, layout=layout),),
+        inputs=tuple(boundary(slot, "slice", dim=-1, layout=layout) for slot in slots),
+        outputs=(boundary(SLOTS[kind][0], "all_gather", dim=-1, layout=layout),),
     )
     module = Unknown()
     attach(module, entry, comm, forward_signature(module))
@@ -382,7 +382,7 @@ def test_a_slot_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PlanError, match="expected a tensor, got a str"):
         replace_at("text", (), lambda x: x, "output")
     assert replace_at((None,), ("0",), lambda x: x, "output.0") == (None,)
-    entry = ModulePlan(("",), "boundary", inputs=(Boundary("input.missing", "all_reduce", axes=(0,)),))
+    entry = ModulePlan(("",), "boundary", inputs=(boundary("input.missing", "all_reduce", axes=(0,)),))
     module = nn.Linear(2, 2)
     with pytest.raises(PlanError, match=r"slot input.missing: forward\(input.* has no parameter 'missing'"):
         run_ranks((2,), lambda comm: attach(module, entry, comm, forward_signature(module)))
@@ -395,7 +395,7 @@ def test_digits_are_positions() -> None:
 
     def rank(comm: Communicator) -> Tensor:
         module = Star()
-        entry = ModulePlan(("",), "boundary", inputs=(Boundary("input.1", "all_reduce", axes=(0,)),))
+        entry = ModulePlan(("",), "boundary", inputs=(boundary("input.1", "all_reduce", axes=(0,)),))
         attach(module, entry, comm, forward_signature(module))
         return module(torch.ones(1), torch.ones(1))
 
@@ -499,7 +499,8 @@ def test_low_precision_layer_norm_computes_in_float32_like_torch() -> None:
     x = (randn(5, 8) + 30).to(torch.bfloat16)
     info = NormInfo("layer", 1e-5, 8, (), "weight", "bias", compute_dtype="input")
     norm = ShardedNorm(info, original, ProcessCommunicator(0, (1,), {}))
-    assert torch.equal(norm(x), original(x))
+    # One step of bfloat16 apart at most; what is computed in bfloat16 is ten apart.
+    torch.testing.assert_close(norm(x), original(x), rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ class Block(nn.Module):
 
 def block_plan() -> Plan:
     vocab, inner, wide = Leaf(12, (0,)), Leaf(8, (0,)), Leaf(6, (0,))
-    reduce = Boundary("output", "all_reduce", axes=(0,))
+    reduce = boundary("output", "all_reduce", axes=(0,))
     parameters = [
         parameter("embed.weight", vocab, Leaf(6)),
         parameter("up.weight", inner, Leaf(6)),
@@ -576,8 +577,8 @@ def block_plan() -> Plan:
         ModulePlan(
             ("embed",),
             "vocab",
-            inputs=(Boundary("input.input", "local_rows", layout=vocab),),
-            outputs=(Boundary("output", "zero_foreign"), reduce),
+            inputs=(boundary("input.input", "local_rows", layout=vocab),),
+            outputs=(boundary("output", "zero_foreign"), reduce),
             reduce_output=True,
         ),
         ModulePlan(("up",), "column"),
@@ -586,8 +587,8 @@ def block_plan() -> Plan:
         ModulePlan(
             ("last",),
             "boundary",
-            inputs=tuple(Boundary(s, "slice", dim=-1, layout=wide) for s in ("input.h", "input.tables.0")),
-            outputs=(Boundary("output.logits", "all_gather", dim=-1, layout=wide),),
+            inputs=tuple(boundary(s, "slice", dim=-1, layout=wide) for s in ("input.h", "input.tables.0")),
+            outputs=(boundary("output.logits", "all_gather", dim=-1, layout=wide),),
         ),
     ]
     return plan_of((2,), {p.names[0]: p for p in parameters}, {m.names[0]: m for m in modules})

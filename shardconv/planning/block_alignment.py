@@ -1,8 +1,8 @@
-"""Keeps a solution from splitting block-scaled parameters inside of blocks.
+"""Keeps a solution from sharding block-scaled parameters inside of blocks.
 
-Where the tree of a dim allows it, the positions of a block become an inner factor that is not split; the
-solver then shares out whole blocks, unevenly too. What cannot be told by such a factor (heads of one and a
-half blocks) is looked at when a solution is there.
+Where the tree of a dim allows it, the positions of a block become an inner factor that is not sharded; the
+solver then distributes full blocks, unevenly too. Where no such factor exists (heads of one and a half
+blocks), the solution is checked.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from shardconv_runtime.format.plan import ParameterPlan
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Conflict, Node, leaves, split
 from ..tracing.fold import Folded
-from .annotate import Solution, stand_in
-from .localize import Unlocalizable
+from .obstacle import Obstacle
+from .solution import Solution, stand_in
 
-Blocks = Mapping[str, tuple[int, ...]]
-"""Sizes of the blocks of the parameters that have some, one for each dim."""
+BlockSizes = Mapping[str, tuple[int, ...]]
+"""FQN of each block-scaled parameter -> the size of its blocks in each dim."""
 
 
-def split_at_blocks(analysis: Analysis, folded: Folded, blocks: Blocks) -> list[Node]:
-    """Make blocks a factor of the dims of the parameters that have some; the leaves that must stay whole."""
+def split_at_blocks(analysis: Analysis, folded: Folded, blocks: BlockSizes) -> list[Node]:
+    """Make blocks a factor of the dims of block-scaled parameters.
+
+    Returns:
+        The leaves inside of blocks, which must stay replicated.
+    """
     forbidden: list[Node] = []
     by_name = {info.name: tid for tid, info in enumerate(analysis.tape.tensors) if info.name}
     stand_ins = folded.representatives()
@@ -41,14 +45,12 @@ def split_at_blocks(analysis: Analysis, folded: Folded, blocks: Blocks) -> list[
     return forbidden
 
 
-def require_whole_blocks(solution: Solution, parameters: Iterable[ParameterPlan], blocks: Blocks) -> None:
-    """Check that each rank's part of block-scaled parameters begins and ends between blocks.
-
-    Raises:
-        Unlocalizable: it does not in some dim, which must stay whole then.
-    """
+def find_divided_block(
+    solution: Solution, parameters: Iterable[ParameterPlan], blocks: BlockSizes
+) -> Obstacle | None:
+    """The first dim of a block-scaled parameter in which a shard begins or ends inside of a block."""
     if not blocks:
-        return
+        return None
     analysis = solution.analysis
     by_name = {info.name: tid for tid, info in enumerate(analysis.tape.tensors) if info.name}
     stand_ins = solution.folded.representatives()
@@ -57,4 +59,5 @@ def require_whole_blocks(solution: Solution, parameters: Iterable[ParameterPlan]
             for index, (dim, block) in enumerate(zip(entry.dims, blocks.get(name, ()), strict=False)):
                 if not is_split_between(dim, block, solution.layouts.mesh):
                     tid = by_name[stand_in(name, stand_ins)]
-                    raise Unlocalizable([analysis.dims[tid][index]], f"{name} has blocks of {block}")
+                    return Obstacle((analysis.dims[tid][index],), f"{name} has blocks of {block}")
+    return None

@@ -1,0 +1,100 @@
+"""The numerical check of a plan: its ranks are simulated, and forms that differ are taken out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.training.loss import has_parallel_loss
+from torch import nn
+
+from ..planning.inference_only import inference_only
+from ..tracing.inputs import TraceInputs
+from ..verifying.plans.implementations import notes_on_others
+from ..verifying.plans.simulate import may_be_padded, simulate
+from ..verifying.simulation.shallow import Bypass
+
+
+@dataclass(frozen=True)
+class NumericCheck:
+    """A traced model, to simulate the ranks of its plan."""
+
+    model: nn.Module
+    """Global, on meta."""
+    inputs: TraceInputs
+    bypassed: Mapping[str, Bypass]
+    """Layers to leave out."""
+
+    def checked(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
+        """The plan, proven on numbers; for inference only if a gradient is not that of the unsharded model.
+
+        Raises:
+            SolveError: the ranks compute something else.
+        """
+        plan = self._with_proven_loss(plan)
+        outcome = simulate(plan, self.model, self.inputs, self.bypassed, gradients=plan.training is not None)
+        if outcome is None:
+            tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
+            return plan
+        if outcome.gradients:
+            plan = inference_only(plan, outcome.gradients)
+        if plan.tp > 1:
+            others = notes_on_others(plan, self.model, self.inputs, self.bypassed)
+            plan = replace(plan, notes=(*plan.notes, *others))
+        return plan
+
+    def wrong_sequence_gradient(self, plan: Plan) -> str | None:
+        """What is wrong with the gradients of the sequence-parallel form; nothing if they were not compared.
+
+        Raises:
+            SolveError: the ranks compute something else in that form.
+        """
+        outcome = simulate(of_sequence(plan), self.model, self.inputs, self.bypassed, gradients=True)
+        return None if outcome is None else outcome.gradients
+
+    def with_padding(self, plan: Plan) -> Plan:
+        """The plan, whose sequence-parallel form may pad if that changes no token's results."""
+        if not may_be_padded(plan, self.model, self.inputs, self.bypassed):
+            return plan
+        assert plan.training is not None
+        assert plan.training.sequence is not None
+        sequence = replace(plan.training.sequence, may_pad=True)
+        return replace(plan, training=replace(plan.training, sequence=sequence))
+
+    def _with_proven_loss(self, plan: Plan) -> Plan:
+        """The plan without the loss of sharded logits, if that is not the model's own."""
+        if plan.training is None or not plan.training.parallel_loss:
+            return plan
+        try:
+            inputs = self.inputs.with_labels()
+            outcome = simulate(plan, self.model, inputs, self.bypassed, gradients=True)
+            is_right = outcome is None or not outcome.gradients
+        except ShardconvError:
+            is_right = False  # the loss needs full logits, or the model cannot compute one
+        return replace(plan, training=replace(plan.training, parallel_loss=is_right))
+
+
+def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan:
+    """The plan, with the loss of sharded logits where that may be the model's own; numbers prove it.
+
+    Args:
+        plan: of the model.
+        model: the global model, on meta.
+        inputs: what it was traced with.
+    """
+    takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
+    one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors
+    if (
+        plan.training is None
+        or plan.logits is None
+        or plan.tp == 1
+        or not takes_labels
+        or not one_sequence
+        or not has_parallel_loss(getattr(model, "loss_type", None))
+    ):
+        return plan
+    return replace(plan, training=replace(plan.training, parallel_loss=True))

@@ -1,0 +1,102 @@
+"""The plan of a model for inference and plain training: solved until its ranks compute what they should."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.fingerprint import code_info
+from shardconv_runtime.format.plan import ModelInfo, Plan, TrainingPlan
+from torch import nn
+
+from ..planning.block_alignment import find_divided_block, split_at_blocks
+from ..planning.draws import draw_plans
+from ..planning.module_plans import module_plans
+from ..planning.obstacle import Obstacle
+from ..planning.parameter_plans import parameter_plans, tied_names
+from ..planning.sharded_logits import logits_info
+from ..planning.solution import Solution
+from ..solving.solve import solve
+from ..tracing.inputs import EXTRA_OUTPUTS
+from ..tracing.tape import Tape
+from ..verifying.plans.retrace import retrace
+from .plan_notes import plan_notes
+from .problem import PlanProblem
+from .rounds import MAX_ROUNDS, RuledOut, in_rounds
+
+
+def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
+    """The plan without sequence parallelism, and the solution that it was made of.
+
+    Raises:
+        SolveError: obstacles are met in every round.
+    """
+    forbidden = problem.forbidden()
+    forbidden += split_at_blocks(problem.analysis, problem.folded, problem.blocks)
+    found, ruled_out = in_rounds(lambda known: _attempt(problem, known), forbidden)
+    if found is None:
+        raise SolveError(
+            f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {ruled_out.last_reason()}"
+        )
+    return found
+
+
+def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
+    assignment = solve(problem.analysis, problem.options.tp, ruled_out.nodes, problem.folded)
+    solution = problem.solution(assignment, ruled_out.reasons)
+    if isinstance(solution, Obstacle):
+        return solution
+    plan = _assembled(problem, solution)
+    if isinstance(plan, Obstacle):
+        return plan
+    obstacle = find_divided_block(solution, plan.parameters, problem.blocks)
+    if obstacle is None:
+        if problem.expert_parallel:
+            notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
+            plan = replace(plan, experts="ep", notes=notes)
+        obstacle = retrace(plan, solution.layouts, problem.model, problem.inputs)
+    return obstacle or (plan, solution)
+
+
+def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
+    """The plan that says what the solution is."""
+    modules = module_plans(solution)
+    if isinstance(modules, Obstacle):
+        return modules
+    model, options = problem.model, problem.inputs.options
+    refusal = solution.gradients.refusal
+    extra_outputs = tuple(name for name in EXTRA_OUTPUTS if options.get(name))
+    training = TrainingPlan(draws=draw_plans(solution, model), extra_outputs=extra_outputs)
+    return Plan(
+        tp=problem.options.tp,
+        mesh=solution.layouts.mesh,
+        model=_model_info(problem),
+        code=code_info(_code_modules(model, problem.analysis.tape)),
+        parameters=parameter_plans(solution, model),
+        modules=modules,
+        tied=tied_names(model),
+        logits=logits_info(solution),
+        training=None if refusal else training,
+        inference_only=refusal,
+        notes=plan_notes(solution),
+    )
+
+
+def _model_info(problem: PlanProblem) -> ModelInfo:
+    return ModelInfo(
+        class_name=problem.spec.class_name,
+        dtype=problem.spec.dtype,
+        num_parameters=sum(p.numel() for p in problem.model.parameters()),
+        trust_remote_code=problem.spec.trust_remote_code,
+    )
+
+
+def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
+    """Python modules whose source the plan depends on: those of the model's classes and of its calls.
+
+    Code of a model repository is copied beside the plan, and the manifest has its checksums.
+    """
+    names = set(tape.sources()) | {type(m).__module__ for m in model.modules()}
+    left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
+    return sorted(n for n in names if not n.startswith(left_out) and n in sys.modules)

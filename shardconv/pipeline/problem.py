@@ -1,0 +1,62 @@
+"""What is solved: a traced model and what is asked of its plan, the same in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from torch import nn
+
+from ..arguments import SolveOptions
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import Node
+from ..planning.block_alignment import BlockSizes
+from ..planning.expert_parallel import ExpertParallel
+from ..planning.layout import Layouts
+from ..planning.localize import localize
+from ..planning.norm_plans import norm_plans
+from ..planning.obstacle import Obstacle
+from ..planning.solution import Solution
+from ..solving.gradients import solve_gradients
+from ..solving.solve import Assignment
+from ..tracing.fold import Folded
+from ..tracing.inputs import TraceInputs
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """A model, its analysis, and what to solve for."""
+
+    spec: ModelSpec
+    options: SolveOptions
+    model: nn.Module
+    """Global, on meta."""
+    inputs: TraceInputs
+    folded: Folded
+    analysis: Analysis
+    expert_parallel: ExpertParallel | None
+    blocks: BlockSizes
+
+    def solution(self, assignment: Assignment, reasons: Mapping[Node, str]) -> Solution | Obstacle:
+        """The assignment with all that a plan says.
+
+        Args:
+            assignment: the placement of every tensor.
+            reasons: of the leaves that were ruled out for it.
+        """
+        layouts = Layouts(self.analysis, assignment)
+        norms = norm_plans(self.model, layouts)
+        if isinstance(norms, Obstacle):
+            return norms
+        edits = localize(layouts)
+        if isinstance(edits, Obstacle):
+            return edits
+        if self.expert_parallel:
+            edits |= self.expert_parallel.edits(layouts)
+        gradients = solve_gradients(self.analysis, assignment, self.folded)
+        return Solution(layouts, edits, norms, self.folded, reasons, gradients)
+
+    def forbidden(self) -> list[Node]:
+        """Dims that no solution may shard."""
+        return self.expert_parallel.forbidden() if self.expert_parallel else []

@@ -1,0 +1,61 @@
+"""Solving again and again: each obstacle rules out the leaves that are to blame for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardconv_runtime.errors import SolveError
+
+from ..dim_analysis.dim_trees import Node, find, leaves
+from ..planning.obstacle import Obstacle
+
+MAX_ROUNDS = 32
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """What must stay replicated in the next round."""
+
+    nodes: Sequence[Node]
+    reasons: Mapping[Node, str] = field(default_factory=dict)
+    """Leaves that an obstacle ruled out -> where it was met."""
+
+    def and_also(self, obstacle: Obstacle) -> RuledOut:
+        """This, and what an obstacle is blamed on.
+
+        Raises:
+            SolveError: the obstacle is blamed on nothing that was sharded.
+        """
+        if not obstacle.nodes:
+            raise SolveError(f"{obstacle.where}: no attribute edit makes this call local")
+        reasons = {find(x): obstacle.where for node in obstacle.nodes for x in leaves(node)}
+        return RuledOut((*self.nodes, *obstacle.nodes), {**self.reasons, **reasons})
+
+    def last_reason(self) -> str:
+        """Where the last obstacle was met; empty if there was none."""
+        return list(self.reasons.values())[-1] if self.reasons else ""
+
+
+def in_rounds(
+    attempt: Callable[[RuledOut], T | Obstacle | None], forbidden: Sequence[Node]
+) -> tuple[T | None, RuledOut]:
+    """Attempt, and again without what stood in the way, until nothing does.
+
+    Args:
+        attempt: solves under what is ruled out; None means that it gives up.
+        forbidden: dims that must stay replicated from the first round on.
+
+    Returns:
+        The first result, and what was ruled out for it; None if there is none in ``MAX_ROUNDS``.
+    """
+    ruled_out = RuledOut(forbidden)
+    for _ in range(MAX_ROUNDS):
+        result = attempt(ruled_out)
+        if not isinstance(result, Obstacle):
+            return result, ruled_out
+        ruled_out = ruled_out.and_also(result)
+    return None, ruled_out

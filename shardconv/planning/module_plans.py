@@ -1,0 +1,207 @@
+"""What the plan says of modules: the steps at their boundaries, their edits, and which kind each is.
+
+Modules are recognized by what they compute: a product with a sharded parameter is column-parallel if its
+output is sharded, row-parallel if its output is partial; a lookup in sharded rows is vocab-parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from shardconv_runtime.format.dims import axes_of
+from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.plan import (
+    AllGatherStep,
+    AllReduceStep,
+    Boundary,
+    Edit,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModulePlan,
+    NormInfo,
+    ReduceScatterStep,
+    Resharding,
+    SliceStep,
+    ZeroOutOfShardStep,
+)
+
+from ..dim_analysis.dim_trees import Node, leaves
+from ..dim_analysis.rules import contraction
+from ..tracing.tape import Mark, Op, starred
+from .mark_steps import steps_at
+from .obstacle import Obstacle
+from .solution import Solution
+
+
+@dataclass
+class _Entry:
+    category: str = "boundary"
+    inputs: list[Boundary] = field(default_factory=list)
+    outputs: list[Boundary] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)
+    norm: NormInfo | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass
+class _Call:
+    """The steps of one call of a module, and the dims of the tensors that they change."""
+
+    inputs: list[Boundary] = field(default_factory=list)
+    outputs: list[Boundary] = field(default_factory=list)
+    from_end: list[Boundary] = field(default_factory=list)
+    """Inputs, then outputs; dims counted from the end, and no sizes: the same in calls of other shapes."""
+    nodes: list[Node] = field(default_factory=list)
+
+    def counted_from_end(self) -> _Call:
+        """The same steps with dims that hold for tensors of any number of dims."""
+        steps = [_at_dim(b, _dim(e)) for b, e in zip(self.inputs + self.outputs, self.from_end, strict=True)]
+        return replace(self, inputs=steps[: len(self.inputs)], outputs=steps[len(self.inputs) :])
+
+
+def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Obstacle:
+    """Every module that is not left as it is; alike ones share an entry.
+
+    Returns:
+        An obstacle where a module that is called more than once would need different steps each time.
+    """
+    entries: dict[str, _Entry] = {}
+    _collect_categories(solution, entries)
+    obstacle = _collect_steps(solution, entries)
+    if obstacle is not None:
+        return obstacle
+    for (fqn, attribute), edit in sorted(solution.edits.items()):
+        entries.setdefault(fqn, _Entry()).edits.append(Edit(attribute, edit.value, edit.local))
+    for fqn, norm in solution.norms.items():
+        entry = entries.setdefault(fqn, _Entry())
+        entry.category, entry.norm = "norm", norm
+    entries = {name: entry for fqn, entry in entries.items() for name in solution.folded.names(fqn)}
+    order = {call.fqn: i for i, call in reversed(list(enumerate(solution.analysis.tape.calls)))}
+    grouped: dict[tuple[str, ModulePlan], list[str]] = {}
+    for fqn in sorted(entries, key=lambda f: order.get(f, -1)):
+        grouped.setdefault((starred(fqn), _module_plan(entries[fqn])), []).append(fqn)
+    return tuple(replace(plan, names=tuple(compress(names))) for (_, plan), names in grouped.items())
+
+
+def _module_plan(entry: _Entry) -> ModulePlan:
+    reduces = any(isinstance(b, AllReduceStep | ReduceScatterStep) for b in entry.outputs)
+    gathers = any(isinstance(b, AllGatherStep) for b in entry.outputs)
+    slices_input = any(isinstance(b, SliceStep) for b in entry.inputs)
+    return ModulePlan(
+        names=(),
+        category=entry.category,
+        inputs=tuple(entry.inputs),
+        outputs=tuple(entry.outputs),
+        edits=tuple(entry.edits),
+        gather_output=gathers and entry.category in ("column", "vocab"),
+        input_is_parallel=entry.category == "row" and not slices_input,
+        reduce_output=reduces and entry.category in ("row", "vocab", "experts"),
+        norm=entry.norm,
+        flags=entry.flags,
+    )
+
+
+# Categories ----------------------------------------------------------------------------------------
+
+
+def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
+    for event in solution.analysis.tape.events:
+        if isinstance(event, Op) and event.outputs and event.outputs[0] in solution.analysis.dims:
+            category = _category(solution, event)
+            if category:
+                entries.setdefault(solution.fqn(event), _Entry()).category = category
+    _collect_lookups(solution, entries)
+    _collect_experts(solution, entries)
+
+
+def _category(solution: Solution, op: Op) -> str:
+    """The kind of module that an operator makes of its own; empty if it makes none."""
+    analysis = solution.analysis
+    if op.name.rsplit(".", 1)[0] not in contraction.RULES:
+        return ""
+    is_weight = [t in analysis.parametric or t in analysis.from_stack for t in op.inputs]
+    weights = [t for t, w in zip(op.inputs, is_weight, strict=True) if w and len(analysis.dims[t]) > 1]
+    if not any(solution.layouts.is_sharded(t) for t in weights):
+        return ""
+    if any(len(analysis.dims[t]) > 2 or t in analysis.from_stack for t in weights):
+        return "experts"
+    state = analysis.partial[op.outputs[0]]
+    return "row" if solution.layouts.assignment.partial_axes(state) else "column"
+
+
+def _collect_lookups(solution: Solution, entries: dict[str, _Entry]) -> None:
+    """Of each module that looks up sharded rows: local ids, and zeros for the rows of other ranks."""
+    analysis = solution.analysis
+    for lookup in analysis.lookups:
+        rows = solution.layouts.dim(analysis.dims[lookup.table][0])
+        if axes_of(rows):
+            entry = entries.setdefault(analysis.tape.calls[lookup.call].fqn, _Entry())
+            if entry.category != "vocab" or not entry.inputs:
+                entry.category = "vocab"
+                entry.inputs.append(LocalRowsStep(lookup.slot, rows, per_token=1))
+                width = solution.per_token(lookup.output)
+                entry.outputs.append(ZeroOutOfShardStep(lookup.output_slot, per_token=width))
+
+
+def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
+    """Of each module whose experts are sharded: local ids, and a weight of zero for those of other ranks."""
+    for site, count in solution.analysis.experts:
+        layout = solution.layouts.dim(count)
+        entry = entries.get(site.where.fqn, _Entry())
+        if axes_of(layout) and entry.category != "experts":
+            entries[site.where.fqn] = entry
+            entry.category, entry.flags = "experts", site.split.flags
+            local_ids = LocalRowsOrEndStep if site.split.past_end else LocalRowsStep
+            ids, weights = site.where.inputs[1:]
+            entry.inputs += [
+                local_ids(site.where.ids, layout, per_token=solution.per_token(ids)),
+                ZeroOutOfShardStep(site.where.weights, per_token=solution.per_token(weights)),
+            ]
+
+
+# Steps ---------------------------------------------------------------------------------------------
+
+
+def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle | None:
+    """The steps of every module; of one that is called several times, the same for all calls."""
+    first: dict[str, _Call] = {}
+    for call, found in _calls(solution).items():
+        fqn = solution.analysis.tape.calls[call].fqn
+        known = first.setdefault(fqn, found)
+        if known.from_end != found.from_end:
+            nodes = [x for d in known.nodes + found.nodes for x in leaves(d)]
+            return Obstacle(solution.sharded(nodes), f"{fqn} is called in different ways")
+        if list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
+            first[fqn] = known.counted_from_end()
+    for fqn, found in first.items():
+        if found.from_end:
+            entry = entries.setdefault(fqn, _Entry())
+            entry.inputs[:0] = found.inputs  # row ids become local, and weights zero, when they are complete
+            entry.outputs.extend(found.outputs)
+    return None
+
+
+def _calls(solution: Solution) -> dict[int, _Call]:
+    """The steps of each module call, by its number on the tape."""
+    dims = solution.analysis.dims
+    out: dict[int, _Call] = {}
+    for is_output in (False, True):
+        for event in solution.analysis.tape.events:
+            if not isinstance(event, Mark) or event.is_output != is_output:
+                continue
+            found = out.setdefault(event.call, _Call())
+            steps, num_dims = steps_at(solution, event), len(dims[event.source])
+            (found.outputs if is_output else found.inputs).extend(steps)
+            found.from_end += [_at_dim(replace(b, per_token=0), _dim(b) - num_dims) for b in steps]
+            if steps:
+                found.nodes += dims[event.source] + dims[event.target]
+    return out
+
+
+def _dim(step: Boundary) -> int:
+    """The tensor dim that a step is about; 0 where it is about none."""
+    return step.dim if isinstance(step, Resharding) else 0
+
+
+def _at_dim(step: Boundary, dim: int) -> Boundary:
+    return replace(step, dim=dim) if isinstance(step, Resharding) else step

@@ -1,0 +1,144 @@
+"""What the plan says of parameters: how each is sharded, and over which ranks its gradient is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from shardconv_runtime.format.dims import Dim, Leaf, axes_of
+from shardconv_runtime.format.names import compress, expand_all
+from shardconv_runtime.format.plan import GradientPlan, ParameterPlan
+from shardconv_runtime.parallel.build import stored_tensors
+from torch import Tensor, nn
+
+from ..dim_analysis.dim_trees import find, leaves
+from ..tracing.fold import prefixes
+from ..tracing.tape import Mark, Op, starred
+from .solution import Solution, stand_in
+
+
+def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan, ...]:
+    """How every parameter and persistent buffer is laid out; alike ones share an entry.
+
+    Args:
+        solution: of the model.
+        model: the global model, on meta.
+    """
+    by_name = {i.name: t for t, i in enumerate(solution.analysis.tape.tensors) if i.name}
+    entries: dict[tuple[str, ParameterPlan], list[str]] = {}
+    stand_ins = solution.folded.representatives()
+    known: dict[str, ParameterPlan] = {}
+    aliases = dict(tied_names(model))
+    for name, tensor in stored_tensors(model):
+        if name in aliases:
+            continue
+        shown = stand_in(name, stand_ins)
+        entry = known.get(shown)
+        if entry is None:
+            entry = _layout(solution, by_name.get(shown), tensor)
+            entry = _row_bias(solution, model, shown, entry)
+            if entry.grad_axes or entry.partial:
+                owners = {n.rpartition(".")[0] for n in (shown, *(a for a in aliases if aliases[a] == shown))}
+                entry = replace(entry, grad_levels=_levels(solution, by_name[shown], owners))
+            known[shown] = entry
+        entries.setdefault((starred(name), entry), []).append(name)
+    return tuple(replace(entry, names=tuple(compress(names))) for (_, entry), names in entries.items())
+
+
+def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, ...]:
+    """The gradients that are summed over ranks, as parameters' plans say; alike ones share an entry."""
+    grouped: dict[tuple[str, tuple[int, ...], int], list[str]] = {}
+    for entry in parameters:
+        if entry.grad_axes:
+            for name in expand_all(entry.names):
+                grouped.setdefault((starred(name), entry.grad_axes, entry.grad_levels), []).append(name)
+    return tuple(
+        GradientPlan(tuple(compress(names)), grad_axes, levels)
+        for (_, grad_axes, levels), names in grouped.items()
+    )
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """(alias, first name) of parameters that are one tensor."""
+    first: dict[nn.Parameter, str] = {}
+    out = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            out.append((name, first[parameter]))
+        else:
+            first[parameter] = name
+    return tuple(out)
+
+
+def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPlan:
+    """The dims of a parameter, a tensor of the tape or one that the forward pass does not use."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    analysis = solution.analysis
+    if tid is None or tid not in analysis.dims:
+        dims: tuple[Dim, ...] = tuple(Leaf(n) for n in tensor.shape)
+        return ParameterPlan((), dims, dtype, reason="the traced forward pass does not use it")
+    dims = solution.layouts.dims(tid)
+    partial = solution.layouts.assignment.partial_axes(analysis.partial[tid])
+    sharded = any(axes_of(d) for d in dims)
+    reason = "" if sharded or partial or not solution.layouts.mesh else _reason(solution, tid)
+    return ParameterPlan((), dims, dtype, partial, reason, grad_axes=solution.gradients.axes(tid))
+
+
+def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
+    """How many levels above a parameter's own module is the innermost one that runs wherever it is read.
+
+    Args:
+        solution: the solution.
+        tid: the parameter.
+        owners: the modules that have it, several if it is tied; each may read it.
+    """
+    tape = solution.analysis.tape
+    own = tape.tensors[tid].name.split(".")[:-1]
+    kept = len(own)
+    for event in tape.events:
+        if isinstance(event, Op) and tid in event.inputs:
+            running = solution.fqn(event)
+            if not any(prefix in owners for prefix in prefixes(running)):
+                same = [a == b for a, b in zip(own, running.split("."), strict=False)]
+                kept = min(kept, (*same, False).index(False))
+    return len(own) - kept
+
+
+def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterPlan) -> ParameterPlan:
+    """The bias of a plain row-parallel layer that reduces is replicated, and added after that."""
+    if not entry.partial:
+        return entry
+    fqn, _, attribute = name.rpartition(".")
+    if attribute != "bias" or type(model.get_submodule(fqn)) is not nn.Linear:
+        return entry
+    for event in solution.analysis.tape.events:
+        if isinstance(event, Mark) and event.is_output and solution.fqn(event) == fqn:
+            last = solution.layouts.dims(event.target)[-1]
+            if solution.reduced_axes(event) == entry.partial and not axes_of(last):
+                grad_axes = {*entry.grad_axes, *_bias_gradient(solution, event)}
+                reason = "added once, after the reduction"
+                return replace(entry, partial=(), reason=reason, grad_axes=tuple(sorted(grad_axes)))
+            break
+    return entry
+
+
+def _bias_gradient(solution: Solution, mark: Mark) -> list[int]:
+    """Mesh axes over which the gradient of what is added behind a reduction is Partial."""
+    scattered = {a for d in solution.layouts.dims(mark.target) for a in axes_of(d)}
+    partial = solution.gradients.axes(mark.target)
+    return [a for a in solution.reduced_axes(mark) if a in scattered or a in partial]
+
+
+def _reason(solution: Solution, tid: int) -> str:
+    """Why a parameter is replicated."""
+    own = [x for dim in solution.analysis.dims[tid] for x in leaves(dim)]
+    for leaf in (x for y in own for x in (y, *y.links)):
+        where = solution.ruled_out.get(find(leaf))
+        if where is not None:
+            return f"it could not be localized: {where}"
+    free = [x for x in own if not x.blocked]
+    if not free:
+        return next((x.why for x in own if x.why), "") or "none of its dims can be sharded"
+    if all(x.size < max(solution.layouts.mesh) for x in free):
+        return "it has fewer positions than there are ranks"
+    return "sharding it would cost more communication than it saves"
