@@ -10,7 +10,7 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
 
 from .report import human_bytes, human_count, percent
-from .summary import Collective, Summary, all_notes, local_bytes
+from .summary import Collective, Summary, local_bytes
 
 MAX_BARS = 16
 """With more ranks, those that hold the same number of bytes share a bar."""
@@ -159,11 +159,6 @@ def totals(collectives: Sequence[Collective]) -> list[OpTotal]:
 def summed_gradients(plan: Plan) -> list[str]:
     """Replicated parameters whose gradients are summed over the ranks."""
     return [name for entry in plan.parameters if entry.grad_axes for name in entry.names]
-
-
-def warnings_first(plan: Plan) -> list[tuple[str, bool]]:
-    """The notes, and whether each says that the plan cannot be trained."""
-    return [(note, bool(plan.inference_only) and index == 0) for index, note in enumerate(all_notes(plan))]
 
 
 def folders(manifest: Manifest) -> list[tuple[str, list[FileEntry]]]:

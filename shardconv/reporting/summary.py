@@ -86,7 +86,7 @@ class Summary:
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
-    """What a person should know of a plan; first why it cannot be trained, if it cannot."""
+    """The notes of a plan; the first says why it cannot be trained, if it cannot."""
     why = (f"for inference only: {plan.inference_only}",) if plan.inference_only else ()
     return (*why, *plan.notes)
 
