@@ -1,0 +1,209 @@
+"""The docs name files, headings, commands, options and functions that exist."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import rule_cases
+import shardconv_runtime
+from rule_oracle import MODES, body_dims, check
+
+import shardconv
+from shardconv.cli.entry import cli
+from shardconv.dim_analysis.rules import RULES, selection
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+TEXT = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+ON_EACH_PAGE = pytest.mark.parametrize("page", TEXT)
+
+ROOTS = ("", "shardconv", "runtime", "runtime/shardconv_runtime")
+"""Folders from which the docs name files."""
+OF_USERS = {"my_script.py"}
+"""Files of a user's own that the docs speak of."""
+
+
+def without_code(text: str) -> str:
+    """A page without its fenced and indented code."""
+    return re.sub(r"^ {4}(?! *[-*]).*$", "", FENCE.sub("", text), flags=re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: list[str] = []
+    for heading in re.findall(r"^#{1,6} (.+)$", FENCE.sub("", text), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.append(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))
+    return {a if not found[:i].count(a) else f"{a}-{found[:i].count(a)}" for i, a in enumerate(found)}
+
+
+# Links and paths -------------------------------------------------------------------------------------
+
+
+@ON_EACH_PAGE
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(TEXT[page])):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    assert not broken
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """What stands in backticks and is a path of this project, or a Python file."""
+    tops = "|".join(re.escape(p.name) for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("."))
+    for token in re.findall(r"`([\w./-]+)`", without_code(text)):
+        if re.match(rf"(?:{tops})/", token) or token.endswith(".py"):
+            yield token
+
+
+@ON_EACH_PAGE
+def test_paths_exist(page: str) -> None:
+    names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+
+    def exists(path: str) -> bool:
+        if "/" not in path:
+            return path in names | OF_USERS
+        return any((ROOT / root / path).exists() for root in ROOTS)
+
+    assert not [path for path in named_paths(TEXT[page]) if not exists(path)]
+
+
+def test_folders_of_the_architecture_exist() -> None:
+    """The rows of its tables begin with folders or files of one of the packages."""
+    rows = re.findall(r"^\| (`.+?) \|", TEXT["docs/architecture.md"], re.MULTILINE)
+    named = [path for row in rows for path in re.findall(r"`([\w/]+(?:/|\.py))`", row)]
+    packages = ("shardconv", "runtime/shardconv_runtime")
+    folders = [p for p in named if p.endswith("/")]
+    assert len(folders) > 20
+    assert not [p for p in named if not any((ROOT / package / p).exists() for package in packages)]
+    for package in packages:
+        rooms = {f"{p.parent.name}/" for p in (ROOT / package).glob("*/__init__.py")}
+        assert not rooms - {part for p in folders for part in (p, p.partition("/")[0] + "/")}
+
+
+def test_the_tests_that_security_names_exist() -> None:
+    text = TEXT["docs/security.md"]
+    files = {
+        letter: [ROOT / path for path in re.findall(r"`([^`]+)`", paths)]
+        for letter, paths in re.findall(r"^\| ([A-Z]) \| (.+) \|$", text, re.MULTILINE)
+    }
+    claims = re.findall(r"\b([A-Z]) `(test_\w+)`", text)
+    assert len(claims) > 20
+    for letter, test in claims:
+        assert any(f"def {test}(" in file.read_text() for file in files[letter]), f"{letter} {test}"
+
+
+# Commands --------------------------------------------------------------------------------------------
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """Lines of code, and code within lines, that call ``shardconv``."""
+    blocks = [body for language, body in FENCE.findall(text) if language != "python"]
+    indented = re.findall(r"^ {4,}(.+)$", FENCE.sub("", text), re.MULTILINE)
+    inline = re.findall(r"`(shardconv [^`]+)`", text)
+    for line in [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *indented, *inline]:
+        call = re.match(r"\s*(?:\$ )?(shardconv [\w-].*)", line)
+        if call:
+            yield call[1]
+
+
+def problem(line: str) -> str | None:
+    """What is wrong with a call of the command line."""
+    _, name, *arguments = shlex.split(line, comments=True)
+    command = cli.commands.get(name)
+    if command is None:
+        return f"{line}: there is no command {name}"
+    context = click.Context(command)
+    try:
+        given, _, _ = command.make_parser(context).parse_args(arguments)
+        for parameter in command.params:
+            if given.get(parameter.name or "") and isinstance(parameter.type, click.Choice):
+                parameter.type_cast_value(context, given[parameter.name or ""])
+    except click.UsageError as error:
+        return f"{line}: {error.format_message()}"
+    return None
+
+
+@ON_EACH_PAGE
+def test_commands_and_options_exist(page: str) -> None:
+    assert not [found for line in shell_lines(TEXT[page]) if (found := problem(line))]
+
+
+def test_wrong_commands_are_found() -> None:
+    assert problem("shardconv convert m/ --tp 2 out/  # --nothing") is None
+    assert "there is no command" in (problem("shardconv conv m/") or "")
+    assert "--nothing" in (problem("shardconv convert m/ out/ --nothing") or "")
+    assert "ep" in (problem("shardconv convert m/ out/ --experts some") or "")
+
+
+# Python ----------------------------------------------------------------------------------------------
+
+
+def snippets(text: str) -> Iterator[str]:
+    """Python code: fenced, or indented and beginning with an import."""
+    yield from (body for language, body in FENCE.findall(text) if language == "python")
+    for block in re.findall(r"(?:^(?: {4}.*)?\n)+", FENCE.sub("", text), re.MULTILINE):
+        code = textwrap.dedent(block).strip()
+        if code.startswith("import "):
+            yield code
+
+
+def calls(code: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Package, function and keywords of each call of a public function."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in ("shardconv", "shardconv_runtime"):
+                yield owner.id, node.func.attr, [k.arg for k in node.keywords if k.arg]
+
+
+@ON_EACH_PAGE
+def test_functions_and_keywords_exist(page: str) -> None:
+    packages = {"shardconv": shardconv, "shardconv_runtime": shardconv_runtime}
+    for code in snippets(TEXT[page]):
+        for package, function, keywords in calls(code):
+            parameters = inspect.signature(getattr(packages[package], function)).parameters
+            assert set(keywords) <= set(parameters), f"{function}: {keywords}"
+
+
+@pytest.mark.parametrize("page", ["docs/inference.md", "docs/hub.md", "docs/limits.md", "docs/training.md"])
+def test_keywords_of_load_exist(page: str) -> None:
+    named = re.findall(r"`load\((\w+)=", TEXT[page])
+    assert set(named) <= set(inspect.signature(shardconv_runtime.load).parameters)
+
+
+# The walk of CONTRIBUTING.md -------------------------------------------------------------------------
+
+
+def _block(marker: str) -> str:
+    found = re.search(rf"<!-- {marker} -->\n```python\n(.*?)```", TEXT["CONTRIBUTING.md"], re.DOTALL)
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rule_that_the_walk_adds_is_right(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    (case,) = eval(f"[{_block('the case of the walk')}]", vars(rule_cases))
+    assert check(case.function, *case.operands, mode=mode).unknown, "it has a rule: take another operator"
+    names = dict(vars(selection))
+    flag = __future__.annotations.compiler_flag
+    exec(compile(_block("the rule of the walk"), "CONTRIBUTING.md", "exec", flags=flag), names)
+    monkeypatch.setitem(RULES, "aten.glu", names["gated"])
+    analysis = check(case.function, *case.operands, mode=mode)
+    assert not analysis.unknown
+    assert body_dims(analysis)[0] == case.dims
