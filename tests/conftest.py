@@ -15,6 +15,9 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
     tempfile.gettempdir(), f"shardconv-modules-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}-{os.getpid()}"
 )
 
+# An error in an operator's rule fails the test; users get a plan that replicates what the call touches.
+os.environ["SHARDCONV_STRICT_RULES"] = "1"
+
 import pytest
 import torch
 import transformers

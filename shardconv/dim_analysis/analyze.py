@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,19 @@ from . import dim_trees as axes
 from .analysis import Analysis
 from .dim_trees import Conflict, Node
 from .norm_sites import NormSite, find_norms
-from .rule_builder import Arguments, Builder, owning_modules
-from .rules import POINTWISE, RULES, views
+from .rule_builder import Arguments, Builder, NotCovered, owning_modules
+from .rules import POINTWISE, RULES, Rule, views
 from .structure import frozen_leaves
 
+STRICT_RULES = "SHARDCONV_STRICT_RULES"
+"""Environment variable: if it is set, an error in a rule is raised."""
 
-def analyse(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
+
+class RuleError(Exception):
+    """A rule failed in a way that its author did not intend."""
+
+
+def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
     """Apply the rules to every operator of the tape, in order.
 
     Args:
@@ -104,15 +112,32 @@ def _apply(builder: Builder, op: Op) -> None:
         _block_all(builder, op, op.name)
         return
     try:
-        rule(builder, op, Arguments(op))
-    except (Conflict, LookupError, TypeError, ValueError, AssertionError):
-        # A call that the rule's author did not think of. What it has said so far only constrains.
+        _apply_rule(rule, builder, op)
+    except (Conflict, NotCovered):  # What the rule has said so far only constrains.
         _block_all(builder, op, f"{op.name} as it is called")
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):
         builder.parametric.update(op.outputs)
     if (base in views.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
         builder.from_stack.update(op.outputs)
+
+
+def _apply_rule(rule: Rule, builder: Builder, op: Op) -> None:
+    """Call a rule.
+
+    An error that it raises is a bug in it, or a call that its author did not think of. To replicate what the
+    call touches is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find the bug.
+
+    Raises:
+        Conflict: dims of this call do not fit together.
+        NotCovered: the rule does not cover this call.
+    """
+    try:
+        rule(builder, op, Arguments(op))
+    except (LookupError, TypeError, ValueError, AssertionError) as error:
+        if os.environ.get(STRICT_RULES):
+            raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
+        raise NotCovered from error
 
 
 _PARTS = frozenset({"aten.split", "aten.chunk", "aten.slice", "aten.contiguous"})

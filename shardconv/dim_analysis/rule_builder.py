@@ -14,6 +14,10 @@ from .dim_trees import Conflict, Node
 from .norm_sites import NormSite
 
 
+class NotCovered(Exception):
+    """The rule does not cover this call: all that the call touches is replicated, with a note."""
+
+
 class Builder:
     """What a rule may read and say. ``out`` dims are trees; sharing a node means 'the same dim'."""
 

@@ -253,8 +253,8 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         if not writes:
             return  # a view: its geometry says all
         overwrites = packet in OVERWRITES or func in FILLS or func is TRUNCATED
-        unread = {id(window) for window in changed} if overwrites else set()
-        reads = {window.key for window in given if id(window) not in unread and packet not in SHAPED}
+        unread = set(changed) if overwrites else set()
+        reads = {window.key for window in given if window not in unread and packet not in SHAPED}
         covered = {window.key for window in changed if overwrites and window.spans} - reads
         for key in writes:
             self._writers_of[key].append(len(self.steps))

@@ -15,7 +15,7 @@ from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
 from ..arguments import SolveOptions
-from ..dim_analysis.analyze import analyse
+from ..dim_analysis.analyze import analyze
 from ..dim_analysis.rules import RULES
 from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
@@ -82,7 +82,7 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     if options.experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
-    analysis = analyse(folded.tape, folded.ties)
+    analysis = analyze(folded.tape, folded.ties)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks)
     plan, solution = plain_form(problem)

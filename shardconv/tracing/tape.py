@@ -33,7 +33,7 @@ class TensorInfo:
     """FQN of a parameter or buffer, name of an input."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Op:
     """An operator with the tensors that it reads (``Ref`` in ``args``/``kwargs``) and writes."""
 
@@ -74,7 +74,7 @@ class ModuleCall:
     parent: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """A torch function that was given traced ints: what attribute edits must keep right."""
 

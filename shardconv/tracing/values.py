@@ -158,7 +158,7 @@ class Values:
 
     def _needed(self, tid: int, guessing: bool) -> list[Op]:
         """The operators to run, in order, before a tensor is there; stand-ins are put in place."""
-        pending, found = [tid], {}
+        pending, found = [tid], set[Op]()
         while pending:
             current = pending.pop()
             if current in self.known or (guessing and current in self.guessed):
@@ -172,11 +172,11 @@ class Values:
                     continue
             if op is None:
                 raise Unknown
-            if id(op) not in found:
-                found[id(op)] = op
+            if op not in found:
+                found.add(op)
                 if _base(op) not in _VALUE_FREE:
                     pending += op.inputs
-        return sorted(found.values(), key=lambda op: op.outputs[0])
+        return sorted(found, key=lambda op: op.outputs[0])
 
     def _ends_at(self, op: Op) -> bool:
         """Whether a guess looks no further back: something was multiplied with weights."""

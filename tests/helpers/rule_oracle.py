@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardconv.dim_analysis.analysis import Analysis
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rule_builder import Arguments
 from shardconv.dim_analysis.rules import RULES, views
 from shardconv.planning.layout import Layouts
@@ -88,7 +88,7 @@ def check(
     ints = {f"i{i}": x for i, x in enumerate(operands) if not x.is_floating_point()}
     inputs = {"one": torch.full((1,), 1.5, dtype=torch.float64), **ints}
     tape = trace(model, inputs, RULES)
-    analysis = analyse(tape)
+    analysis = analyze(tape)
     values = _values(tape, inputs)
     for extent in extents:
         done: set[Any] = set()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import dim_trees as axes
 from ..dim_trees import Node
+from ..rule_builder import NotCovered
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
@@ -76,6 +77,8 @@ def _keeps_fractions(b: Builder, source: int, target: int) -> bool:
 
 def divisive(b: Builder, op: Op, args: Arguments) -> None:
     """Linear in the dividend alone, and only without rounding."""
+    if not op.inputs:
+        raise NotCovered  # a quotient of two numbers, in the form for tensors
     b.never_partial(*op.inputs[1:])
     if args.tensor("self") is None or args["rounding_mode"]:
         b.never_partial(*op.inputs)

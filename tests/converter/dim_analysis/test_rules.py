@@ -18,7 +18,7 @@ from rule_oracle import MODES, Program, Wrong, body_dims, check
 from torch import Tensor
 
 from shardconv.dim_analysis.analysis import Analysis
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rules import RULES, factory, pointwise, views
 from shardconv.solving.solve import solve
 from shardconv.tracing.tape import Op
@@ -168,7 +168,7 @@ def _analysis(function: Any, *operands: Tensor) -> Analysis:
     """Without numbers."""
     model = Program(function, operands, "summed").to("meta")
     inputs = {f"i{i}": x for i, x in enumerate(operands) if not x.is_floating_point()}
-    return analyse(trace(model, {"one": torch.ones(1, dtype=torch.float64), **inputs}, RULES))
+    return analyze(trace(model, {"one": torch.ones(1, dtype=torch.float64), **inputs}, RULES))
 
 
 def test_an_unknown_operator_blocks_all_that_it_touches() -> None:

@@ -17,7 +17,7 @@ from brute_force import Judge
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.analysis import Analysis
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import Node
 from shardconv.dim_analysis.rules import RULES
 from shardconv.solving.mesh_axis_problem import AxisProblem, Graph
@@ -130,7 +130,7 @@ def tiny(seed: int) -> Analysis:
     model = Chain(layers, [random.random() < 0.6 for _ in layers], words, head)
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     inputs = {"x": ids if words else torch.zeros(BATCH, LENGTH, WIDTH)}
-    return analyse(trace(model.to("meta"), inputs, RULES))
+    return analyze(trace(model.to("meta"), inputs, RULES))
 
 
 # The tests -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardconv.dim_analysis import dim_trees
 from shardconv.dim_analysis.analysis import Analysis
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import leaf
 from shardconv.dim_analysis.rules import RULES
 from shardconv.dim_analysis.structure import corresponding_leaves, multiplying_pairs
@@ -53,7 +53,7 @@ class Heads(nn.Module):
 def analysed(*layers: nn.Module) -> Analysis:
     """The layers one after the other."""
     model = nn.Sequential(*layers).to("meta")
-    return analyse(trace(model, {"input": torch.zeros(3, 26, WIDTH)}, RULES))
+    return analyze(trace(model, {"input": torch.zeros(3, 26, WIDTH)}, RULES))
 
 
 def layouts(analysis: Analysis, tp: int, forbidden: list[dim_trees.Node] | None = None) -> dict[str, str]:

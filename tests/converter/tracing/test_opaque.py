@@ -17,7 +17,7 @@ from shardconv_runtime.format.plan import Plan, parameter_plans
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.tape import Mark, Op, Tape
 from shardconv.tracing.trace import trace
@@ -86,7 +86,7 @@ def test_the_innermost_module_becomes_one_operator_of_its_inputs_and_parameters(
 
 def test_what_it_touches_is_whole() -> None:
     tape = tape_of(Around(Opaque()))
-    analysis = analyse(tape)
+    analysis = analyze(tape)
     ((_, op),) = opaque_ops(tape)
     assert all(d.blocked for t in (*op.inputs, *op.outputs) for d in analysis.dims[t])
     assert all(analysis.partial[t].zero for t in (*op.inputs, *op.outputs))

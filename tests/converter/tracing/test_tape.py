@@ -15,7 +15,7 @@ from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from shardconv.dim_analysis.analyze import analyse
+from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.ints import TracedInt, traced_ints
 from shardconv.tracing.journal import Journal
@@ -96,7 +96,7 @@ def test_a_module_that_returns_what_it_is_given() -> None:
     tape = tape_of(Call(lambda inner, x: inner(x) + x, nn.Identity()))
     enter, leave = (e for e in tape.events if isinstance(e, Mark) and tape.calls[e.call].fqn == "inner.0")
     assert leave.source == enter.target
-    assert analyse(tape).dims[tape.outputs[0]]
+    assert analyze(tape).dims[tape.outputs[0]]
 
 
 def test_a_caller_keeps_the_value_from_before_the_mark() -> None:
@@ -163,7 +163,7 @@ def test_an_alias_sees_what_was_written() -> None:
     clone = next(e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.clone"))
     mul = next(e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.mul_"))
     assert write.inputs == (clone.outputs[0], mul.outputs[0])
-    analysis = analyse(tape)
+    analysis = analyze(tape)
     assert analysis.partial[write.outputs[0]].zero
 
 
@@ -182,7 +182,7 @@ def test_assignment_to_a_slice() -> None:
     tape = tape_of(Call(function))
     assert "aten.copy_" in ops(tape)
     assert "alias_write" in ops(tape)
-    assert not analyse(tape).unknown
+    assert not analyze(tape).unknown
 
 
 # Values ----------------------------------------------------------------------------------------------
