@@ -210,13 +210,14 @@ def _lonely(section: Section, shape: Shape, tp: int) -> Any:
     """Rank 0 of a model that was never written, with random weights."""
     from shardconv_runtime.checkpoint.resolve import resolve
 
+    from shardconv.arguments import SolveOptions
     from shardconv.pipeline.stages import solve_plan
 
     directory = section.scratch / "config"
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config()))
     spec = resolve(directory, need_weights=False)
-    plan = solve_plan(spec, tp, check=False)
+    plan = solve_plan(spec, SolveOptions(tp, check=False))
     model = build_model(spec.model_class, spec.config, torch.bfloat16)
     parallelize(model, plan, Alone(0, plan.mesh))
     generator = torch.Generator(section.device).manual_seed(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan_checks import EXPERT_MODES
@@ -21,6 +22,28 @@ _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.IGNORECASE)
 
 
+@dataclass(frozen=True, slots=True)
+class SolveOptions:
+    """What a model is solved for.
+
+    Raises:
+        ShardconvError: ``tp`` or ``experts`` cannot be.
+    """
+
+    tp: int
+    """Number of ranks."""
+    experts: str = "tp"
+    """How experts are sharded: ``tp``, inside of each expert, or ``ep``, full experts on each rank."""
+    sequence_parallel: bool = False
+    """Solve for activations that are sharded over the sequence, as well."""
+    check: bool = True
+    """Compare simulated ranks with the unsharded model."""
+
+    def __post_init__(self) -> None:
+        require_tp(self.tp)
+        require_experts(self.experts)
+
+
 def require_tp(tp: int) -> None:
     """Raises ``ShardconvError`` unless ``tp`` is an int of 1 or more."""
     if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
@@ -28,7 +51,7 @@ def require_tp(tp: int) -> None:
 
 
 def require_experts(experts: str) -> None:
-    """Raises ``ShardconvError`` unless this is a way to split experts."""
+    """Raises ``ShardconvError`` unless this is a way to shard experts."""
     if experts not in EXPERT_MODES:
         raise ShardconvError(f"experts must be one of {', '.join(EXPERT_MODES)}, got {experts!r}")
 

@@ -16,12 +16,11 @@ from shardconv_runtime.format.plan import Plan, parameter_plans
 from .arguments import (
     MAX_FILE_SIZE,
     MEMORY,
+    SolveOptions,
     parse_memory,
     parse_ranks,
     parse_size,
-    require_experts,
     require_seed,
-    require_tp,
 )
 from .reporting.progress import Progress, Silent
 from .writing.output import Output, owners_of
@@ -98,8 +97,7 @@ def convert(
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
     """
     progress = progress or Silent()
-    require_tp(tp)
-    require_experts(experts)
+    options = SolveOptions(tp, experts, sequence_parallel, check)
     require_seed(seed, random_init=random_init)
     limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
@@ -123,16 +121,7 @@ def convert(
         stream=ranks is not None if stream is None else stream,
     )
     origin, found = _initialised(spec, seed or 0, progress) if random_init else _read(spec, progress)
-    blocks = blocks_in(found)
-    solved: Plan = solve_plan(
-        spec,
-        tp,
-        experts=experts,
-        sequence_parallel=sequence_parallel,
-        blocks=blocks,
-        check=check,
-        progress=progress.stage,
-    )
+    solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     write(
         solved,
@@ -210,8 +199,7 @@ def plan(
     Example:
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
-    require_tp(tp)
-    require_experts(experts)
+    options = SolveOptions(tp, experts, sequence_parallel, check)
 
     from shardconv_runtime.checkpoint.resolve import resolve
     from shardconv_runtime.hub.access import Hub
@@ -220,8 +208,5 @@ def plan(
 
     hub = Hub(revision, cache_dir, local_files_only, token)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
-    tell = (progress or Silent()).stage
-    solved: Plan = solve_plan(
-        spec, tp, experts=experts, sequence_parallel=sequence_parallel, check=check, progress=tell
-    )
+    solved: Plan = solve_plan(spec, options, progress=(progress or Silent()).stage)
     return solved

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest, small_files
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..writing.job import PARTIAL, known_files
@@ -84,6 +85,11 @@ def spec_of(found: Converted) -> ModelSpec:
             f"{spec.class_name}; use the version of transformers that it was planned for, or restore the file"
         )
     return spec
+
+
+def has_sequence_form(plan: Plan) -> bool:
+    """Whether a plan has a sequence-parallel form, which the one that takes its place should have, too."""
+    return plan.training is not None and plan.training.sequence is not None
 
 
 def weights_of(found: Converted) -> dict[str, LazyTensor]:

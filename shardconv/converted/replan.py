@@ -9,11 +9,10 @@ from pathlib import Path
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format import plan_json as codec
-from shardconv_runtime.format.block_scales import stored_plans
 from shardconv_runtime.format.dims import to_text
-from shardconv_runtime.format.layout_hash import layout_sha256
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan, global_shape
+from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent

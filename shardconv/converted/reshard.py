@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.block_scales import stored_plans
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
-from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..writing.output import Output, owners_of
 from . import derived
@@ -77,15 +77,8 @@ def reshard(
     from ..writing.writer import write
 
     spec = derived.spec_of(found)
-    solved: Plan = solve_plan(
-        spec,
-        tp,
-        experts=found.plan.experts,
-        sequence_parallel=found.plan.training is not None and found.plan.training.sequence is not None,
-        blocks=block_sizes(found.plan),
-        check=check,
-        progress=progress.stage,
-    )
+    options = SolveOptions(tp, found.plan.experts, derived.has_sequence_form(found.plan), check)
+    solved: Plan = solve_plan(spec, options, blocks=block_sizes(found.plan), progress=progress.stage)
     solved = with_blocks(solved, stored_blocks_of(found.plan))
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)

@@ -9,7 +9,7 @@ from typing import Any
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.scaled import block_sizes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.block_scales import SUFFIX
+from shardconv_runtime.format.stored_layout import SUFFIX
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.plan import DrawPlan
 from torch import nn
 
 from ..dim_analysis.dim_trees import leaves
-from ..solving.gradients import TORN, placement
+from ..solving.gradients import PARTIALLY_SHARDED, placement
 from ..tracing.tape import Mark, ModuleCall, Op, starred
 from .solution import Solution
 
@@ -148,7 +148,10 @@ def _of_tensor(solution: Solution, tid: int) -> Kind:
     if tid not in solution.analysis.dims:
         return ()
     mesh = range(len(solution.layouts.mesh))
-    if any(placement(solution.analysis, solution.layouts.assignment, tid, axis) == TORN for axis in mesh):
+    if any(
+        placement(solution.analysis, solution.layouts.assignment, tid, axis) == PARTIALLY_SHARDED
+        for axis in mesh
+    ):
         return None
     return _split(solution, tid, slice(None))
 

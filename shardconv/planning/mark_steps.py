@@ -15,7 +15,7 @@ from shardconv_runtime.format.plan import (
     SliceStep,
 )
 
-from ..solving.gradients import WHOLE
+from ..solving.gradients import REPLICATED
 from ..tracing.tape import Mark
 from .solution import Solution
 
@@ -71,7 +71,7 @@ def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -
     kept = [
         axis
         for axis in range(len(solution.layouts.mesh))
-        if all(solution.placement(t, axis) == WHOLE for t in (mark.source, mark.target))
+        if all(solution.placement(t, axis) == REPLICATED for t in (mark.source, mark.target))
     ]
     summed = _among([a for a in after if a not in before], kept)
     divided = _among([a for a in before if a not in after], kept)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shardconv_runtime.format.dims import axes_of
-from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.plan import (
     AllGatherStep,
     AllReduceStep,

@@ -27,14 +27,14 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
     """
     out: dict[str, NormInfo] = {}
     for use in layouts.analysis.norms:
-        axes = _axes(use.normalised, layouts)
+        axes = _axes(use.normalized, layouts)
         has_sharded_groups = use.site.groups > 1 and bool(_axes(use.groups, layouts))
         fqn = use.site.fqn
         if fqn in out or not (axes or has_sharded_groups):
             continue
         info = fit_norm(model.get_submodule(fqn), use.site, layouts.analysis.tape)
         if info is None:
-            nodes = (*leaves(use.groups), *leaves(use.normalised))
+            nodes = (*leaves(use.groups), *leaves(use.normalized))
             return Obstacle(nodes, f"the runtime has no formula for the norm {fqn} on shards")
         out[fqn] = replace(info, axes=axes, groups=_local_sizes(use.groups, layouts))
     return out

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from shardconv_runtime.format.dims import Dim, Leaf, axes_of
-from shardconv_runtime.format.names import compress, expand_all
+from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import GradientPlan, ParameterPlan
 from shardconv_runtime.parallel.build import stored_tensors
 from torch import Tensor, nn

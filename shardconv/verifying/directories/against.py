@@ -24,11 +24,11 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.scaled import flatten
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.format import manifest
-from shardconv_runtime.format.block_scales import SUFFIX, stored_plans
 from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.stored_layout import SUFFIX, stored_plans
 from shardconv_runtime.hub.access import Hub
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes

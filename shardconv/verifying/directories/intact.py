@@ -16,12 +16,10 @@ from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
-from shardconv_runtime.format.block_scales import stored_plans
-from shardconv_runtime.format.dtypes import STORED_NAME
-from shardconv_runtime.format.header import StoredTensor, read_header
-from shardconv_runtime.format.layout_hash import is_common, layout_sha256
+from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
+from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, read_text
 
 from ...reporting.progress import Advance, Progress

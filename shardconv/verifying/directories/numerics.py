@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
-from shardconv_runtime.format.block_scales import SUFFIX, dequantized
-from shardconv_runtime.format.layout_hash import is_common
-from shardconv_runtime.format.names import compress, natural_key
+from shardconv_runtime.format.block_scales import dequantized
+from shardconv_runtime.format.name_patterns import compress, natural_key
 from shardconv_runtime.format.plan import Plan, global_shape, local_shape, parameter_plans
+from shardconv_runtime.format.stored_layout import SUFFIX, is_common
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from shardconv_runtime.format.layout_hash import holds_values
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.stored_layout import holds_values
 from shardconv_runtime.parallel.build import owner_of
 from torch import Tensor, nn
 

@@ -13,8 +13,8 @@ from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.block_scales import stored_plans
 from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
+from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.tensors import lazy_tensor
 from small_models import save_random, small_config
 from verify_cases import change_plan, change_tensors, set_element, shard
