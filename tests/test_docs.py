@@ -16,6 +16,7 @@ import pytest
 import rule_cases
 import shardconv_runtime
 from rule_oracle import MODES, body_dims, check
+from test_import_order import CONVERTER_ORDER, RUNTIME_ORDER
 
 import shardconv
 from shardconv.cli.entry import cli
@@ -83,17 +84,13 @@ def test_paths_exist(page: str) -> None:
     assert not [path for path in named_paths(TEXT[page]) if not exists(path)]
 
 
-def test_folders_of_the_architecture_exist() -> None:
-    """The rows of its tables begin with folders or files of one of the packages."""
-    rows = re.findall(r"^\| (`.+?) \|", TEXT["docs/architecture.md"], re.MULTILINE)
-    named = [path for row in rows for path in re.findall(r"`([\w/]+(?:/|\.py))`", row)]
-    packages = ("shardconv", "runtime/shardconv_runtime")
-    folders = [p for p in named if p.endswith("/")]
-    assert len(folders) > 20
-    assert not [p for p in named if not any((ROOT / package / p).exists() for package in packages)]
-    for package in packages:
-        rooms = {f"{p.parent.name}/" for p in (ROOT / package).glob("*/__init__.py")}
-        assert not rooms - {part for p in folders for part in (p, p.partition("/")[0] + "/")}
+@pytest.mark.parametrize(("table", "order"), [("converter", CONVERTER_ORDER), ("runtime", RUNTIME_ORDER)])
+def test_the_architecture_lists_the_rooms_in_the_order_of_imports(table: str, order: tuple[str, ...]) -> None:
+    text = TEXT["docs/architecture.md"]
+    rows = text.partition(f"| {table} | holds |\n|---|---|\n")[2].partition("\n\n")[0]
+    listed = [path for row in rows.splitlines() for path in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    rooms = [path.removesuffix("/").removesuffix(".py").replace("/", ".") for path in listed]
+    assert rooms == [room for room in order if "__" not in room and room != "verifying"]
 
 
 def test_the_tests_that_security_names_exist() -> None:
