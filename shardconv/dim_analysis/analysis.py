@@ -1,7 +1,7 @@
-"""What is known of a traced model's axes: the values that the rules fill and the solver reads.
+"""The dims of a traced model: the values that the rules fill and the solver reads.
 
-For each tensor: the trees of its dims, and a *partial state* that says whether its value is the whole
-one or a term of a sum over ranks.
+For each tensor: the trees of its dims, and a *partial state* that says whether it is
+replicated or a term of a sum over ranks.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class NormUse:
 
     site: NormSite
     groups: Node
-    normalised: Node
-    """What is normalised together: sharding it costs a statistic."""
+    normalized: Node
+    """What is normalized together: sharding it costs a statistic."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class Analysis:
     frozen: list[Node] = field(default_factory=list)
     """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs of tensors at one place of a module, in its first call and in another: it has one set of
+    """Pairs of tensors at one slot of a module, in its first call and in another: it has one set of
     boundary steps for all of its calls."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""

@@ -1,4 +1,4 @@
-"""Tape and rules give the axes of every tensor and what the solver must respect."""
+"""Applies the rules to a tape: the dims of every tensor, and the constraints that the solver must respect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import Mark, Op, Tape, starred
-from . import dim_trees as axes
+from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import Conflict, Node
 from .norm_sites import NormSite, find_norms
@@ -53,7 +53,7 @@ def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
     for a, b in ties:
         if a in dims and b in dims:
             for x, y in zip(dims[a], dims[b], strict=True):
-                axes.link(x, y)
+                dim_trees.link(x, y)
     _link_repeats(builder.result)
     return builder.result
 
@@ -61,7 +61,7 @@ def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
 def _block_compared(builder: Builder) -> None:
     """A parameter's size that is compared with a size of the input must be the global one on every rank.
 
-    Code that refuses more tokens than a table has rows, say: no other trace would show it.
+    Code may refuse more tokens than a table has rows, and the trace of a short input would not show it.
     """
     result = builder.result
     frozen: set[Node] | None = None
@@ -72,7 +72,7 @@ def _block_compared(builder: Builder) -> None:
             if not tables or not other:
                 continue
             frozen = frozen_leaves(result) if frozen is None else frozen
-            given = [x for _, tid, dim in other for x in axes.leaves(result.dims[tid][dim])]
+            given = [x for _, tid, dim in other for x in dim_trees.leaves(result.dims[tid][dim])]
             if any(x in frozen for x in given):
                 builder.why = "its size is compared with that of the input"
                 for dim in tables:
@@ -82,7 +82,7 @@ def _block_compared(builder: Builder) -> None:
 def _link_repeats(result: Analysis) -> None:
     """Give the calls of a module with parameters that is called more than once equal structures.
 
-    One without may well serve several purposes.
+    A module without parameters may serve several purposes.
     """
     tape = result.tape
     owners = owning_modules(tape)
@@ -95,7 +95,7 @@ def _link_repeats(result: Analysis) -> None:
     for a, b in result.repeats:
         for x, y in zip(reversed(result.dims[a]), reversed(result.dims[b]), strict=False):
             if x.size == y.size:
-                axes.link(x, y)
+                dim_trees.link(x, y)
 
 
 def _apply(builder: Builder, op: Op) -> None:

@@ -32,9 +32,9 @@ class Node:
         self.blocked = blocked
         self.links: list[Node] = []
         self.atomic = False
-        """Its size is the input's: it is a leaf that stays one, and so are those linked to it."""
+        """Its size is the input's: it stays a leaf, and so do those linked to it."""
         self.why = why
-        """What blocked it, for the report."""
+        """The operator that blocked it, for the report."""
 
     def __repr__(self) -> str:
         node = find(self)
@@ -122,7 +122,7 @@ def block(node: Node, why: str = "") -> None:
 
 
 def make_atomic(node: Node) -> None:
-    """The size of this leaf is the input's, and so is that of all leaves linked to it: none is ever cut."""
+    """The size of this leaf is the input's, as is that of all leaves linked to it: none is ever refined."""
     todo = [find(node)]
     while todo:
         item = find(todo.pop())
@@ -228,7 +228,7 @@ def cut(node: Node, sizes: Sequence[int]) -> list[Node]:
     """The dim as consecutive segments of these sizes.
 
     Raises:
-        Conflict: a boundary falls inside of something that cannot be cut.
+        Conflict: a boundary falls inside of a factor that cannot be cut.
     """
     node = find(node)
     assert sum(sizes) == node.size
@@ -302,7 +302,7 @@ def _forward_leaf(a: Node, b: Node) -> None:
 
 
 def link(a: Node, b: Node) -> None:
-    """Join two dims softly: one structure, separate leaves. Where impossible they stay unlike."""
+    """Join two dims softly: one structure, separate leaves; without effect where that is impossible."""
     a, b = find(a), find(b)
     if a is b or a.size == 1 or b.size == 1:
         return

@@ -1,8 +1,8 @@
-"""Finds the modules of experts on a tape, and makes each one operator that can be split by experts.
+"""Finds the modules of experts on a tape, and makes each one operator that can be sharded by experts.
 
 A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)``
 from parameters whose leading dim counts the experts. How it does so (a loop, a batched product, a
-grouped one) blocks that dim for the rules. What is found here is a candidate by its inputs and
+grouped one) blocks that dim for the rules. A call that is found here is a candidate by its inputs and
 parameters alone; ``shardconv.matching.expert_sums`` shows by numbers that it is the sum of what its parts
 compute, before the tape is changed.
 """
@@ -21,7 +21,7 @@ from torch import nn
 from ..tracing.tape import Event, Mark, Op, Ref, Tape, TensorInfo
 
 EXPERTS = "shardconv.experts"
-"""Name, without overload, of the operator that takes the place of a whole module of experts."""
+"""Name, without overload, of the operator that takes the place of a module of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a module of experts is made one of fewer experts: what the proof found."""
+    """How a module of experts is made one of fewer experts, as the proof found."""
 
     num_experts: int
     past_end: bool
@@ -68,8 +68,8 @@ class ExpertSite:
 def find_experts(tape: Tape) -> list[Candidate]:
     """All module calls that are given activations, ids and weights of one shape, and hold parameters.
 
-    A module that holds nothing but another candidate is none; nor is one whose inner values are read
-    outside of it.
+    A module that only holds another candidate does not count, and neither does one whose inner values are
+    read outside of it.
     """
     marks: dict[int, list[Mark]] = {}
     for event in tape.events:
@@ -200,7 +200,7 @@ def isolated_sites(tape: Tape) -> list[ExpertSite]:
 def leave_out(model: nn.Module, tape: Tape) -> set[str]:
     """Let the modules of isolated sites return what they should, without computing; their FQNs.
 
-    For tracing a rank's model: what these compute there was proven, and may depend on data.
+    For tracing a rank's model: their computation was proven, and may depend on data.
     """
     outputs: dict[str, list[TensorInfo]] = {}
     for site in isolated_sites(tape):

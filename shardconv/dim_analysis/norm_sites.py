@@ -1,9 +1,9 @@
-"""Finds the modules of a tape that normalise over their last dim, or over groups of it.
+"""Finds the modules of a tape that normalize over their last dim, or over groups of it.
 
-A norm over a sharded dim would block it. A module whose whole tape is "reduce the last dim, scale, multiply
-by weights", perhaps by a gate as well, is taken as one operator instead; the runtime reduces its statistic
-over the ranks. What is found here is a candidate: ``shardconv.matching.norm_formulas`` compares it with the
-module on numbers before a plan relies on it.
+A norm over a sharded dim would block it. A module whose complete tape is "reduce the last dim, scale,
+multiply by weights", perhaps by a gate as well, is taken as one operator instead; the runtime reduces its
+statistic over the ranks. A site that is found here is a candidate: ``shardconv.matching.norm_formulas``
+compares it with the module on numbers before a plan relies on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..tracing.tape import Mark, Op, Ref, Tape
 
 _REDUCTIONS = {"aten.mean", "aten.var", "aten.var_mean", "aten.std", "aten.sum", "aten.linalg_vector_norm"}
-_WHOLE = {"aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"}
+_NORMS = {"aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"}
 _POINTWISE = {
     "aten.add",
     "aten.sub",
@@ -53,7 +53,7 @@ class NormSite:
     """The tensor that it returns: before its output mark."""
     parameters: tuple[int, ...]
     groups: int = 1
-    """Into how many equal parts the last dim is cut, which are normalised one by one."""
+    """Number of equal parts of the last dim that are normalized one by one."""
 
 
 def find_norms(tape: Tape) -> list[NormSite]:
@@ -102,14 +102,14 @@ def _site(tape: Tape, call: int, indices: list[int], marks: list[Mark]) -> NormS
 
 
 def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
-    """Into how many groups the last dim is cut; None if these operators are no norm."""
-    known = _WHOLE | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
+    """Number of groups of the last dim; None if these operators are not a norm."""
+    known = _NORMS | _REDUCTIONS | _POINTWISE | _VIEWS | ACTIVATIONS.keys()
     found: set[int | None] = set()
     for op in ops:
         name = op.name.rsplit(".", 1)[0]
         if name not in known:
             return None
-        if name in _WHOLE:
+        if name in _NORMS:
             found.add(1 if len(op.args[1]) == 1 else None)
         elif name in _REDUCTIONS:
             found.add(_groups_reduced(op, tape.tensors[op.inputs[0]].shape, shape))
@@ -117,7 +117,7 @@ def _groups(tape: Tape, ops: list[Op], shape: tuple[int, ...]) -> int | None:
 
 
 def _groups_reduced(op: Op, reduced: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Into how many groups the last dim of ``shape`` was cut before a reduction over each of them."""
+    """Number of groups of the last dim of ``shape`` if each was reduced on its own."""
     dims = op.args[1] if len(op.args) > 1 and not isinstance(op.args[1], Ref) else op.kwargs.get("dim")
     if not isinstance(dims, (list, tuple)) or [d % len(reduced) for d in dims] != [len(reduced) - 1]:
         return None

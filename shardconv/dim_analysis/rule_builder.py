@@ -1,4 +1,4 @@
-"""What a rule reads and says: the one interface between the rules and what they find out."""
+"""The interface of the rules: how they read a call, and how they say what it means for its dims."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..tracing.fold import prefixes
 from ..tracing.tape import Mark, Op, Ref, Tape
-from . import dim_trees as axes
+from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .dim_trees import Conflict, Node
 from .norm_sites import NormSite
@@ -19,7 +19,10 @@ class NotCovered(Exception):
 
 
 class Builder:
-    """What a rule may read and say. ``out`` dims are trees; sharing a node means 'the same dim'."""
+    """Fills an ``Analysis``: a rule reads dims here and says the dims of its outputs.
+
+    Dims are trees; tensors that share a node have the same dim. All shapes are global.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -29,7 +32,7 @@ class Builder:
         self.passive_calls = passive_calls(tape)
         self.input_sizes = {n for tid in tape.inputs for n in tape.tensors[tid].shape if n > 1}
         self.why = ""
-        """What the current operator is, for the reports."""
+        """Why the current operator blocks a dim, for the report."""
         self.parametric = self.result.parametric
         self.from_stack = self.result.from_stack
 
@@ -42,11 +45,11 @@ class Builder:
             return known
         info = self.tape.tensors[tid]
         is_parameter = info.kind in ("parameter", "buffer")
-        dims = tuple(axes.leaf(n, blocked=not is_parameter) for n in info.shape)
+        dims = tuple(dim_trees.leaf(n, blocked=not is_parameter) for n in info.shape)
         if info.kind == "input":
             self.result.frozen += dims
             for dim in dims:
-                axes.make_atomic(dim)
+                dim_trees.make_atomic(dim)
         self.result.dims[tid] = dims
         self.result.partial[tid] = Partial(zero=info.kind != "parameter")
         if info.kind == "parameter":
@@ -66,7 +69,7 @@ class Builder:
         """Whether the tensor is a parameter itself."""
         return self.tape.tensors[tid].kind == "parameter"
 
-    # What rules say --------------------------------------------------------------------------
+    # Said by rules ---------------------------------------------------------------------------
 
     def set(self, tid: int, dims: Sequence[Node], partial: Partial | None = None) -> None:
         """Give an output its dims; not partial unless a state is given."""
@@ -76,7 +79,7 @@ class Builder:
         self.result.partial[tid] = partial if partial is not None else Partial(zero=True)
 
     def never_partial(self, *tids: int) -> None:
-        """These must be whole where they are used."""
+        """These must not be terms of a sum where they are used."""
         for tid in tids:
             self.partial(tid).zero = True
 
@@ -111,7 +114,7 @@ class Builder:
         return output
 
     def work(self, dims: Sequence[Node]) -> None:
-        """A product over all these dims was computed."""
+        """A product over all these dims was computed: sharding any of them divides the work."""
         self.result.works.append(Work(tuple(dims), math.prod(d.size for d in dims)))
 
     def take_from_stack(self, source: int, target: int) -> None:
@@ -138,27 +141,27 @@ class Builder:
 
     def block_dim(self, dim: Node) -> None:
         """The current operator needs all of this dim."""
-        axes.block(dim, self.why)
+        dim_trees.block(dim, self.why)
 
     def blocked(self, *sizes: int) -> list[Node]:
         """Fresh dims that are never sharded."""
-        return [axes.leaf(n, blocked=True) for n in sizes]
+        return [dim_trees.leaf(n, blocked=True) for n in sizes]
 
     def split(self, dim: Node, inner: int) -> tuple[Node, Node]:
         """(outer, inner) factors of a dim; blocked if its structure forbids that."""
         try:
-            return axes.split(dim, inner)
+            return dim_trees.split(dim, inner)
         except Conflict:
             self.block_dim(dim)
-            return axes.leaf(dim.size // inner, True), axes.leaf(inner, True)
+            return dim_trees.leaf(dim.size // inner, True), dim_trees.leaf(inner, True)
 
     def cut(self, dim: Node, sizes: Sequence[int]) -> list[Node]:
         """Consecutive segments of a dim; blocked if its structure forbids that."""
         try:
-            return axes.cut(dim, sizes)
+            return dim_trees.cut(dim, sizes)
         except Conflict:
             self.block_dim(dim)
-            return [axes.leaf(n, True) for n in sizes]
+            return [dim_trees.leaf(n, True) for n in sizes]
 
     # Events ----------------------------------------------------------------------------------
 
@@ -170,37 +173,37 @@ class Builder:
             return
         after = []
         for dim in before:
-            twin = axes.leaf(dim.size)
+            twin = dim_trees.leaf(dim.size)
             if dim.size in self.input_sizes and _is_settled(dim):
-                axes.make_atomic(twin)
+                dim_trees.make_atomic(twin)
             else:
-                axes.link(dim, twin)
+                dim_trees.link(dim, twin)
             after.append(twin)
         state = Partial(zero=self.partial(mark.source).zero)
         self.set(mark.target, after, state)
         self.mark_of[mark.target] = mark
 
     def norm(self, site: NormSite) -> None:
-        """A whole norm module: its dims pass through; a sharded part that is normalised costs a statistic."""
+        """A norm module as one operator: dims pass through; sharding the normalized one costs a statistic."""
         dims = self.tensor(site.inputs[0])
         for other in site.inputs[1:]:
             for x, y in zip(dims, self.tensor(other), strict=True):
-                axes.unify(x, y)
+                dim_trees.unify(x, y)
         for tid in site.parameters:
-            axes.unify(self.tensor(tid)[-1], dims[-1])
+            dim_trees.unify(self.tensor(tid)[-1], dims[-1])
         self.never_partial(*site.inputs, *site.parameters)
-        groups, normalised = axes.leaf(1), dims[-1]
+        groups, normalized = dim_trees.leaf(1), dims[-1]
         if site.groups > 1:
-            groups, normalised = self.split(dims[-1], dims[-1].size // site.groups)
+            groups, normalized = self.split(dims[-1], dims[-1].size // site.groups)
         self.set(site.output, dims)
-        self.result.norms.append(NormUse(site, groups, normalised))
+        self.result.norms.append(NormUse(site, groups, normalized))
 
 
 def _is_settled(dim: Node) -> bool:
-    """Whether a dim, which is as long as an input, has parts of which none may ever be sharded: a sequence
-    that was padded and cut into chunks, say. Behind a mark it is one leaf again."""
-    parts = axes.leaves(dim)
-    return axes.find(dim).kind != axes.LEAF and all(x.blocked and not x.atomic for x in parts)
+    """Whether a dim, which is as long as an input, has parts of which none may ever be sharded, as a sequence
+    that was padded and cut into chunks. Behind a mark it is one leaf again."""
+    parts = dim_trees.leaves(dim)
+    return dim_trees.find(dim).kind != dim_trees.LEAF and all(x.blocked and not x.atomic for x in parts)
 
 
 def owning_modules(tape: Tape) -> set[str]:
@@ -209,9 +212,9 @@ def owning_modules(tape: Tape) -> set[str]:
 
 
 def passive_calls(tape: Tape) -> frozenset[int]:
-    """Calls of modules without parameters that are called in several forms, at which nothing can be done.
+    """Calls of modules without parameters that are called in several forms: their marks change no placement.
 
-    One dropout for scores and for states, say: a step of the module would run at each of its calls.
+    One dropout may serve scores and states; a step of the module would run at each of its calls.
     """
     forms: dict[str, dict[tuple[str, ...], set[tuple[int, ...]]]] = {}
     for event in tape.events:

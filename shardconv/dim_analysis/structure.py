@@ -1,4 +1,4 @@
-"""What the trees of dims say about which leaves exclude, mirror or freeze each other."""
+"""Which leaves of the trees exclude, mirror or freeze each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..tracing.tape import Mark, Tape, starred
-from . import dim_trees as axes
+from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import LEAF, PRODUCT, SUM, Node, find
 
@@ -18,7 +18,7 @@ def multiplying_pairs(dims: Sequence[Node]) -> Iterator[tuple[Node, Node]]:
     seen: list[list[Node]] = []
     for dim in dims:
         yield from _pairs_within(dim)
-        here = axes.leaves(dim)
+        here = dim_trees.leaves(dim)
         for before in seen:
             yield from ((x, y) for x in before for y in here)
         seen.append(here)
@@ -40,7 +40,7 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
     a, b = find(a), find(b)
     if a.kind == LEAF and b.kind == LEAF:
         return [(a, b)] if a.size == b.size and a.size > 1 else ([] if a.size == b.size else None)
-    parts_a, parts_b = (axes.segments(x) if x.kind == SUM else axes.factors(x) for x in (a, b))
+    parts_a, parts_b = (dim_trees.segments(x) if x.kind == SUM else dim_trees.factors(x) for x in (a, b))
     if a.kind != b.kind or len(parts_a) != len(parts_b):
         return None
     out: list[tuple[Node, Node]] = []
@@ -68,8 +68,8 @@ def num_tokens(tape: Tape) -> int:
 def _marked(tape: Tape) -> Iterator[tuple[int, ...]]:
     """Shapes of the floating point tensors that cross a module's boundary.
 
-    Each once, however often its module is called, and once for the numbered parts of one layer: a loop over
-    experts is no majority.
+    Each counts once, however often its module is called, and once for the numbered parts of one layer: a loop
+    over experts does not outvote the rest.
     """
     marks = [
         (_in_layer(tape.calls[e.call].fqn), e.slots, e.source) for e in tape.events if isinstance(e, Mark)
@@ -91,7 +91,7 @@ def frozen_leaves(analysis: Analysis) -> set[Node]:
 
 def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
     """The leaves of some dims and all that marks link to them."""
-    todo = [x for dim in dims for x in axes.leaves(dim)]
+    todo = [x for dim in dims for x in dim_trees.leaves(dim)]
     linked: set[Node] = set()
     neighbors: dict[Node, list[Node]] = {}
     for event in analysis.tape.events:

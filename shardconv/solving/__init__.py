@@ -1,1 +1,1 @@
-"""Which axes are split: the cheapest assignment that holds every constraint."""
+"""Which dims each mesh axis shards: the cheapest assignment that holds every constraint."""

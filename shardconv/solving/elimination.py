@@ -1,6 +1,6 @@
-"""Exact minimisation of a sum of small cost tables over binary variables.
+"""Exact minimization of a sum of small cost tables over binary variables.
 
-Variable elimination (bucket elimination, Dechter 1999): a variable is removed by minimising it out of
+Variable elimination (bucket elimination, Dechter 1999): a variable is removed by minimizing it out of
 the tables that mention it; going back gives the optimum. The cost is exponential only in the width of
 the graph, which is small here. Where it is not, the search conditions on the variable of highest degree.
 """
@@ -22,14 +22,14 @@ class Infeasible(ValueError):
 
 
 class Problem:
-    """Costs over variables ``0 .. n-1``; ``solve`` returns the cheapest assignment."""
+    """Costs over binary variables ``0 .. n-1``; ``solve`` returns the cheapest assignment."""
 
     def __init__(self, num_variables: int) -> None:
         self.num_variables = num_variables
         self._tables: dict[tuple[int, ...], Table] = {}
 
     def add(self, variables: Sequence[int], table: Table) -> None:
-        """Add a cost table with one axis of length 2 for each (distinct) variable."""
+        """Add a cost table: one dim of length 2 for each of the (distinct) variables."""
         order = sorted(range(len(variables)), key=lambda i: variables[i])
         key = tuple(variables[i] for i in order)
         moved = np.transpose(table, order)

@@ -1,17 +1,17 @@
 """Where gradients are partial, and where they are summed: the cheapest choice, exactly.
 
-The forward pass is solved. On each mesh axis, a tensor is then Partial, sharded, or whole on every rank.
-The gradient of a Partial is the same on all ranks, that of a shard is complete where the shard is. The
-gradient of a whole tensor may be either of two: **whole** (the same on all ranks) or **partial** (a term of
-a sum). It is partial wherever the tensor meets one that is not whole: each rank has gone on with a part. One
-binary variable for each whole tensor says which. Constraints and costs:
+The forward pass is solved. On each mesh axis, a tensor is then Partial, sharded or replicated. The
+gradient of a Partial is the same on all ranks, that of a shard is complete where the shard is. The gradient
+of a replicated tensor may be **replicated** or **partial** (a term of a sum). It is partial wherever the
+tensor meets one that is not replicated, since each rank goes on with its own part. One binary variable for
+each replicated tensor says which. Constraints and costs:
 
-- an operator whose results are whole passes on what it is given: one state for all of its tensors; if a
-  result is sharded or Partial, its whole inputs have partial gradients (``_operator``);
-- at a mark, a gradient may change its state. Partial to whole is an all_reduce (Megatron-LM's f), whole to
-  partial a division; where the forward pass communicates, the gradient takes the adjoint, which costs nothing
-  or as much, depending on the states (``_mark``);
-- what the model returns gets whole gradients;
+- an operator whose results are replicated has one state for all of its tensors; if a result is sharded or
+  Partial, the operator's replicated inputs have partial gradients (``_operator``);
+- at a mark, a gradient may change its state. Partial to replicated is an all_reduce (Megatron-LM's f),
+  replicated to partial a division; where the forward pass communicates, the gradient takes the adjoint, which
+  costs nothing or as much, depending on the states (``_mark``);
+- the gradients of the model's outputs are replicated;
 - a parameter with a partial gradient costs a sum over the ranks that share it (``_parameter``).
 
 All terms partial, with sums at the forward reductions, is always a solution: the adjoint of the program that
@@ -39,8 +39,9 @@ from .solve import Assignment
 TOKENS_PER_WIDTH = 1.0
 """Tokens of a training step for each unit of the model's width: 8192 at a width of 8192."""
 
-SHARDED, PARTIAL, TORN, WHOLE = "sharded", "partial", "torn", "whole"
-"""What a tensor is on a mesh axis; torn: some segments of a dim are sharded, and others whole."""
+SHARDED, PARTIAL, REPLICATED = "sharded", "partial", "replicated"
+PARTIALLY_SHARDED = "partially sharded"
+"""States of a tensor on a mesh axis; partially sharded: some segments of a dim are, others are not."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Gradients:
     """The solution.
 
     Attributes:
-        partial: tensor -> mesh axes over which the gradient of its whole positions is partial.
+        partial: tensor -> mesh axes over which the gradient of its replicated positions is partial.
         refusal: why there is no solution; empty if there is.
     """
 
@@ -75,7 +76,7 @@ def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) 
             found = problem.solve()
         except Infeasible:
             return Gradients(
-                {}, "a gradient would be whole and partial at once, with no module boundary between"
+                {}, "a gradient would be replicated and partial at once, with no module boundary between"
             )
         for tid in found:
             partial[tid] = (*partial.get(tid, ()), axis)
@@ -86,18 +87,20 @@ def placement(analysis: Analysis, assignment: Assignment, tid: int, axis: int) -
     """What a tensor is on a mesh axis."""
     if axis in assignment.partial_axes(analysis.partial[tid]):
         return PARTIAL
-    kinds = {_split(dim, assignment, axis) for dim in analysis.dims[tid]}
-    return SHARDED if SHARDED in kinds else TORN if TORN in kinds else WHOLE
+    kinds = {_dim_placement(dim, assignment, axis) for dim in analysis.dims[tid]}
+    return SHARDED if SHARDED in kinds else PARTIALLY_SHARDED if PARTIALLY_SHARDED in kinds else REPLICATED
 
 
-def _split(node: Node, assignment: Assignment, axis: int) -> str:
+def _dim_placement(node: Node, assignment: Assignment, axis: int) -> str:
     node = find(node)
     if node.kind == LEAF:
-        return SHARDED if node.size > 1 and axis in assignment.axes(node) else WHOLE
-    kinds = {_split(child, assignment, axis) for child in node.children}
+        return SHARDED if node.size > 1 and axis in assignment.axes(node) else REPLICATED
+    kinds = {_dim_placement(child, assignment, axis) for child in node.children}
     if node.kind == PRODUCT:
-        return SHARDED if SHARDED in kinds else TORN if TORN in kinds else WHOLE
-    return kinds.pop() if len(kinds) == 1 else TORN
+        return (
+            SHARDED if SHARDED in kinds else PARTIALLY_SHARDED if PARTIALLY_SHARDED in kinds else REPLICATED
+        )
+    return kinds.pop() if len(kinds) == 1 else PARTIALLY_SHARDED
 
 
 class _AxisGradients:
@@ -144,7 +147,7 @@ class _AxisGradients:
     # Variables -----------------------------------------------------------------------------------
 
     def _is_variable(self, tid: int) -> bool:
-        return tid in self.needed and self.kinds.get(tid) in (WHOLE, TORN)
+        return tid in self.needed and self.kinds.get(tid) in (REPLICATED, PARTIALLY_SHARDED)
 
     def _root(self, tid: int) -> int:
         while (above := self.alias.get(tid, tid)) != tid:
@@ -181,7 +184,7 @@ class _AxisGradients:
     def _operator(self, inputs: Iterable[int], outputs: Iterable[int]) -> None:
         given = [t for t in outputs if t in self.kinds and t in self.needed]
         around = [t for t in (*inputs, *given) if self._is_variable(t)]
-        if all(self.kinds[t] == WHOLE for t in given):
+        if all(self.kinds[t] == REPLICATED for t in given):
             self._same(around)
         else:
             self.fixed += [(t, 1) for t in around]
@@ -196,22 +199,22 @@ class _AxisGradients:
         reduce = weight * (2 * volume + self.latency)
         divide = 10 * EPSILON * self.latency
         change = (self.kinds[before], self.kinds[after])
-        if change == (WHOLE, WHOLE):
+        if change == (REPLICATED, REPLICATED):
             self.costs.append(((before, after), [[0.0, reduce], [divide, 0.0]]))
-        elif change == (PARTIAL, WHOLE):
+        elif change == (PARTIAL, REPLICATED):
             self.costs.append(((after,), [0.0, reduce]))
-        elif change == (SHARDED, WHOLE):
+        elif change == (SHARDED, REPLICATED):
             self.costs.append(((after,), [0.0, move]))
-        elif change == (WHOLE, SHARDED):
+        elif change == (REPLICATED, SHARDED):
             self.costs.append(((before,), [move, 0.0]))
-        elif change == (TORN, WHOLE):
+        elif change == (PARTIALLY_SHARDED, REPLICATED):
             self.costs.append(((before, after), [[0.0, move], [divide, move + divide]]))
-        elif change == (WHOLE, TORN):
+        elif change == (REPLICATED, PARTIALLY_SHARDED):
             self.costs.append(((before, after), [[move, 2 * move], [divide, 0.0]]))
-        elif change == (TORN, TORN):
+        elif change == (PARTIALLY_SHARDED, PARTIALLY_SHARDED):
             self._same((before, after))
-        elif change in ((TORN, SHARDED), (SHARDED, TORN)):
-            variable = before if change[0] == TORN else after
+        elif change in ((PARTIALLY_SHARDED, SHARDED), (SHARDED, PARTIALLY_SHARDED)):
+            variable = before if change[0] == PARTIALLY_SHARDED else after
             self.fixed += [(variable, 0), (variable, 1)]  # no step of the runtime does that
 
     def _parameter(self, tid: int) -> None:

@@ -1,8 +1,8 @@
-"""Sequence parallelism: a solved model once more, with activations split over the sequence.
+"""Sequence parallelism: a solved model once more, with activations sharded over the sequence.
 
 Parameters stay as they are. Between the parallel blocks, where norms, dropout and residuals treat each token
-alone, a dim may be split that the input's length decides; the solver chooses where that begins and ends. A
-reduction becomes a reduce_scatter there, and a gather precedes what needs all tokens.
+alone, a dim may be sharded that the input's length decides; the solver chooses where that begins and ends. A
+reduction becomes a reduce_scatter there, and a gather precedes each module that needs all tokens.
 (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198.)
 """
 
@@ -15,14 +15,15 @@ from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..dim_analysis.structure import linked_leaves
 from ..tracing.fold import Folded
+from .axis_variables import SolverInput
 from .elimination import Infeasible
-from .mesh_axis_problem import Graph
+from .mesh_axis_problem import solve_axis
 from .solve import Assignment
 
 TOKENS = "input_ids"
 """The input whose second dim is the sequence."""
 SECOND_TOKENS = "decoder_input_ids"
-"""An input that is another sequence; such models are left out."""
+"""An input that is another sequence; such models have no sequence form."""
 
 
 def sequence_leaves(analysis: Analysis) -> set[Node]:
@@ -48,28 +49,28 @@ def sequence_leaves(analysis: Analysis) -> set[Node]:
 def solve_sequence(
     analysis: Analysis, plain: Assignment, folded: Folded, forbidden: Iterable[Node] = ()
 ) -> Assignment | None:
-    """The cheapest assignment in which parameters are split as they are, and activations over the sequence.
+    """The cheapest assignment in which parameters are sharded as they are, and activations over the sequence.
 
     Args:
         analysis: of the traced model.
         plain: the solved model.
         folded: which tensors must be treated alike.
-        forbidden: leaves that must stay whole.
+        forbidden: leaves that must stay replicated.
 
     Returns:
-        None if no activation would be split.
+        None if no activation would be sharded.
     """
     sequence = sequence_leaves(analysis)
-    graph = Graph(analysis, forbidden, folded, sequence)
+    given = SolverInput(analysis, forbidden, folded, sequence)
     leaf_axes: dict[Node, tuple[int, ...]] = {}
     partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(plain.mesh):
         taken = {leaf: math.prod(plain.mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
         try:
-            split, partial = graph.solve_axis(extent, taken, pinned=_pinned(analysis, plain, axis))
+            sharded, partial = solve_axis(given, extent, taken, pinned=_pinned(analysis, plain, axis))
         except Infeasible:
             return None
-        for leaf in split:
+        for leaf in sharded:
             leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
         for state in partial:
             partial_axes[state] = (*partial_axes.get(state, ()), axis)

@@ -17,8 +17,8 @@ heads take the first axes and the group the rest.
 Costs are in elements moved and scale with the square of the model's width, so that a small model gets
 the plan of a large one of the same shape.
 
-Where more than ``MAX_REPLICATED`` of the model would stay whole, the model is solved again with a higher
-worth of what is split.
+Where more than ``MAX_REPLICATED`` of the model would stay replicated, the model is solved again
+with a higher worth of each sharded element.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from dataclasses import dataclass, replace
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import Folded
-from .mesh_axis_problem import Graph
+from .axis_variables import SolverInput
+from .mesh_axis_problem import solve_axis
 
 MAX_REPLICATED = 0.05
-"""Fraction of the matrices that may stay whole for the sake of fewer collectives. At tp 8, a twentieth
+"""Fraction of the matrices that may stay replicated for the sake of fewer collectives. At tp 8, a twentieth
 of a model on every rank is a third more memory than an even share."""
 SAVING_WEIGHTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-"""What a split element is worth: as in ``axis_problem``, and more where too much would stay whole."""
+"""Worth of a sharded element: as in ``mesh_axis_problem``, and more where too much would stay replicated."""
 MIN_GAIN = 0.01
-"""Least fraction of the matrices that must be split for a higher weight to be taken."""
+"""A higher weight is taken if it shards at least this fraction of the matrices more."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class Assignment:
     partials: Mapping[Partial, tuple[int, ...]]
     """``find_partial(state)`` -> mesh axes."""
     replicated: tuple[float, float] = (0.0, 0.0)
-    """Fraction of the elements of matrices that no rank shares: here, and in the plan with the fewest
-    collectives; they differ where collectives were accepted to split more."""
+    """Fraction of the elements of matrices that every rank holds: here, and in the plan with the fewest
+    collectives; they differ where collectives were accepted to shard more."""
 
     def axes(self, leaf: Node) -> tuple[int, ...]:
-        """Mesh axes that split a leaf."""
+        """Mesh axes that shard a leaf."""
         return self.leaves.get(find(leaf), ())
 
     def partial_axes(self, state: Partial) -> tuple[int, ...]:
@@ -69,51 +70,51 @@ def solve(
     """The cheapest assignment for ``tp`` ranks.
 
     Args:
-        analysis: axes and constraints of the traced model.
+        analysis: dims and constraints of the traced model.
         tp: number of ranks.
-        forbidden: leaves that must stay whole.
+        forbidden: leaves that must stay replicated.
         folded: which tensors must be treated alike, and how often a layer counts.
     """
-    graph = Graph(analysis, forbidden, folded or Folded(analysis.tape))
-    first = best = _solve(graph, tp, SAVING_WEIGHTS[0])
+    given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
+    first = best = _solve(given, tp, SAVING_WEIGHTS[0])
     for weight in SAVING_WEIGHTS[1:]:
         if best.replicated[0] <= MAX_REPLICATED:
             break
-        other = _solve(graph, tp, weight)
+        other = _solve(given, tp, weight)
         if other.replicated[0] < best.replicated[0] - MIN_GAIN:
             best = replace(other, replicated=(other.replicated[0], first.replicated[0]))
     return best
 
 
-def _solve(graph: Graph, tp: int, saving_weight: float) -> Assignment:
+def _solve(given: SolverInput, tp: int, saving_weight: float) -> Assignment:
     mesh = prime_factors(tp)
     leaf_axes: dict[Node, tuple[int, ...]] = {}
     partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(mesh):
         taken = {leaf: math.prod(mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
-        sharded, partial = graph.solve_axis(extent, taken, saving_weight)
+        sharded, partial = solve_axis(given, extent, taken, saving_weight)
         for leaf in sharded:
             leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
         for state in partial:
             partial_axes[state] = (*partial_axes.get(state, ()), axis)
-    whole = _replicated(graph, leaf_axes.keys()) if mesh else 0.0
+    replicated = _replicated(given, leaf_axes.keys()) if mesh else 0.0
     mesh, renamed = _merged_axes(mesh, [*leaf_axes.values(), *partial_axes.values()])
     merged_leaves = {leaf: _renamed(axes, renamed) for leaf, axes in leaf_axes.items()}
     merged_states = {state: _renamed(axes, renamed) for state, axes in partial_axes.items()}
-    return Assignment(mesh, merged_leaves, merged_states, (whole, whole))
+    return Assignment(mesh, merged_leaves, merged_states, (replicated, replicated))
 
 
-def _replicated(graph: Graph, sharded: Collection[Node]) -> float:
+def _replicated(given: SolverInput, sharded: Collection[Node]) -> float:
     """Fraction of the elements of matrices none of whose leaves is sharded."""
-    whole = total = 0.0
-    for tid, info in enumerate(graph.analysis.tape.tensors):
-        dims = graph.analysis.dims.get(tid, ())
+    replicated = total = 0.0
+    for tid, info in enumerate(given.analysis.tape.tensors):
+        dims = given.analysis.dims.get(tid, ())
         if info.kind == "parameter" and len(dims) > 1:
-            numel = math.prod(info.shape) * graph.folded.weight(info.name)
+            numel = math.prod(info.shape) * given.folded.weight(info.name)
             total += numel
             if not any(find(x) in sharded for d in dims for x in leaves(d)):
-                whole += numel
-    return whole / total if total else 0.0
+                replicated += numel
+    return replicated / total if total else 0.0
 
 
 def prime_factors(n: int) -> tuple[int, ...]:

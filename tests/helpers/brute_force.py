@@ -254,7 +254,7 @@ class Judge:
     def _hints(self) -> Iterator[tuple[Column, float]]:
         """Statistics of norms cost a collective; rows of tables come first; work is better divided."""
         for norm in self.analysis.norms:
-            yield from ((self.leaf(x), self.latency) for x in once(flat_leaves(norm.normalised)))
+            yield from ((self.leaf(x), self.latency) for x in once(flat_leaves(norm.normalized)))
         for lookup in self.analysis.lookups:
             volume = math.prod(self.tape.tensors[lookup.output].shape) * self.moved
             rows = self.analysis.dims[lookup.table][0]

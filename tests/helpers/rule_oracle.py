@@ -24,7 +24,8 @@ from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rule_builder import Arguments
 from shardconv.dim_analysis.rules import RULES, views
 from shardconv.planning.layout import Layouts
-from shardconv.solving.mesh_axis_problem import AxisProblem, Graph
+from shardconv.solving.axis_variables import SolverInput
+from shardconv.solving.mesh_axis_problem import AxisProblem
 from shardconv.solving.solve import Assignment
 from shardconv.tracing.fold import Folded
 from shardconv.tracing.tape import Mark, Op, Ref, Tape
@@ -108,9 +109,9 @@ def body_dims(analysis: Analysis) -> list[str]:
 
 def assignments(analysis: Analysis, extent: int) -> Iterator[Assignment]:
     """For every variable, one assignment that uses it with little else, and one with much else."""
-    graph = Graph(analysis, (), Folded(analysis.tape))
+    given = SolverInput(analysis, (), Folded(analysis.tape))
     generator = np.random.default_rng(extent)
-    problem = AxisProblem(graph, extent, {})
+    problem = AxisProblem(given, extent, {})
     num, num_costs = len(problem.keys), len(problem.costs)
     seen: set[tuple[Any, ...]] = set()
     for wanted, much in itertools.product(range(num), (False, True)):

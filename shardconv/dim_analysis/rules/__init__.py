@@ -1,4 +1,4 @@
-"""What each operator does to axes: one table, one module per family.
+"""What each operator does to dims: one table, one module per family.
 
 A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its
 dims and its partial state. An operator that is in no table and is not pointwise blocks every dim that

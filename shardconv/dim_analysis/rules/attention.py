@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
@@ -22,16 +22,16 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
     q, k, v = (b.tensor(t) for t in (query, key, value))
     for dim in (*q[-2:], *k[-2:], v[-2]):
         b.block_dim(dim)
-    axes.unify(k[-2], v[-2])
-    axes.unify(q[-1], k[-1])
+    dim_trees.unify(k[-2], v[-2])
+    dim_trees.unify(q[-1], k[-1])
     for x, y in zip(k[:-2], v[:-2], strict=True):
-        axes.unify(x, y)
+        dim_trees.unify(x, y)
     for index, (x, y) in enumerate(zip(q[:-2], k[:-2], strict=True)):
         if x.size == y.size or y.size == 1:
-            axes.unify(x, y)
+            dim_trees.unify(x, y)
         elif index == len(q) - 3 and args["enable_gqa"]:
             outer, _ = b.split(x, x.size // y.size)
-            axes.unify(outer, y)
+            dim_trees.unify(outer, y)
         else:
             b.block_dim(x)
             b.block_dim(y)
@@ -42,11 +42,11 @@ def attention(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], [*lead, q[-2], v[-1]])
 
 
-def _mask(b: Builder, mask: int, scores: list[axes.Node]) -> None:
+def _mask(b: Builder, mask: int, scores: list[dim_trees.Node]) -> None:
     dims = b.tensor(mask)
     for dim, score in zip(dims, scores[len(scores) - len(dims) :], strict=True):
         if dim.size == score.size:
-            axes.unify(dim, score)
+            dim_trees.unify(dim, score)
         else:
             b.block_dim(dim)
 

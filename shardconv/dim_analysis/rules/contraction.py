@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..dim_trees import Node
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def einsum_dims(
             if known is None or known.size == 1:
                 by_label[label] = dim
             elif dim.size != 1:
-                axes.unify(known, dim)
+                dim_trees.unify(known, dim)
     for tid, labels in operands:
         if tid in b.from_stack and len(labels) > 1:
             _keep_aligned(b, tid)
@@ -50,7 +50,7 @@ def _add_bias(b: Builder, dims: Sequence[Node], state: Partial, bias: int | None
     terms = b.tensor(bias)
     for dim, term in zip(dims[len(dims) - len(terms) :], terms, strict=True):
         if term.size != 1:
-            axes.unify(dim, term)
+            dim_trees.unify(dim, term)
     return b.same_partial(state, b.partial(bias))
 
 

@@ -1,10 +1,10 @@
-"""Convolutions: grouped products over channels, with positions that must be whole."""
+"""Convolutions: grouped products over channels, with positions that must be replicated."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
@@ -25,17 +25,17 @@ def convolution(b: Builder, op: Op, args: Arguments) -> None:
         b.block_dim(dim)
     outer, inner = b.split(dims[channel], b.shape(source)[channel] // groups)
     outer_weight, rest = b.split(kernel[0], shape[0] // groups)
-    axes.unify(outer, outer_weight)
+    dim_trees.unify(outer, outer_weight)
     summed, made = (rest, kernel[1]) if args["transposed"] else (kernel[1], rest)
-    axes.unify(inner, summed)
+    dim_trees.unify(inner, summed)
     b.never_partial(weight)
     state = b.contract([inner], source)
-    output = axes.product([outer, made])
+    output = dim_trees.product([outer, made])
     bias = args.tensor("bias")
     if bias is not None:
-        axes.unify(b.tensor(bias)[0], output)
+        dim_trees.unify(b.tensor(bias)[0], output)
         state = b.same_partial(state, b.partial(bias))
-    b.work([dims[0] if batched else axes.leaf(1), outer, inner, made])
+    b.work([dims[0] if batched else dim_trees.leaf(1), outer, inner, made])
     lead = [dims[0]] if batched else []
     b.set(target, [*lead, output, *b.blocked(*b.shape(target)[channel + 1 :])], state)
 

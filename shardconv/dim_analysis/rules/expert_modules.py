@@ -1,10 +1,10 @@
-"""A whole module of experts as one operator: a sum over the experts, which may be split."""
+"""A module of experts as one operator: a sum over the experts, whose dim may be sharded."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..expert_sites import EXPERTS
 
 if TYPE_CHECKING:
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def experts(b: Builder, op: Op, args: Arguments) -> None:
-    """``sum over k of weights[..., k] * expert[ids[..., k]](x)``; all dims but that of experts are whole."""
+    """``sum over k of weights[..., k] * expert[ids[..., k]](x)``.
+
+    All dims but that of experts are replicated."""
     site: ExpertSite = op.kwargs["site"]
     b.block(*site.where.inputs)
-    count = axes.leaf(site.split.num_experts)
+    count = dim_trees.leaf(site.split.num_experts)
     for tid in site.where.parameters:
         first, *others = b.tensor(tid)
         outer, inner = b.split(first, first.size // count.size)
-        axes.unify(count, outer)
+        dim_trees.unify(count, outer)
         for dim in (inner, *others):
             b.block_dim(dim)
         b.never_partial(tid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
@@ -26,7 +26,7 @@ def _constant(b: Builder, op: Op, zero: bool) -> None:
     target = op.outputs[0]
     shape = b.shape(target)
     like = op.name.rsplit(".", 1)[0].endswith("_like") and op.inputs
-    dims = b.tensor(op.inputs[0]) if like else [axes.leaf(n) for n in shape]
+    dims = b.tensor(op.inputs[0]) if like else [dim_trees.leaf(n) for n in shape]
     b.set(target, dims, b.free_partial() if zero else None)
 
 
@@ -38,10 +38,10 @@ def sequence(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def needs_all(b: Builder, op: Op, args: Arguments) -> None:
-    """Every dim of the operands must be whole.
+    """Every dim of the operands must be replicated.
 
-    Counts, sorted places, data-dependent sizes; ``question``, where Python code asks for values; ``opaque``,
-    a module that could not be traced.
+    Counts, sorted positions, data-dependent sizes; ``question``, where Python code asks for values;
+    ``opaque``, a module that could not be traced.
     """
     b.block(*op.inputs)
     sequence(b, op, args)

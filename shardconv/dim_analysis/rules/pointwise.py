@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..dim_trees import Node
 from ..rule_builder import NotCovered
 
@@ -23,8 +23,8 @@ def broadcast(b: Builder, tids: list[int], rank: int) -> list[Node]:
             if current is None or (current.size == 1 and dim.size != 1):
                 out[index] = dim
             elif dim.size != 1:
-                axes.unify(current, dim)
-    return [d if d is not None else axes.leaf(1) for d in out]
+                dim_trees.unify(current, dim)
+    return [d if d is not None else dim_trees.leaf(1) for d in out]
 
 
 def _set_all(b: Builder, op: Op, partial: object = None) -> None:
@@ -34,7 +34,7 @@ def _set_all(b: Builder, op: Op, partial: object = None) -> None:
 
 
 def _expanded(b: Builder, dims: list[Node], tid: int) -> list[Node]:
-    return [d if d.size == n else axes.leaf(n) for d, n in zip(dims, b.shape(tid), strict=True)]
+    return [d if d.size == n else dim_trees.leaf(n) for d, n in zip(dims, b.shape(tid), strict=True)]
 
 
 def nonlinear(b: Builder, op: Op, args: Arguments) -> None:
@@ -66,7 +66,7 @@ def multiplicative(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def cast(b: Builder, op: Op, args: Arguments) -> None:
-    """Another dtype: linear, unless it cuts off what is behind the point."""
+    """Another dtype: linear, unless it drops fractions."""
     (linear if _keeps_fractions(b, op.inputs[0], op.outputs[0]) else nonlinear)(b, op, args)
 
 
@@ -118,10 +118,12 @@ def copy(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def alias_write(b: Builder, op: Op, args: Arguments) -> None:
-    """A tensor whose memory was written through another: its dims stay, and it must be whole."""
+    """A tensor whose memory was written through another: its dims stay.
+
+    It may be partial only if all of it was written."""
     old, written = op.inputs
-    is_whole = op.args[0]
-    if is_whole and b.shape(old) == b.shape(written):
+    overwrites_all = op.args[0]
+    if overwrites_all and b.shape(old) == b.shape(written):
         b.set(op.outputs[0], b.tensor(old), b.partial(written))
         return
     b.never_partial(old, written)

@@ -1,4 +1,4 @@
-"""Windows and interpolation over the last dims: those must be whole; channels and batches pass through."""
+"""Windows and interpolation over the last dims, which must be replicated; the other dims pass through."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..dim_trees import Node
 from . import pointwise
 
@@ -22,7 +22,7 @@ def _reduced(args: Arguments, rank: int) -> list[int]:
 
 def _remaining(b: Builder, dims: list[Node], reduced: list[int], rank: int) -> list[Node]:
     if rank == len(dims):
-        return [axes.leaf(1) if i in reduced else d for i, d in enumerate(dims)]
+        return [dim_trees.leaf(1) if i in reduced else d for i, d in enumerate(dims)]
     return [d for i, d in enumerate(dims) if i not in reduced]
 
 
@@ -36,7 +36,7 @@ def sum_(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def mean(b: Builder, op: Op, args: Arguments) -> None:
-    """A mean is linear, over dims that must be whole."""
+    """A mean is linear, over dims that must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     reduced = _reduced(args, len(dims))
@@ -46,7 +46,10 @@ def mean(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def reduce(b: Builder, op: Op, args: Arguments) -> None:
-    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …); ``max`` of two is none."""
+    """Any other reduction (``max``, ``var``, ``argmax``, ``norm``, ``any`` …).
+
+    ``max`` of two tensors is pointwise.
+    """
     if args.tensor("other") is not None:
         pointwise.nonlinear(b, op, args)
         return
@@ -61,7 +64,7 @@ def reduce(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def along(b: Builder, op: Op, args: Arguments) -> None:
-    """Same shape, but a dim must be whole: ``softmax``, ``sort``, ``cumprod`` …"""
+    """Same shape, but a dim must be replicated: ``softmax``, ``sort``, ``cumprod`` …"""
     source = op.inputs[0]
     dims = b.tensor(source)
     b.never_partial(*op.inputs)
@@ -72,7 +75,7 @@ def along(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def cumsum(b: Builder, op: Op, args: Arguments) -> None:
-    """Linear along a dim that must be whole."""
+    """Linear along a dim that must be replicated."""
     source = op.inputs[0]
     dims = b.tensor(source)
     b.block_dim(dims[args["dim"]])
@@ -80,18 +83,18 @@ def cumsum(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def topk(b: Builder, op: Op, args: Arguments) -> None:
-    """Along a dim that must be whole, a new one comes out."""
+    """A new dim in place of one that must be replicated."""
     source = op.inputs[0]
     b.never_partial(source)
     for tid in op.outputs:
         dims = list(b.tensor(source))
         b.block_dim(dims[args["dim"]])
-        dims[args["dim"]] = axes.leaf(b.shape(tid)[args["dim"]], True)
+        dims[args["dim"]] = dim_trees.leaf(b.shape(tid)[args["dim"]], True)
         b.set(tid, dims)
 
 
 def triangle(b: Builder, op: Op, args: Arguments) -> None:
-    """``tril``/``triu``: linear; the last two dims must be whole."""
+    """``tril``/``triu``: linear; the last two dims must be replicated."""
     dims = b.tensor(op.inputs[0])
     for dim in dims[-2:]:
         b.block_dim(dim)
@@ -107,14 +110,14 @@ def norm(b: Builder, op: Op, args: Arguments) -> None:
     for i in range(1, count + 1):
         b.block_dim(dims[-i])
         for tid in op.inputs[1:]:
-            axes.unify(b.tensor(tid)[-i], dims[-i])
+            dim_trees.unify(b.tensor(tid)[-i], dims[-i])
     b.set(op.outputs[0], dims)
     for tid in op.outputs[1:]:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
 def group_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``group_norm``: whole groups may be apart, but the group count is a literal; all is blocked."""
+    """``group_norm``: ranks could hold complete groups, but the group count is a literal; all is blocked."""
     b.block(*op.inputs)
     for tid in op.outputs:
         b.set(tid, b.blocked(*b.shape(tid)))
@@ -128,7 +131,7 @@ def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
             b.block_dim(dim)
     matrix, right = (list(b.tensor(t)) for t in op.inputs[:2])
     for x, y in zip(matrix[:-2], right[:-2], strict=True):
-        axes.unify(x, y)
+        dim_trees.unify(x, y)
     lead = [x if x.size >= y.size else y for x, y in zip(matrix[:-2], right[:-2], strict=True)]
     b.set(op.outputs[0], [*lead, *right[-2:]])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...tracing.tape import Ref
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..dim_trees import Node
 from .pointwise import broadcast
 
@@ -28,18 +28,18 @@ def cat(b: Builder, op: Op, args: Arguments) -> None:
     for tid in tids[1:]:
         for index, other in enumerate(b.tensor(tid)):
             if index != dim:
-                axes.unify(dims[index], other)
-    dims[dim] = axes.concatenation([b.tensor(t)[dim] for t in tids])
+                dim_trees.unify(dims[index], other)
+    dims[dim] = dim_trees.concatenation([b.tensor(t)[dim] for t in tids])
     b.set(target, dims, b.same_partial(*(b.partial(t) for t in tids)))
 
 
 def stack(b: Builder, op: Op, args: Arguments) -> None:
-    """A new dim, whole, that counts the tensors."""
+    """A new dim, replicated, that counts the tensors."""
     tids = args.tensors("tensors")
     target = op.outputs[0]
     dims = broadcast(b, tids, len(b.shape(tids[0])))
     position = args["dim"] % (len(dims) + 1)
-    dims.insert(position, axes.leaf(len(tids), True))
+    dims.insert(position, dim_trees.leaf(len(tids), True))
     b.set(target, dims, b.same_partial(*(b.partial(t) for t in tids)))
 
 
@@ -73,7 +73,7 @@ def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
     if (start, stop, step) == (0, size, 1):
         return dim
     if stop == start:
-        return axes.leaf(0, True)
+        return dim_trees.leaf(0, True)
     if step == 1:
         sizes = [n for n in (start, stop - start, size - stop) if n]
         return b.cut(dim, sizes)[1 if start else 0]
@@ -82,7 +82,7 @@ def _segment(b: Builder, dim: Node, start: int, stop: int, step: int) -> Node:
         b.block_dim(inner)
         return outer
     b.block_dim(dim)
-    return axes.leaf(len(range(start, stop, step)), True)
+    return dim_trees.leaf(len(range(start, stop, step)), True)
 
 
 def narrow(b: Builder, op: Op, args: Arguments) -> None:
@@ -93,7 +93,7 @@ def narrow(b: Builder, op: Op, args: Arguments) -> None:
     start = args["start"]
     if isinstance(start, Ref):
         b.block_dim(dims[dim])
-        dims[dim] = axes.leaf(args["length"], True)
+        dims[dim] = dim_trees.leaf(args["length"], True)
     else:
         start %= max(dims[dim].size, 1)
         dims[dim] = _segment(b, dims[dim], start, start + args["length"], 1)
@@ -101,7 +101,7 @@ def narrow(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def select(b: Builder, op: Op, args: Arguments) -> None:
-    """One position of a dim, which must be whole."""
+    """One position of a dim, which must be replicated."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     b.block_dim(dims.pop(args["dim"]))
@@ -111,7 +111,7 @@ def select(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def unbind(b: Builder, op: Op, args: Arguments) -> None:
-    """Every position of a dim, which must be whole."""
+    """Every position of a dim, which must be replicated."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     b.block_dim(dims.pop(args["dim"]))
@@ -137,18 +137,18 @@ def embedding(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index_select(b: Builder, op: Op, args: Arguments) -> None:
-    """Positions of a dim, which must be whole, by ids."""
+    """Positions of a dim, which must be replicated, by ids."""
     source = op.inputs[0]
     dims = list(b.tensor(source))
     dim = args["dim"] % len(dims)
     b.never_partial(op.inputs[1])
     b.block_dim(dims[dim])
-    dims[dim] = b.tensor(op.inputs[1])[0] if b.tensor(op.inputs[1]) else axes.leaf(1)
+    dims[dim] = b.tensor(op.inputs[1])[0] if b.tensor(op.inputs[1]) else dim_trees.leaf(1)
     b.set(op.outputs[0], dims, b.partial(source))
 
 
 def index(b: Builder, op: Op, args: Arguments) -> None:
-    """``x[i, :, j]``: indexed dims must be whole, the others stay."""
+    """``x[i, :, j]``: indexed dims must be replicated, the others stay."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     indices: Sequence[Any] = args["indices"]
@@ -181,17 +181,17 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
     source, target = op.inputs[0], op.outputs[0]
     ids = args.tensor("index")
     assert ids is not None
-    dims, places = list(b.tensor(source)), list(b.tensor(ids))
+    dims, positions = list(b.tensor(source)), list(b.tensor(ids))
     b.never_partial(ids)
-    for i, (x, y) in enumerate(zip(dims, places, strict=True)):
+    for i, (x, y) in enumerate(zip(dims, positions, strict=True)):
         if i == args["dim"] % len(dims):
             b.block_dim(x)
         elif x.size != y.size:
             b.block_dim(x)
             b.block_dim(y)
         else:
-            axes.unify(x, y)
-    b.set(target, places, b.partial(source))
+            dim_trees.unify(x, y)
+    b.set(target, positions, b.partial(source))
 
 
 def scatter(b: Builder, op: Op, args: Arguments) -> None:
@@ -206,7 +206,7 @@ def scatter(b: Builder, op: Op, args: Arguments) -> None:
                 b.block_dim(x)
                 b.block_dim(y)
             else:
-                axes.unify(x, y)
+                dim_trees.unify(x, y)
     b.block_dim(dims[args["dim"]])
     b.set(target, dims)
 
@@ -225,12 +225,12 @@ def index_add(b: Builder, op: Op, args: Arguments) -> None:
             b.block_dim(x)
             b.block_dim(y)
         else:
-            axes.unify(x, y)
+            dim_trees.unify(x, y)
     b.set(target, dims, b.same_partial(b.partial(source), b.partial(added)))
 
 
 def index_put(b: Builder, op: Op, args: Arguments) -> None:
-    """``x[i] = v``: indexed dims must be whole, and so must the values."""
+    """``x[i] = v``: indexed dims must be replicated, and so must the values."""
     source, target = op.inputs[0], op.outputs[0]
     dims = b.tensor(source)
     b.never_partial(*op.inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .. import dim_trees as axes
+from .. import dim_trees
 from ..dim_trees import Node
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _ungroup(b: Builder, group: list[Node], sizes: list[int]) -> list[Node]:
     """The dims of ``sizes`` that a run of dims makes, outer to inner."""
     if len(group) == 1 and len(sizes) == 1:
         return group
-    rest = axes.product(group)
+    rest = dim_trees.product(group)
     out: list[Node] = []
     for size in reversed(sizes):
         rest, inner = b.split(rest, size)
@@ -79,7 +79,7 @@ def unsqueeze(b: Builder, op: Op, args: Arguments) -> None:
     """A dim of size 1 more."""
     dims = list(b.tensor(op.inputs[0]))
     position = args["dim"] % (len(dims) + 1)
-    b.set(op.outputs[0], [*dims[:position], axes.leaf(1), *dims[position:]], b.partial(op.inputs[0]))
+    b.set(op.outputs[0], [*dims[:position], dim_trees.leaf(1), *dims[position:]], b.partial(op.inputs[0]))
 
 
 def squeeze(b: Builder, op: Op, args: Arguments) -> None:
@@ -92,8 +92,8 @@ def expand(b: Builder, op: Op, args: Arguments) -> None:
     source, target = op.inputs[0], op.outputs[0]
     shape = b.shape(target)
     dims = b.tensor(source)
-    padded = [axes.leaf(1)] * (len(shape) - len(dims)) + list(dims)
-    out = [d if d.size == n else axes.leaf(n) for d, n in zip(padded, shape, strict=True)]
+    padded = [dim_trees.leaf(1)] * (len(shape) - len(dims)) + list(dims)
+    out = [d if d.size == n else dim_trees.leaf(n) for d, n in zip(padded, shape, strict=True)]
     b.set(target, out, b.partial(source))
 
 
@@ -102,9 +102,9 @@ def repeat(b: Builder, op: Op, args: Arguments) -> None:
     source, target = op.inputs[0], op.outputs[0]
     shape = b.shape(target)
     dims = b.tensor(source)
-    padded = [axes.leaf(1)] * (len(shape) - len(dims)) + list(dims)
+    padded = [dim_trees.leaf(1)] * (len(shape) - len(dims)) + list(dims)
     out = [
-        d if d.size == n else axes.product([axes.leaf(n // d.size), d])
+        d if d.size == n else dim_trees.product([dim_trees.leaf(n // d.size), d])
         for d, n in zip(padded, shape, strict=True)
     ]
     b.set(target, out, b.partial(source))
@@ -119,7 +119,7 @@ def repeat_interleave(b: Builder, op: Op, args: Arguments) -> None:
         b.block(*op.inputs)
         b.set(target, b.blocked(*b.shape(target)))
         return
-    dims[dim] = axes.product([dims[dim], axes.leaf(args["repeats"])])
+    dims[dim] = dim_trees.product([dims[dim], dim_trees.leaf(args["repeats"])])
     b.set(target, dims, b.partial(source))
 
 
@@ -138,8 +138,8 @@ def movedim(b: Builder, op: Op, args: Arguments) -> None:
     )
 
 
-def whole_along(b: Builder, op: Op, args: Arguments) -> None:
-    """``flip``, ``roll``: values move along dims, which must be whole."""
+def moved_along(b: Builder, op: Op, args: Arguments) -> None:
+    """``flip``, ``roll``: values move along dims, which must be replicated."""
     dims = list(b.tensor(op.inputs[0]))
     moved = args["dims"]
     for d in moved if isinstance(moved, (list, tuple)) and moved else range(len(dims)):
@@ -148,7 +148,7 @@ def whole_along(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def pad(b: Builder, op: Op, args: Arguments) -> None:
-    """``constant_pad_nd``: padded dims must be whole."""
+    """``constant_pad_nd``: padded dims must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     amounts = args["pad"]
@@ -156,21 +156,21 @@ def pad(b: Builder, op: Op, args: Arguments) -> None:
         from_end = 2 * (len(dims) - 1 - index)
         if any(amounts[from_end : from_end + 2]):
             b.block_dim(dims[index])
-            dims[index] = axes.leaf(size, True)
+            dims[index] = dim_trees.leaf(size, True)
     if args["value"]:
         b.never_partial(source)
     b.set(target, dims, b.partial(source))
 
 
 def unfold(b: Builder, op: Op, args: Arguments) -> None:
-    """``unfold``: windows of a dim, which must be whole."""
+    """``unfold``: windows of a dim, which must be replicated."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     position = args["dimension"] % len(dims)
     b.block_dim(dims[position])
     *outer, window = b.shape(target)
-    dims[position] = axes.leaf(outer[position], True)
-    b.set(target, [*dims, axes.leaf(window, True)], b.partial(source))
+    dims[position] = dim_trees.leaf(outer[position], True)
+    b.set(target, [*dims, dim_trees.leaf(window, True)], b.partial(source))
 
 
 def as_complex(b: Builder, op: Op, args: Arguments) -> None:
@@ -181,7 +181,7 @@ def as_complex(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def as_real(b: Builder, op: Op, args: Arguments) -> None:
-    """``view_as_real``: a last dim of 2, whole."""
+    """``view_as_real``: a last dim of 2, replicated."""
     b.set(op.outputs[0], [*b.tensor(op.inputs[0]), *b.blocked(2)], b.partial(op.inputs[0]))
 
 
@@ -211,7 +211,7 @@ RULES = {
     "aten.repeat": repeat,
     "aten.repeat_interleave": repeat_interleave,
     "aten.movedim": movedim,
-    **dict.fromkeys(("aten.flip", "aten.roll"), whole_along),
+    **dict.fromkeys(("aten.flip", "aten.roll"), moved_along),
     **dict.fromkeys(("aten.constant_pad_nd",), pad),
     "aten.unfold": unfold,
 }

@@ -20,7 +20,8 @@ from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import Node
 from shardconv.dim_analysis.rules import RULES
-from shardconv.solving.mesh_axis_problem import AxisProblem, Graph
+from shardconv.solving.axis_variables import SolverInput
+from shardconv.solving.mesh_axis_problem import AxisProblem, solve_axis
 from shardconv.solving.solve import MAX_REPLICATED, SAVING_WEIGHTS, prime_factors, solve
 from shardconv.tracing.fold import Folded
 from shardconv.tracing.tape import Mark
@@ -142,14 +143,14 @@ def solved_and_cheapest(seed: int, extent: int) -> Iterator[tuple[float, float]]
     Nothing where there are too many assignments to write out.
     """
     analysis = tiny(seed)
-    graph = Graph(analysis, (), Folded(analysis.tape))
-    taken: dict[Any, int] = {}
+    given = SolverInput(analysis, (), Folded(analysis.tape))
+    taken: dict[Node, int] = {}
     for _ in range(2):
         judge = Judge(analysis, extent, taken)
         if judge.possible is None:
             return
         for worth in (0.3, SAVING_WEIGHTS[-1], 1.0):
-            sharded, partial = graph.solve_axis(extent, taken, worth)
+            sharded, partial = solve_axis(given, extent, taken, worth)
             assert set(sharded) <= set(judge.keys)
             yield judge.price([*sharded, *partial], worth), judge.price(judge.best(worth), worth)
         taken = {key: taken.get(key, 1) * (extent if key in sharded else 1) for key in judge.keys}
@@ -214,7 +215,7 @@ AXIS_MARK = AxisProblem._mark
         ("_mark", _cheap_reductions),
         ("_exclusions", lambda *_: None),
         ("_contraction", lambda *_: None),
-        ("_must_be_whole", lambda *_: None),
+        ("_must_be_replicated", lambda *_: None),
     ],
 )
 def test_a_wrong_solver_is_found(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
