@@ -1,1 +1,1 @@
-"""An ordinary model, in a directory or on the Hub: what it is, and where the bytes of its parameters are."""
+"""Ordinary models, in a directory or on the Hub: class, config, and the bytes of their parameters."""

@@ -1,8 +1,8 @@
-"""Which bytes of the checkpoint each parameter of a model is made of, as transformers itself would load it.
+"""The parameters of a model as lazy tensors over its checkpoint, converted as transformers converts them.
 
-transformers renames, stacks, splits and transposes what a checkpoint holds on the way to a
-parameter; its own ``from_pretrained`` does it here, on tensors that only record it, so that all of it
-applies and no weight is read.
+transformers renames, stacks, splits and transposes the tensors of a checkpoint on the way to the parameters.
+Its own ``from_pretrained`` runs here on tensors that record these operations, so that each of them applies
+and no weight is read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import SourceError, brief
-from ..format.block_scales import SUFFIX
-from ..format.names import natural_key
+from ..format.name_patterns import natural_key
+from ..format.stored_layout import SUFFIX
 from ..tensors.lazy_tensor import LazyTensor
 from .model_spec import ModelSpec
 from .quantized import Scaled, Scales, dequantized_tensors, factors_in
@@ -26,19 +26,21 @@ from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_on
 from .stored_leaves import lazy_tensors
 
 SHOWN = 3
-"""How many names an error lists."""
+"""Names that an error lists."""
 
 _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE)
 """A row of transformers' loading report."""
 
 
 def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
-    """The tensors of all parameters and persistent buffers, global, by FQN; tied ones under each name.
-
-    Those of a block-scaled checkpoint are values with factors, unless it is to be dequantized.
+    """The global tensors of all parameters and persistent buffers.
 
     Args:
         spec: a model with a directory.
+
+    Returns:
+        By FQN, tied tensors under each of their names. Parameters of a block-scaled checkpoint are values
+        with factors, unless the checkpoint is to be dequantized.
 
     Raises:
         SourceError: a tensor is missing from the checkpoint, not used by the model, or of another shape.
@@ -68,12 +70,13 @@ def select(
     """The weights that a plan names.
 
     Raises:
-        SourceError: the model has no such weight.
+        SourceError: the model lacks one.
     """
     absent = sorted(set(names) - weights.keys())
     if absent:
         raise SourceError(
-            f"the model of {spec.name} has no {_some(absent)}, which the plan names; plan it again"
+            f"{_count(absent, 'weight')} of the plan {'is' if len(absent) == 1 else 'are'} missing from the "
+            f"model of {spec.name}: {_some(absent)}; plan it again"
         )
     return {name: weights[name] for name in names}
 
@@ -81,7 +84,7 @@ def select(
 def _plain(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """The checkpoint as one of the model without quantization."""
+    """The checkpoint as one of the unquantized model."""
     if spec.blocks is not None and spec.dequantize:
         return dequantized_tensors(tensors, factors, spec.blocks, spec.dtype)
     scales = {name + SUFFIX for name in factors}
@@ -91,9 +94,9 @@ def _plain(
 def _drawn(
     spec: ModelSpec, tensors: Mapping[str, LazyTensor], parameters: Mapping[str, torch.Tensor]
 ) -> set[str]:
-    """Parameters that the checkpoint lacks, as it may by the model's code, but that are drawn at random.
+    """Names of parameters that the checkpoint may lack by the model's code, but that are drawn at random.
 
-    Others, a table of sines, say, have the same values each time the model is loaded.
+    Others, such as a table of sines, have the same values each time the model is loaded.
     """
     made = {name: value for name, value in parameters.items() if not isinstance(value, RecordedTensor)}
     if not made:
@@ -105,7 +108,7 @@ def _drawn(
 def _load(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, Any]]:
     """The model, as transformers loads it, and its report.
 
-    Some models' code writes into parameters once they are loaded: small ones then are read, and it may.
+    The code of some models writes into parameters that are loaded; small ones are then read to allow it.
     """
     try:
         return _load_from(spec, tensors)
@@ -114,7 +117,7 @@ def _load(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> tuple[Any, dict
     try:
         return _load_from(spec, small_ones_read(tensors))
     except InPlaceError as error:
-        raise SourceError(f"the weights of {spec.name} cannot be read: {error}, a large one") from error
+        raise SourceError(f"the weights of {spec.name} cannot be read: {error}; it is large") from error
 
 
 def _load_from(
@@ -140,25 +143,25 @@ def _load_from(
 
 
 def _require_converted(spec: ModelSpec, reports: list[str], error: Exception) -> None:
-    """Name the parameters that cannot be put together, which only transformers' log says."""
+    """Name the parameters whose conversion failed; only transformers' log has them."""
     names = [match[1] for report in reports for match in _UNCONVERTED.finditer(report)]
     if names:
         raise SourceError(
-            f"the checkpoint of {spec.name} does not hold all that these are put together from, or not in "
-            f"matching shapes: {_some(names)}; download it again, or correct config.json"
+            f"the checkpoint of {spec.name} lacks tensors of matching shapes that these parameters consist "
+            f"of: {_some(names)}; download it again, or correct config.json"
         ) from error
 
 
 @contextmanager
 def _loading_reports() -> Iterator[list[str]]:
-    """Collect what transformers would log of a load, instead of showing it."""
+    """Collect transformers' log messages of a load instead of printing them."""
     reports: list[str] = []
     logger = logging.getLogger(PreTrainedModel.__module__)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
     kept = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.WARNING - 1)  # at WARNING, transformers checks its own plan and talks of it
+    logger.setLevel(logging.WARNING - 1)  # at WARNING, transformers checks its own plan and logs the result
     logger.propagate = False
     try:
         yield reports
@@ -196,8 +199,8 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str]) -> None:
         )
 
 
-def _count(names: list[str]) -> str:
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+def _count(names: list[str], noun: str = "tensor") -> str:
+    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''}"
 
 
 def _some(texts: list[str], separator: str = ", ") -> str:

@@ -1,4 +1,4 @@
-"""From what the user typed to a local directory, downloading it where it is a Hub id."""
+"""From the user's path or Hub id to a local directory, downloading it if needed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..hub.time_limits import bounded
 from .weight_files import LAYOUTS, wanted_weights
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")
-"""Everything but weights and code that a model repository may need at run time."""
+"""Files of a model repository, other than weights and code, that may be needed at run time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a model is."""
+    """The location of a model."""
 
     directory: Path
-    """On this machine, with the config at least."""
+    """Local, with at least the config."""
     commit: str | None = None
     """Of a Hub repository."""
     remote: tuple[RemoteFile, ...] = ()
-    """The weight files, where these were left on the Hub."""
+    """The weight files that stay on the Hub."""
 
 
 def locate(
@@ -41,10 +41,10 @@ def locate(
         hub: how to download.
         code: download Python files too.
         need_weights: download the weights too.
-        stream: do not, if they are safetensors files and not in the cache: they will be read from the Hub.
+        stream: leave weights on the Hub if they are safetensors files and not in the cache.
 
     Raises:
-        SourceError: neither a directory nor a repository that can be had.
+        SourceError: ``model`` is neither a directory nor a repository that can be downloaded.
     """
     text = os.fspath(model)
     path = Path(text).expanduser()
@@ -67,11 +67,11 @@ def locate(
 def _remote(
     repo_id: str, commit: str, directory: Path, names: tuple[str, ...], hub: Hub
 ) -> tuple[RemoteFile, ...]:
-    """The weight files, left where they are; none if they are in the cache already, or of another format."""
+    """The weight files on the Hub; none if all are in the cache, or they are of another format."""
     chosen = [name for name in names if name.endswith(".safetensors")]
     index = [name for single, name in LAYOUTS if (directory / name).is_file()]
     if index and len(chosen) > 1:
-        chosen.remove(LAYOUTS[0][0])  # the single file, beside those of an index
+        chosen.remove(LAYOUTS[0][0])  # the single file beside the files of an index
     if not chosen or all((directory / name).is_file() for name in chosen):
         return ()
     found = remote_files(repo_id, commit, chosen, hub, must_exist=bool(index))
@@ -90,5 +90,5 @@ def _download(repo_id: str, hub: Hub, patterns: tuple[str, ...]) -> Path:
                 allow_patterns=list(patterns),
             )
         return Path(found)
-    except Exception as error:  # the HTTP library's own errors come through too
+    except Exception as error:  # including errors of the HTTP library
         raise SourceError(explain(repo_id, hub.revision, error)) from error

@@ -1,4 +1,4 @@
-"""What is known of the model to convert before anything of it is built."""
+"""The description of a model to convert, known before the model is built."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from .weight_files import WeightFile
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model that can be built, and, where ``weight_files`` is not empty, filled."""
+    """A model that can be built and, if it has ``weight_files``, filled."""
 
     name: str
-    """What the user called it: a path, a Hub id, or the config's class."""
+    """The user's path or Hub id, or the config's class."""
     config: Any
-    """The transformers config object. Copy it before changing anything."""
+    """The transformers config object; to be copied before it is changed."""
     model_class: type
     """The concrete class; ``model_class(config)`` builds the model."""
     dtype: str
-    """Default dtype of the parameters, as ``"bfloat16"``."""
+    """Default dtype of the parameters, such as ``"bfloat16"``."""
     trust_remote_code: bool = False
     """The class is the repository's own code, which the user trusts; False for classes of transformers."""
     directory: Path | None = None
-    """Local directory with ``config.json``; None where the model was given as a config object."""
+    """Local directory with ``config.json``; None for a model given as a config object."""
     revision: str | None = None
     """Commit of a Hub repository; None for local directories."""
     weight_files: tuple[WeightFile, ...] = ()
-    """Checkpoint files, validated; empty where no weights were asked for."""
+    """Validated checkpoint files; empty if no weights are needed."""
     blocks: tuple[int, int] | None = None
-    """Of a block-scaled float8 checkpoint: rows and columns of a block. ``config`` is the plain model's."""
+    """Rows and columns of a block of a block-scaled float8 checkpoint; ``config`` is the unquantized one."""
     dequantize: bool = False
-    """Convert such a checkpoint without its blocks."""
+    """Convert such a checkpoint to unquantized weights."""
 
     @property
     def class_name(self) -> str:
         """``module:Class`` of the model.
 
-        Custom code is imported by transformers under a name that depends on where the directory lies;
-        its module is therefore given relative to the directory: ``modeling_custom:CustomModel``.
+        transformers imports custom code under a name that depends on the directory's path; its module is
+        therefore relative to the directory: ``modeling_custom:CustomModel``.
         """
         module = self.model_class.__module__
         if is_custom(self.model_class):

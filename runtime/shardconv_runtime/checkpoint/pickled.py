@@ -1,4 +1,4 @@
-"""The tensors of PyTorch files: where each one's bytes are, if they are somewhere as they are."""
+"""The tensors of PyTorch files, as lazy tensors over their bytes where the file stores them contiguously."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from typing import Any
 import torch
 
 from ..errors import SourceError, brief
-from ..format.dtypes import STORED_NAME
+from ..format.header import STORED_NAME
 from ..tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyTensor, StridedBox, from_leaf
 
 _GLOBAL = re.compile(r"(?:GLOBAL|Unsupported class) (\S+)")
-"""What the unpickler names of an object that it does not make."""
+"""The class that the unpickler refuses, in its message."""
 
 _ENTRY_BYTES = 30
-"""Of what comes before the name in a zip file: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
+"""Of the zip header before a name: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT"""
 
 
 def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a PyTorch file by name; it is read when a tensor has no place of its own in it.
+    """The tensors of a PyTorch file.
+
+    A tensor whose bytes are not stored as they are is computed from the full file when it is needed.
+
+    Yields:
+        (name, tensor).
 
     Raises:
-        SourceError: it cannot be read, or holds something else.
+        SourceError: the file cannot be read, or does not hold a dict of tensors.
     """
     records = _records(file)
     load = cache(lambda: load_pickled(file, "cpu"))
@@ -37,7 +42,7 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or dtype not in STORED_NAME:
             raise SourceError(f"{file}: {name} is {tensor.layout} of dtype {dtype}, which is not supported")
-        offset = _place(file, name, tensor, records)
+        offset = _storage_offset(file, name, tensor, records)
         if offset is None:
             leaf = ComputedLeaf(f"{file}: {name}", _reader(load, name), dtype, tensor.numel())
             yield name, from_leaf(leaf, tensor.shape)
@@ -49,20 +54,24 @@ def pickled_tensors(file: Path) -> Iterator[tuple[str, LazyTensor]]:
 def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
     """The tensors of a PyTorch file, unpickled with ``weights_only``.
 
+    Args:
+        file: to read.
+        device: of the tensors; only the pickle is read for ``"meta"``.
+
     Raises:
-        SourceError: torch cannot read it, or it holds something else.
+        SourceError: torch cannot read the file, or it does not hold a dict of tensors.
     """
     if _is_swapped(file):
         raise SourceError(
-            f"{file} was written by a machine of another byte order; load it with torch here, save it again"
+            f"{file} was written by a machine of another byte order; load it with torch, then save it again"
         )
     try:
         found: Any = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # the unpickler may raise anything on a corrupt file
         if match := _GLOBAL.search(str(error)):
             raise SourceError(
-                f"{file} holds {match[1]}, which is no tensor, and might run code: it is not loaded; "
-                "save the tensors alone, as safetensors"
+                f"{file} holds {match[1]}, which might run code, so the file is not loaded; save only the "
+                "tensors, as safetensors"
             ) from error
         raise SourceError(
             f"{file} cannot be read by torch.load ({brief(error, 100)}); download or copy it again"
@@ -70,22 +79,22 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
     ):
-        raise SourceError(f"{file} does not hold a dict of tensors; give a file of weights")
+        raise SourceError(f"{file} does not hold a dict of tensors; name a file of weights")
     return found
 
 
 def _is_swapped(file: Path) -> bool:
-    """Whether a zip file says so; torch dies of that if it makes no real tensors."""
+    """Whether a zip file has another byte order; torch fails on it when it loads to the meta device."""
     try:
         with zipfile.ZipFile(file) as archive:
             marks = [name for name in archive.namelist() if name.endswith("/byteorder")]
             return any(archive.read(name).decode() != sys.byteorder for name in marks)
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error):
-        return False  # torch says what is wrong with it
+        return False  # torch.load raises the error
 
 
 def _records(file: Path) -> dict[int, int]:
-    """Offset and size of what is in a zip file as it is; nothing of another file."""
+    """Offset and size of the uncompressed records of a zip file; empty for another file."""
     if not zipfile.is_zipfile(file):
         return {}
     found = {}
@@ -101,24 +110,24 @@ def _records(file: Path) -> dict[int, int]:
     return found
 
 
-def _place(file: Path, name: str, tensor: torch.Tensor, records: dict[int, int]) -> int | None:
-    """Where a tensor's storage begins; None where that does not say what its elements are."""
+def _storage_offset(file: Path, name: str, tensor: torch.Tensor, records: dict[int, int]) -> int | None:
+    """The byte where a tensor's storage begins; None if its elements are not a strided window of it."""
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if offset not in records or tensor.is_conj() or tensor.is_neg() or not _nests(tensor):
+    if offset not in records or tensor.is_conj() or tensor.is_neg() or not _is_nested(tensor):
         return None
     assert isinstance(offset, int)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
     if records[offset] < max(end, tensor.untyped_storage().nbytes()):
         raise SourceError(
-            f"{file}: {name} needs more than the {records[offset]} bytes that are there for it; "
-            "download or copy it again"
+            f"{file}: {name} needs more than the {records[offset]} bytes stored for it; download or copy it "
+            "again"
         )
     return offset
 
 
-def _nests(tensor: torch.Tensor) -> bool:
-    """Whether each element has a place of its own, and a dim with a larger stride goes around the others."""
+def _is_nested(tensor: torch.Tensor) -> bool:
+    """Whether elements do not overlap, and each stride exceeds the extent of dims with smaller strides."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < extent:
@@ -128,7 +137,7 @@ def _nests(tensor: torch.Tensor) -> bool:
 
 
 def _window(storage: FileLeaf, tensor: torch.Tensor) -> LazyTensor:
-    """A tensor that may be a strided part of its storage."""
+    """A tensor as a strided window of its storage."""
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         return LazyTensor(storage.dtype, shape, ())

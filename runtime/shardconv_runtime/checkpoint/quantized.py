@@ -1,8 +1,8 @@
-"""Checkpoints whose weights are quantized: block-scaled float8 is carried along, all others are refused.
+"""Quantized checkpoints: block-scaled float8 is converted, other methods are refused.
 
 A block-scaled checkpoint holds float8 values under the name of a weight, and under NAME_scale_inv one
-factor for each block of, usually, 128 by 128 of them. The model is planned as if it were not quantized;
-conversions that only move elements move the factors as they move the values.
+factor for each block of, usually, 128 by 128 of them. The unquantized model is planned; conversions that
+only move elements move the factors like the values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import SourceError
-from ..format.block_scales import SUFFIX, VALUES_DTYPE, dequantized
+from ..format.block_scales import VALUES_DTYPE, dequantized
+from ..format.stored_layout import SUFFIX
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, StridedBox, from_leaf
 
@@ -24,7 +25,7 @@ BlockShape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A parameter of values and factors."""
+    """A parameter as values and factors."""
 
     values: LazyTensor
     factors: LazyTensor
@@ -33,10 +34,14 @@ class Scaled:
 
 
 def block_shape_of(config: Any, where: str) -> BlockShape | None:
-    """Sizes of the blocks of a block-scaled checkpoint; None for one that is not quantized.
+    """Sizes of the blocks of a block-scaled checkpoint; None for an unquantized one.
+
+    Args:
+        config: of the checkpoint.
+        where: the checkpoint, for messages.
 
     Raises:
-        SourceError: it is quantized in another way.
+        SourceError: the checkpoint is quantized with another method.
     """
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         settings = getattr(part, "quantization_config", None)
@@ -47,7 +52,7 @@ def block_shape_of(config: Any, where: str) -> BlockShape | None:
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config that builds the plain model."""
+    """A copy of a config that builds the unquantized model."""
     plain = type(config).from_dict(config.to_dict())
     for part in (plain, *(getattr(plain, name, None) for name in getattr(plain, "sub_configs", ()))):
         if getattr(part, "quantization_config", None) is not None:
@@ -56,10 +61,10 @@ def without_quantization(config: Any) -> Any:
 
 
 def factors_in(tensors: Mapping[str, LazyTensor], blocks: BlockShape) -> dict[str, LazyTensor]:
-    """The factors in a checkpoint by the names of their values.
+    """The factors of a checkpoint by the names of their values.
 
     Raises:
-        SourceError: factors without float8 values or the other way round, or not one for each block.
+        SourceError: factors lack their float8 values or the reverse, or their number is not that of blocks.
     """
     found = {}
     for name, tensor in tensors.items():
@@ -69,14 +74,14 @@ def factors_in(tensors: Mapping[str, LazyTensor], blocks: BlockShape) -> dict[st
             found[name.removesuffix(SUFFIX)] = tensor
     for name, tensor in tensors.items():
         if tensor.dtype == VALUES_DTYPE and name not in found:
-            raise SourceError(f"{name} is in float8 and has no {name}{SUFFIX}; download the checkpoint again")
+            raise SourceError(f"{name} is in float8 and lacks {name}{SUFFIX}; download the checkpoint again")
     return found
 
 
 def dequantized_tensors(
     tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape, dtype: str
 ) -> dict[str, LazyTensor]:
-    """The checkpoint with values times factors, which are computed when they are written."""
+    """The checkpoint with values times factors, computed when they are written."""
     plain = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SUFFIX) not in factors}
     for name, scale in factors.items():
         values = tensors[name]
@@ -90,7 +95,7 @@ def dequantized_tensors(
 
 
 class Scales:
-    """From parameters that are made of float8 values to their factors."""
+    """From parameters of float8 values to their factors."""
 
     def __init__(
         self, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape
@@ -101,16 +106,16 @@ class Scales:
         }
 
     def of(self, name: str, weight: LazyTensor) -> Scaled | None:
-        """The values and factors of a parameter; None if it is not of float8 values.
+        """The values and factors of a parameter; None if it has no float8 values.
 
         Raises:
-            SourceError: it is put together in a way that tears blocks apart.
+            SourceError: the parameter is assembled from partial blocks.
         """
         scaled = [piece.leaf in self._by_leaf for piece in weight.pieces]
         if not any(scaled):
             return None
         if not all(scaled):
-            raise SourceError(f"{name} is put together from weights with and without factors; pass --dtype")
+            raise SourceError(f"{name} is assembled from weights with and without factors; pass --dtype")
         block = self._block(name, weight)
         pieces = tuple(self._factors(name, weight, piece, block) for piece in weight.pieces)
         shape = tuple(-(-extent // length) for extent, length in zip(weight.shape, block, strict=True))
@@ -119,7 +124,7 @@ class Scales:
         )
 
     def _block(self, name: str, weight: LazyTensor) -> tuple[int, ...]:
-        """Which dims are the rows and the columns of the matrices in the checkpoint."""
+        """The block's size in each dim; rows and columns of the stored matrices may be any two of them."""
         block = [1] * len(weight.shape)
         for piece in weight.pieces:
             columns = self._by_leaf[piece.leaf][0].shape[1]
@@ -143,14 +148,14 @@ class Scales:
         num_columns = next(
             (e for e, s in zip(piece.shape, piece.strides, strict=True) if e > 1 and s == 1), 1
         )
-        places = [
+        stretches = [
             (row, num_rows, rows, self._blocks[0]),
             (column, num_columns, columns, self._blocks[1]),
             *zip(piece.start, piece.shape, weight.shape, block, strict=True),
         ]
-        if any(not _is_of_blocks(*place) for place in places):
+        if any(not _is_aligned(*stretch) for stretch in stretches):
             raise SourceError(
-                f"{name} is put together from parts of blocks of {self._blocks[0]} by {self._blocks[1]}; "
+                f"{name} is assembled from parts of blocks of {self._blocks[0]} by {self._blocks[1]}; "
                 "pass --dtype to convert it without them"
             )
         source = scale.pieces[0]
@@ -168,8 +173,8 @@ class Scales:
         )
 
 
-def _is_of_blocks(start: int, extent: int, size: int, length: int) -> bool:
-    """Whether a stretch begins and ends between blocks, or at the end of the dim."""
+def _is_aligned(start: int, extent: int, size: int, length: int) -> bool:
+    """Whether a stretch begins and ends at boundaries of blocks, or at the end of the dim."""
     return start % length == 0 and ((start + extent) % length == 0 or start + extent == size)
 
 

@@ -1,10 +1,9 @@
-"""Tensors that record what is done to them, as lazy tensors.
+"""Tensors without bytes that record the operations on them as lazy tensors.
 
 transformers converts a checkpoint on the way to the parameters of a model: it renames, stacks,
-concatenates, splits, transposes and casts. Its own code is run here on tensors that hold no bytes; what
-comes out of it says of which bytes each parameter is made. An operation that only moves elements keeps the
-tensor lazy; any other is recorded as a computation, which is done on real tensors when its result is
-written.
+concatenates, splits, transposes and casts. Its own code runs on these tensors; the results are lazy tensors
+over the checkpoint's bytes. An operation that only moves elements keeps the tensor lazy; any other is
+recorded as a computation that runs on real tensors when its result is written.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from ..tensors.lazy_tensor import (
 aten = torch.ops.aten
 
 LARGE = 1 << 20
-"""Elements from which on a tensor that the checkpoint lacks is not made."""
+"""Tensors of at least so many elements that the checkpoint lacks are not allocated."""
 
 
 class InPlaceError(NotImplementedError):
-    """Code writes into a tensor of the checkpoint, which has no bytes to write to."""
+    """Code writes into a tensor of the checkpoint, which is recorded without bytes."""
 
 
 class RecordedTensor(torch.Tensor):
-    """A tensor on the CPU, as far as code can tell, without bytes."""
+    """A tensor without bytes that appears to be on the CPU."""
 
     lazy: LazyTensor
     absent: bool
-    """It is not in the checkpoint, and is not made: it takes the place of a large new parameter."""
+    """It stands for a large new parameter that the checkpoint lacks, and that is not allocated."""
 
     @staticmethod
     def __new__(cls, lazy: LazyTensor, absent: bool = False) -> RecordedTensor:
@@ -84,7 +83,7 @@ class RecordedTensor(torch.Tensor):
             return _like(func, args, kwargs, _absent)
         if func.overloadpacket in _COPIES:
             return RecordedTensor(args[0].lazy)
-        results = _like(func, args, kwargs, lambda result: result)  # torch refuses what it would refuse
+        results = _like(func, args, kwargs, lambda result: result)  # raises torch's own errors
         move = _MOVES.get(func.overloadpacket)
         moved = move(*args, **kwargs) if move is not None else None
         if moved is None:
@@ -94,7 +93,7 @@ class RecordedTensor(torch.Tensor):
 
 
 class LeavingOutAbsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does not allocate large new parameters."""
+    """Mode in which large new parameters are not allocated."""
 
     def __torch_dispatch__(
         self,
@@ -114,7 +113,7 @@ class LeavingOutAbsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a checkpoint as ones that record what is done to them in the block; real ones stay."""
+    """The tensors of a checkpoint as recorded tensors in this context; real tensors stay as they are."""
     with LeavingOutAbsent():  # type: ignore[no-untyped-call]
         yield {
             name: RecordedTensor(tensor) if isinstance(tensor, LazyTensor) else tensor
@@ -123,9 +122,9 @@ def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict
 
 
 def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
-    """What a tensor is made of: None if it is not in the checkpoint and was not made.
+    """The lazy tensor of a result; None if it is absent from the checkpoint.
 
-    A tensor that code computed from nothing but constants is kept as it is.
+    A real tensor, which code computed from constants alone, is kept in memory.
     """
     if isinstance(tensor, RecordedTensor):
         return None if tensor.absent else tensor.lazy
@@ -135,14 +134,14 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
-    """Tensors of a checkpoint, of which the small ones are read: code may write into them."""
+    """The tensors of a checkpoint with the small ones read into memory, so that code may write into them."""
     return {
         name: read_tensor(lazy) if math.prod(lazy.shape) < LARGE else lazy for name, lazy in tensors.items()
     }
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A tensor that is only shaped like one of the checkpoint: a real one, but if it is large."""
+    """A new tensor of the shape of a recorded one: real, or absent if it is large."""
     (meta,) = tree_leaves(_like(func, args, kwargs, lambda result: result))
     if meta.numel() >= LARGE:
         return _absent(meta)
@@ -156,7 +155,7 @@ def _absent(meta: torch.Tensor) -> RecordedTensor:
 
 
 def _like(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
-    """Run an operator without values; ``make`` gives what stands for each result."""
+    """Run an operator on meta tensors; ``make`` replaces each result."""
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -172,7 +171,7 @@ def _kinds(results: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
-    """Record an operator as a computation; of several results, each is computed on its own."""
+    """Record an operator as a computation; each of several results is computed separately."""
     count = 0
 
     def real(value: Any) -> Any:
@@ -212,7 +211,7 @@ def _view(tensor: RecordedTensor, shape: Sequence[int], *args: Any) -> Any:
 
 
 def _transpose(tensor: RecordedTensor, dim0: int, dim1: int) -> RecordedTensor:
-    order = list(range(tensor.dim())) or [0]  # torch lets one name a dim of a tensor without any
+    order = list(range(tensor.dim())) or [0]  # torch accepts dim 0 of a scalar
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return RecordedTensor(permute(tensor.lazy, order[: tensor.dim()]))
 
@@ -288,7 +287,7 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 _COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous}
-"""The result is what is given."""
+"""Operators whose result equals their argument."""
 
 _MOVES: dict[Any, Callable[..., Any]] = {
     aten._to_copy: _to_copy,
@@ -308,7 +307,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     aten.cat: _cat,
     aten.stack: _stack,
 }
-"""What only moves elements."""
+"""Operators that only move elements."""
 
 _NEW = (
     aten.empty_like,
@@ -322,4 +321,4 @@ _NEW = (
     aten.new_ones,
     aten.new_full,
 )
-"""What reads the shape of its first argument only."""
+"""Operators that only read the shape of their first argument."""

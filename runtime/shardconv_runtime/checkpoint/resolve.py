@@ -1,4 +1,4 @@
-"""Resolve what the user named to a ``ModelSpec``: everything that can be refused early is refused here."""
+"""From the user's model to a ``ModelSpec``: what can be refused early is refused here."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def resolve(
 
     Args:
         model: a directory, a Hub id, or (without weights) a transformers config object.
-        hub: how to download it, if not as usual.
+        hub: how to download it; None for the defaults.
         trust_remote_code: import the repository's own Python code.
-        dtype: of the parameters; by default what the config says, else what the checkpoint holds.
+        dtype: of the parameters; by default that of the config, else that of the checkpoint.
         need_weights: find (and download) the weight files and validate them.
-        stream: leave weight files on the Hub, where they can be read range by range, unless they are cached.
+        stream: leave uncached weight files on the Hub, where they are read by ranges.
 
     Raises:
-        SourceError: with what is wrong, where, and the remedy.
+        SourceError: the model cannot be used; the message names the problem and the remedy.
     """
     if dtype is not None and dtype.removeprefix("torch.") not in DTYPES:
         raise SourceError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -71,7 +71,7 @@ def resolve(
 def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, need_weights: bool) -> ModelSpec:
     name = type(config).__name__
     if need_weights:
-        raise SourceError(f"a config object ({name}) has no weights; give a directory or a Hub id")
+        raise SourceError(f"a config object ({name}) has no weights; name a directory or a Hub id")
     blocks = block_shape_of(config, name)
     if blocks is not None:
         config = without_quantization(config)

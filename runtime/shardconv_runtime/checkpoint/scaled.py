@@ -1,4 +1,4 @@
-"""Plans of block-scaled checkpoints: the plan of the plain model, with the blocks of its parameters."""
+"""Plans of block-scaled checkpoints: the plan of the unquantized model with the blocks of its parameters."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from ..format.block_scales import SUFFIX, VALUES_DTYPE, check_blocks
-from ..format.names import compress, expand_all
+from ..format.block_scales import VALUES_DTYPE, check_blocks
+from ..format.name_patterns import compress
+from ..format.names import expand_all
 from ..format.plan import ParameterPlan, Plan, parameter_plans
+from ..format.stored_layout import SUFFIX
 from ..tensors.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from .quantized import Scaled
 
 StoredBlocks = Mapping[str, tuple[tuple[int, ...], str]]
-"""(sizes of the blocks, dtype of the factors) of each parameter that has some."""
+"""(sizes of the blocks, dtype of the factors) of each block-scaled parameter."""
 
 
 def flatten(plan: Plan, weights: Mapping[str, LazyTensor | Scaled]) -> tuple[Plan, dict[str, LazyTensor]]:
-    """The plan of what the checkpoint holds, and all tensors to store by their names.
+    """The plan with blocks, and all tensors to store by their names.
 
     Args:
-        plan: of the plain model.
+        plan: of the unquantized model.
         weights: of the checkpoint, by FQN.
 
     Raises:
-        PlanError: a rank's part of a parameter would begin or end inside of a block.
+        PlanError: a rank's shard of a parameter would begin or end inside a block.
     """
     flat: dict[str, LazyTensor] = {}
     blocks = {}
@@ -44,7 +46,7 @@ def with_blocks(plan: Plan, blocks: StoredBlocks) -> Plan:
     """A plan whose parameters are stored with blocks.
 
     Raises:
-        PlanError: a rank's part of a parameter would begin or end inside of a block.
+        PlanError: a rank's shard of a parameter would begin or end inside a block.
     """
     if not blocks:
         return plan
@@ -61,7 +63,7 @@ def with_blocks(plan: Plan, blocks: StoredBlocks) -> Plan:
 
 
 def blocks_in(weights: Mapping[str, LazyTensor | Scaled]) -> dict[str, tuple[int, ...]]:
-    """Sizes of the blocks of those weights of a checkpoint that have some."""
+    """Sizes of the blocks of the block-scaled weights of a checkpoint."""
     return {name: w.block for name, w in weights.items() if not isinstance(w, LazyTensor)}
 
 
@@ -71,12 +73,12 @@ def block_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def stored_blocks_of(plan: Plan) -> StoredBlocks:
-    """The blocks of a plan, for another plan of the same model."""
+    """The blocks of a plan's parameters, to be used in another plan of the same model."""
     return {name: (e.block, e.block_dtype) for name, e in parameter_plans(plan).items() if e.block}
 
 
 def _parts(entry: ParameterPlan, blocks: StoredBlocks) -> list[ParameterPlan]:
-    """An entry as one for each kind of blocks among its names."""
+    """One entry for each kind of blocks among the names of an entry."""
     kinds: dict[tuple[tuple[int, ...], str] | None, list[str]] = {}
     for name in expand_all(entry.names):
         kinds.setdefault(blocks.get(name), []).append(name)

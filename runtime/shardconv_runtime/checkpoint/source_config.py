@@ -1,8 +1,7 @@
 """From ``config.json`` to a config object and the class to build.
 
-No table of architectures: the class is the one that the config names (``architectures``), looked up
-in transformers' public namespace or in the repository's own code, or else the one that transformers'
-own auto mappings give for the config.
+There is no table of architectures: the class is named by the config (``architectures``) and looked up in
+transformers' public namespace or in the repository's own code, or is found in transformers' auto mappings.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ FALLBACKS = (
     "MODEL_FOR_PRETRAINING_MAPPING",
     "MODEL_MAPPING",
 )
-"""Where to look, in this order, for a config that names no usable class."""
+"""The mappings for configs that do not name a usable class, in order."""
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     """The config object of the model in ``directory``.
 
     Raises:
-        SourceError: there is none, it is not JSON, or transformers does not know its type.
+        SourceError: the file is missing, is not JSON, or has a type that transformers does not know.
     """
     raw = _read_json(directory)
     _require_known_type(raw, directory, trust_remote_code)
@@ -39,7 +38,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         return transformers.AutoConfig.from_pretrained(
             str(directory), trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # a config class may raise anything on values that it does not expect
+    except Exception as error:  # config classes raise arbitrary errors on unexpected values
         raise SourceError(
             f"{directory / 'config.json'} is not a valid config: {brief(error)}; correct that field"
         ) from error
@@ -48,13 +47,13 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
 def _read_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
-        raise SourceError(f"no config.json in {directory}; give the directory of a transformers model")
+        raise SourceError(f"no config.json in {directory}; name the directory of a transformers model")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read as JSON: {brief(error)}; restore the file") from error
     if not isinstance(raw, dict):
-        raise SourceError(f"{path} holds no JSON object; restore the file")
+        raise SourceError(f"{path} does not hold a JSON object; restore the file")
     if problem := unsafe_entry(raw):
         raise SourceError(f"{path}: {problem}; remove it")
     return raw
@@ -75,7 +74,7 @@ def _require_known_type(raw: dict[str, Any], directory: Path, trust_remote_code:
             "read that code, then pass --trust-remote-code"
         )
     if model_type is None:
-        raise SourceError(f"{path} has no model_type; {version} cannot tell what to build, add the field")
+        raise SourceError(f"{path} lacks model_type, by which {version} finds the class; add the field")
     raise SourceError(
         f"{path}: unknown architecture {model_type!r} in {version}; install a transformers that has it"
     )
@@ -85,7 +84,7 @@ def model_class_of(config: Any, directory: Path | None, *, trust_remote_code: bo
     """The class to build for ``config``.
 
     Raises:
-        SourceError: neither the config, nor the repository's code, nor transformers' mappings name one.
+        SourceError: neither the config nor the repository's code nor transformers' mappings name a class.
     """
     if trust_remote_code and directory is not None and getattr(config, "auto_map", None):
         remote = _class_from_repository(config, directory)
@@ -117,7 +116,7 @@ def _class_from_repository(config: Any, directory: Path) -> type | None:
         return None
     try:
         cls: type = get_class_from_dynamic_module(references[0], str(directory), local_files_only=True)
-    except Exception as error:  # the repository's code runs on import and may raise anything
+    except Exception as error:  # the repository's code runs on import and raises arbitrary errors
         raise SourceError(
             f"the custom code {references[0]!r} of {directory} cannot be imported: {brief(error)}"
         ) from error
@@ -142,4 +141,4 @@ def _from_mapping(mapping_name: str, config: Any) -> type | None:
         return None
     found = mapping[type(config)]
     cls = found[0] if isinstance(found, tuple) else found
-    return cls if _is_model(cls) else None  # the mapping knows; some types share another one's class
+    return cls if _is_model(cls) else None  # not _fits: some types use the class of another one

@@ -1,11 +1,11 @@
-"""The tensors of weight files, not read: where each one's bytes are."""
+"""The tensors of weight files as lazy tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from ..errors import SourceError
-from ..format.dtypes import TORCH_NAME
+from ..format.header import TORCH_NAME
 from ..hub.remote_files import RemoteFile
 from ..tensors.lazy_tensor import LazyTensor, stored
 from .pickled import pickled_tensors
@@ -15,11 +15,11 @@ from .weight_files import WeightFile, header_of
 def lazy_tensors(files: Iterable[WeightFile]) -> dict[str, LazyTensor]:
     """The tensors of safetensors or PyTorch files by their names.
 
-    Of a PyTorch file of the zip format only the pickle is read. One of the older format, which has no
-    place for each tensor, is read whole when the first of its tensors is needed.
+    Only the pickle of a PyTorch file in the zip format is read. A file of the older format is read completely
+    when the first of its tensors is needed.
 
     Raises:
-        SourceError: a file cannot be read, or holds a tensor that another one holds too.
+        SourceError: a file cannot be read, or two files hold the same tensor.
     """
     found: dict[str, LazyTensor] = {}
     for file in files:
@@ -38,5 +38,5 @@ def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
     start, tensors = header_of(file)
     for name, tensor in tensors.items():
         if tensor.dtype not in TORCH_NAME:
-            raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch has not")
+            raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch does not have")
         yield name, stored(file, start, tensor)

@@ -1,4 +1,4 @@
-"""The weight files of a model directory: which ones they are, and that each is whole."""
+"""The weight files of a model directory, and checks that they are complete."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import CheckpointError, SourceError
-from ..format.dtypes import TORCH_NAME
-from ..format.header import StoredTensor, data_start, read_header
+from ..format.header import TORCH_NAME, StoredTensor, data_start, read_header
 from ..hub.remote_files import RemoteFile, remote_header
 from .pickled import load_pickled
 
@@ -18,14 +17,14 @@ LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""(single file, index of several files), the preferred format first, as transformers looks for them."""
+"""(single file, index of several files), in the order in which transformers looks for them."""
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The files that hold the weights.
 
     Raises:
-        SourceError: there are none, or an index names one that is missing.
+        SourceError: the directory has none, or an index names a file that is missing.
     """
     for single, index in LAYOUTS:
         if (directory / single).is_file():
@@ -37,7 +36,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def wanted_weights(directory: Path) -> tuple[str, ...]:
-    """What to download for a repository whose indices (but no weights) are in ``directory``."""
+    """The weight files to download for a repository whose indices are in ``directory``."""
     for single, index in LAYOUTS:
         if (directory / index).is_file():
             return (single, *_read_index(directory / index))
@@ -45,10 +44,10 @@ def wanted_weights(directory: Path) -> tuple[str, ...]:
 
 
 def validate(files: Iterable[WeightFile]) -> None:
-    """Check that each safetensors file is whole, by its header and its size.
+    """Check that each safetensors file is complete, by its header and its size.
 
     Raises:
-        SourceError: one is truncated or corrupt.
+        SourceError: a file is truncated or corrupt.
     """
     for file in files:
         if file.suffix == ".safetensors":
@@ -56,10 +55,10 @@ def validate(files: Iterable[WeightFile]) -> None:
 
 
 def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
-    """Where the bytes of a safetensors file's tensors begin, and the tensors in the order of their bytes.
+    """The byte where the tensors of a safetensors file begin, and the tensors in the order of their bytes.
 
     Raises:
-        SourceError: it is not a whole safetensors file, or cannot be read.
+        SourceError: the file is not a complete safetensors file, or cannot be read.
     """
     try:
         tensors = remote_header(file) if isinstance(file, RemoteFile) else read_header(file)[1]
@@ -70,12 +69,12 @@ def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
 
 
 def num_bytes(file: WeightFile) -> int:
-    """Size of a file, here or on the Hub."""
+    """Size of a file, local or on the Hub."""
     return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
 
 
 def stored_dtype(file: WeightFile) -> str | None:
-    """dtype of the first floating-point tensor of a weight file, as ``"bfloat16"``."""
+    """dtype of the first floating-point tensor of a weight file, such as ``"bfloat16"``; None without one."""
     if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
         _, tensors = header_of(file)
         found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
@@ -88,12 +87,12 @@ def _indexed(index: Path) -> list[Path]:
     files = [index.parent / name for name in _read_index(index)]
     for file in files:
         if not file.is_file():
-            raise SourceError(f"{file} is missing, which {index.name} names; download it")
+            raise SourceError(f"{file}, named by {index.name}, is missing; download it")
     return files
 
 
 def _read_index(index: Path) -> list[str]:
-    """The file names in an index, sorted; none may lead out of the directory."""
+    """The file names in an index, sorted; each must be a file of the directory."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

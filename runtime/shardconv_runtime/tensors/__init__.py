@@ -1,1 +1,1 @@
-"""Lazy tensors: which bytes a tensor is made of, and copying them to where they belong."""
+"""Lazy tensors: the bytes that a tensor consists of, and copying them to files or to memory."""

@@ -1,4 +1,4 @@
-"""Boxes on the way from a leaf to a file: where their elements are, and where they go."""
+"""Boxes of elements: their strides in a leaf, from which they are read, and in a file, to which they go."""
 
 from __future__ import annotations
 
@@ -22,32 +22,39 @@ class BoxDim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A box: where its elements are in a leaf, and where they go in a file."""
+    """A box of elements: its position in a leaf and its position in a file."""
 
     file: int
     """Index of the target file."""
     offset: int
-    """Byte in that file of the first element."""
+    """Of the first element in that file, in bytes."""
     source: int
-    """Element of the leaf that is the first."""
+    """Of the first element in the leaf, in elements."""
     dims: tuple[BoxDim, ...]
-    """By descending source stride; those that are contiguous on both sides are one."""
+    """By descending source stride; dims that are contiguous on both sides are merged."""
     dtype: str
     """Of the written elements."""
 
     @property
     def end(self) -> int:
-        """Past the last element of the leaf."""
+        """One past its last element in the leaf."""
         return self.source + extent(self.dims)
 
     @property
     def num_elements(self) -> int:
-        """That are moved."""
+        """Of the box."""
         return math.prod(dim.size for dim in self.dims)
 
 
 def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Move:
-    """The box of a tensor that begins at byte ``offset`` of a file."""
+    """The move of one box of a tensor.
+
+    Args:
+        tensor: that is written.
+        piece: box of it.
+        file: index of the target file.
+        offset: of the tensor in that file, in bytes.
+    """
     strides = contiguous_strides(tensor.shape)
     first = sum(a * b for a, b in zip(piece.start, strides, strict=True)) * item_bytes(tensor.dtype)
     dims = [BoxDim(*dim) for dim in zip(piece.shape, piece.strides, strides, strict=True) if dim[0] > 1]
@@ -56,7 +63,7 @@ def move_of(tensor: LazyTensor, piece: StridedBox, file: int, offset: int) -> Mo
 
 
 def coalesce(dims: Sequence[BoxDim]) -> tuple[BoxDim, ...]:
-    """The dims, those made one that are contiguous on both sides."""
+    """Merge dims that are contiguous on both sides."""
     merged: list[BoxDim] = []
     for dim in dims:
         if merged:
@@ -69,49 +76,61 @@ def coalesce(dims: Sequence[BoxDim]) -> tuple[BoxDim, ...]:
 
 
 def extent(dims: Sequence[BoxDim]) -> int:
-    """From the first element to past the last, in the leaf."""
+    """Distance in the leaf from the first element to one past the last."""
     return 1 + sum((dim.size - 1) * dim.source for dim in dims)
 
 
 def is_run(dims: Sequence[BoxDim]) -> bool:
-    """Contiguous on both sides."""
+    """Whether a box is contiguous on both sides."""
     return not dims or (len(dims) == 1 and dims[0].source == 1 and dims[0].target == 1)
 
 
 def target_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
-    """Elements of each contiguous stretch of the target, and where they begin, relative to the first.
+    """The contiguous runs of a box in the target.
 
     Args:
         dims: by descending target stride.
+
+    Returns:
+        The length of each run and their starts relative to the first, in elements.
     """
     return _runs([(dim.size, dim.target) for dim in dims])
 
 
 def source_runs(dims: Sequence[BoxDim]) -> tuple[int, list[int]]:
-    """Elements of each contiguous stretch of the leaf, and where they begin, relative to the first.
+    """The contiguous runs of a box in the leaf.
 
     Args:
         dims: by descending source stride.
+
+    Returns:
+        The length of each run and their starts relative to the first, in elements.
     """
     return _runs([(dim.size, dim.source) for dim in dims])
 
 
 def source_stretches(dims: Sequence[BoxDim]) -> tuple[int, int, int]:
-    """Elements of each contiguous stretch of the leaf, how many there are, and from one to the next.
+    """The contiguous runs of a box in the leaf, counted.
 
     Args:
         dims: by descending source stride.
+
+    Returns:
+        The length of each run in elements, the number of runs, and the distance between their starts.
     """
     run, inner = _inner([(dim.size, dim.source) for dim in dims])
     return run, math.prod(dim.size for dim in dims[:inner]), dims[inner - 1].source if inner else run
 
 
 def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
-    """The stretches of a leaf that hold all elements of the boxes, ascending, ``(start, stop)``.
+    """The stretches of a leaf that hold all elements of the boxes.
 
     Args:
         boxes: of one leaf.
-        gap: elements between two stretches, at most, for which they are one.
+        gap: stretches with at most so many elements between them are merged.
+
+    Yields:
+        ``(start, stop)`` in elements, ascending.
     """
     found: list[tuple[int, int]] = []
     for box in boxes:
@@ -128,7 +147,7 @@ def wanted(boxes: Sequence[Move], gap: int) -> Iterator[tuple[int, int]]:
 
 
 def packed_source(move: Move) -> Move:
-    """The box in a buffer that holds its elements only, in the order of the leaf."""
+    """The move from a buffer that holds only the elements of the box, in the order of the leaf."""
     dims, below = [], 1
     for dim in reversed(move.dims):
         dims.append(dim._replace(source=below))
@@ -145,7 +164,7 @@ def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
 
 
 def _inner(dims: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Elements of the contiguous stretch of the inner dims, and how many dims are outside of it."""
+    """The length of the contiguous run of the inner dims, and the number of dims outside of it."""
     run, inner = 1, len(dims)
     while inner and dims[inner - 1][1] == run:
         inner -= 1
@@ -154,7 +173,7 @@ def _inner(dims: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def within(move: Move, low: int, high: int) -> Iterator[Move]:
-    """The boxes of a move whose elements lie in ``[low, high)`` of the leaf."""
+    """The parts of a move whose elements lie in ``[low, high)`` of the leaf, as boxes."""
     if move.source >= high or move.end <= low:
         return
     if low <= move.source and move.end <= high:
@@ -175,14 +194,14 @@ def within(move: Move, low: int, high: int) -> Iterator[Move]:
 
 
 def _touching(move: Move, low: int, high: int, length: int) -> range:
-    """Indices of the outer dim with elements in ``[low, high)``, none of which lies in it as a whole."""
+    """Indices of the outer dim with some elements in ``[low, high)``, none with all elements there."""
     stride = move.dims[0].source
     first = -((length - 1 + move.source - low) // stride)
     return range(max(0, first), min(move.dims[0].size, (high - 1 - move.source) // stride + 1))
 
 
 def _part(move: Move, index: int, dims: tuple[BoxDim, ...]) -> Move:
-    """From ``index`` of the outer dim on."""
+    """The part of a move that starts at ``index`` of the outer dim."""
     outer = move.dims[0]
     return Move(
         move.file,
@@ -194,5 +213,5 @@ def _part(move: Move, index: int, dims: tuple[BoxDim, ...]) -> Move:
 
 
 def scatters(move: Move) -> bool:
-    """Whether elements that are neighbors in the leaf are not in the target (a transpose)."""
+    """Whether adjacent elements of the leaf are apart in the target, as in a transpose."""
     return bool(move.dims) and move.dims[-1].target != 1

@@ -1,10 +1,10 @@
-"""Carries out lazy tensors: reads each source byte once, in parallel, through fixed buffers.
+"""Copies lazy tensors: reads each source byte once, in parallel, through buffers of fixed size.
 
-The boxes of all tensors to write are grouped by the leaf that they read, and a leaf is cut into **units**,
-stretches of its elements. A worker takes a unit, reads it band by band, and for each box that reaches into
-the band puts the elements where they belong: a contiguous stretch as it is, a strided one through a second
-buffer. A column slice for eight ranks therefore costs one pass over the source, not eight. Units are
-independent and may run in any order; what they put is handed to a **sink** (write, compare).
+The boxes of all tensors to write are grouped by the leaf that they read, and a leaf is divided into
+**units**, stretches of its elements. A worker takes a unit, reads it band by band, and copies the elements of
+each box in the band to their target: contiguous ones directly, strided ones through a second buffer. A column
+slice for eight ranks therefore costs one pass over the source. Units are independent and may run in any
+order; each hands its bytes to a **sink** that writes or compares them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ..format.dtypes import STORED_NAME
+from ..format.header import STORED_NAME
 from ..hub.remote_files import RemoteFile
 from .boxes import (
     BoxDim,
@@ -39,24 +39,24 @@ from .lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, LazyTensor, ZeroLeaf,
 from .open_sources import OpenSources
 
 UNIT_BYTES = 1 << 25
-"""Bytes of a leaf that one worker takes at a time; what is redone after a crash is a few of these."""
+"""Bytes of a leaf that one worker takes at a time; after a crash a few units are copied again."""
 
 BAND_BYTES = 1 << 20
-"""Bytes that are read at once: few enough to stay in a core's cache until they are written."""
+"""Bytes of one read, few enough to stay in a core's cache until they are written."""
 
 MAX_WORKERS = 16
 
 SPARSE = 4
-"""How many times less there must be to read for boxes to be read run by run."""
+"""Boxes are read run by run where that reads so many times fewer bytes."""
 
 PAGE_BYTES = 4096
 
 READ_MEMORY = BAND_BYTES * MAX_WORKERS * 4
-"""For the buffers through which tensors are read into memory."""
+"""Bytes of the buffers through which tensors are read into memory."""
 
 MAX_REQUESTS = 100_000
-"""Over a network, as long as there are no more stretches than this, nothing but what is wanted is asked for.
-Some milliseconds each, with so many workers: with more, the short gaps between stretches are read along."""
+"""Of reads over a network, some milliseconds each with so many workers. Where more stretches are needed, the
+shortest gaps between them are read too; otherwise only the needed bytes are."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -66,20 +66,20 @@ class Unit:
     """A stretch of a leaf, and the boxes that reach into it."""
 
     key: tuple[int, int]
-    """(number of the leaf, first element): it stands for the same elements whichever files are written, on
-    whatever machine and with whatever memory, since a journal names units by it."""
+    """(number of the leaf, first element). Journals name units by it, so it identifies the same elements for
+    any choice of files, machine and memory."""
     leaf: LazyLeaf
     start: int
     stop: int
     moves: tuple[Move, ...]
     band: int
-    """Elements to read at once."""
+    """Elements of one read."""
     gap: int = 0
-    """Of a remote leaf: elements between two that are wanted which are read along."""
+    """Of a remote leaf: gaps of at most so many elements between stretches are read too."""
 
 
 class Placed(NamedTuple):
-    """A tensor that goes to a file."""
+    """A tensor and its position in a target file."""
 
     tensor: LazyTensor
     file: int
@@ -88,21 +88,21 @@ class Placed(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes what one unit puts; a unit has a sink of its own."""
+    """Receives the bytes of one unit; each unit has its own sink."""
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
-        """Bytes of a file from ``offset`` on; ``data`` is used again after the call."""
+        """Take the bytes of a file from ``offset`` on; ``data`` is overwritten after the call."""
 
 
 S = TypeVar("S", bound=Sink)
 
 
 def plan_units(placed: Iterable[Placed], leaves: dict[LazyLeaf, int], memory: int) -> list[Unit]:
-    """Cut the work into units, in the order of the source files.
+    """Divide the copying into units, in the order of the source files.
 
     Args:
-        placed: what to write where.
-        leaves: numbers of the leaves; new ones are added.
+        placed: tensors with their target files.
+        leaves: numbers of the leaves; new leaves are added.
         memory: budget in bytes for the buffers of all workers.
     """
     by_leaf: dict[LazyLeaf, list[Move]] = {}
@@ -113,31 +113,31 @@ def plan_units(placed: Iterable[Placed], leaves: dict[LazyLeaf, int], memory: in
     gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
         number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
-        units += _cut_leaf(leaf, number, by_leaf[leaf], memory, gap_bytes)
+        units += _leaf_units(leaf, number, by_leaf[leaf], memory, gap_bytes)
     return units
 
 
 def is_remote(leaf: LazyLeaf) -> bool:
-    """Whether its elements come over a network."""
+    """Whether a leaf is read over a network."""
     return isinstance(leaf, FileLeaf) and isinstance(leaf.path, RemoteFile)
 
 
 def num_workers(remote: bool = False) -> int:
-    """How many units run at once; more than there are cores where they wait for a network."""
+    """The number of concurrent units: one per core, more where they wait for a network."""
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
 def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit, S], object]) -> None:
-    """Carry out all units.
+    """Copy all units.
 
     Args:
         units: from ``plan_units``.
-        make_sink: gives the sink of a unit.
-        done: called in this thread with each unit that is finished and its sink.
+        make_sink: returns the sink of a unit.
+        done: called in this thread with each finished unit and its sink.
 
     Raises:
         SourceError: a source file cannot be read, or is shorter than it was.
-        Exception: what a sink raised. Other workers have stopped by then.
+        Exception: raised by a sink. Other workers have stopped by then.
     """
     stop = threading.Event()
     todo: Iterator[Unit] = iter(units)
@@ -148,7 +148,7 @@ def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit,
         try:
             while True:
                 for unit in todo:
-                    running[pool.submit(workers.carry_out, unit, make_sink)] = unit
+                    running[pool.submit(workers.copy, unit, make_sink)] = unit
                     if len(running) >= 2 * threads:
                         break
                 if not running:
@@ -165,7 +165,7 @@ class _Stopped(Exception):
 
 
 class _Workers:
-    """What the workers share."""
+    """The state that workers share."""
 
     def __init__(self, sources: OpenSources, stop: threading.Event) -> None:
         self._sources = sources
@@ -173,11 +173,11 @@ class _Workers:
         self._buffers = threading.local()
         self._computing = threading.Lock()
 
-    def carry_out(self, unit: Unit, make_sink: Callable[[], S]) -> S:
-        """Do one unit."""
+    def copy(self, unit: Unit, make_sink: Callable[[], S]) -> S:
+        """Copy one unit."""
         sink = make_sink()
         if isinstance(unit.leaf, ComputedLeaf):
-            with self._computing:  # these hold a tensor in memory: one at a time
+            with self._computing:  # each holds a tensor in memory, so one at a time
                 elements = _elements(_computed(unit.leaf), item_bytes(unit.leaf.dtype))
                 self._bands(unit, sink, lambda start, stop: elements[start:stop])
         elif is_remote(unit.leaf):
@@ -196,7 +196,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, band, low, sink)
 
     def _gather(self, unit: Unit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
-        """Read the elements of each box alone, where most of what lies between is not wanted."""
+        """Read each box run by run, where most elements between the runs are not needed."""
         size = item_bytes(leaf.dtype)
         for boxes in self._clipped(unit, stretch):
             for box in boxes:
@@ -206,7 +206,7 @@ class _Workers:
                 self._put(packed_source(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
 
     def _fetch(self, unit: Unit, sink: Sink) -> None:
-        """Ask a network for what the boxes hold, and for no more between than costs less than a request."""
+        """Read the stretches of the boxes over a network, with gaps that cost less than a request."""
         assert isinstance(unit.leaf, FileLeaf)
         size = item_bytes(unit.leaf.dtype)
         for boxes in self._clipped(unit, unit.band):
@@ -218,7 +218,7 @@ class _Workers:
                 self._put(box, unit.leaf.dtype, buffer.view(_UNSIGNED[size]), low, sink)
 
     def _clipped(self, unit: Unit, stretch: int) -> Iterator[list[Move]]:
-        """The boxes of a unit, so many elements of the leaf at a time."""
+        """The boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
         for low in range(unit.start, unit.stop, stretch):
             if self._stop.is_set():
                 raise _Stopped
@@ -243,11 +243,10 @@ class _Workers:
         return held[:num_bytes]
 
     def _put(self, box: Move, dtype: str, band: np.ndarray[Any, Any], low: int, sink: Sink) -> None:
-        """Put the elements of a box, of which all are in ``band``, whose first element is ``low``."""
+        """Hand the elements of a box to the sink; ``band`` holds all of them and begins at ``low``."""
         first = box.source - low
         if dtype == box.dtype and is_run(box.dims):
-            whole = band[first : first + extent(box.dims)]
-            sink.put(box.file, box.offset, whole.data.cast("B"))
+            sink.put(box.file, box.offset, band[first : first + extent(box.dims)].data.cast("B"))
             return
         dims = sorted(box.dims, key=lambda dim: -dim.target)
         packed = self._pack(dims, band[first:], dtype, box.dtype)
@@ -260,7 +259,7 @@ class _Workers:
     def _pack(
         self, dims: Sequence[BoxDim], band: np.ndarray[Any, Any], dtype: str, wanted: str
     ) -> memoryview:
-        """The elements in the order of the target, cast."""
+        """The elements of a box in the order of the target, cast."""
         shape = tuple(dim.size for dim in dims)
         strided = np.ndarray(
             shape, band.dtype, band, strides=tuple(dim.source * band.itemsize for dim in dims)
@@ -274,10 +273,12 @@ class _Workers:
         return packed.data
 
 
-def _cut_leaf(leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int) -> Iterator[Unit]:
-    """Stretches at multiples of ``UNIT_BYTES`` from the leaf's start, of leaves of files; others whole."""
+def _leaf_units(
+    leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int
+) -> Iterator[Unit]:
+    """Units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one unit of another leaf."""
     size = item_bytes(leaf.dtype)
-    # One buffer to read, one to pack, and as much again for casts.
+    # Each worker has a buffer to read, one to pack, and as much again for casts.
     share = memory // num_workers(is_remote(leaf)) // 4
     band = max(1, min(BAND_BYTES, share) // size)
     if not isinstance(leaf, FileLeaf):
@@ -288,7 +289,7 @@ def _cut_leaf(leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_b
     if is_remote(leaf) or any(scatters(move) for move in moves):
         band = max(1, min(step, share // size))  # long bands give long stretches to write
     else:
-        band = _whole_rows(moves, band)
+        band = _full_rows(moves, band)
     ordered = sorted(moves, key=lambda move: move.source)
     for start in range(0, leaf.num_elements, step):
         stop = min(start + step, leaf.num_elements)
@@ -298,7 +299,7 @@ def _cut_leaf(leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_b
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
-    """Bytes between two that are wanted which are read along, so that there are not too many requests."""
+    """The largest gap between stretches that is read too, so that requests stay below ``MAX_REQUESTS``."""
     stretches: list[tuple[int, int]] = []
     for leaf, boxes in moves.items():
         if is_remote(leaf):
@@ -314,15 +315,15 @@ def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
 
 
 def _zeros_number(leaf: ZeroLeaf) -> int:
-    """Zeros belong to one rank's files: they have no place among the leaves of the global tensors, and are
-    told apart by their dtype and, as the first element of a unit's key, by their number."""
+    """The number in unit keys of zeros, by dtype. They belong to one rank's files, so they are not numbered
+    with the leaves of global tensors; the key's first element is their number of elements."""
     return -10 - list(STORED_NAME).index(leaf.dtype)
 
 
 def _sparse_stretch(unit: Unit) -> int:
-    """Elements to go through at once where most of a unit is not wanted; 0 where all is to be read.
+    """Elements to clip to where few of a unit's elements are needed; 0 where the full unit is read.
 
-    Every run costs a page at least, and a call.
+    Every run costs at least a page and a call.
     """
     boxes = [box for move in unit.moves for box in within(move, unit.start, unit.stop)]
     if not boxes:
@@ -339,8 +340,8 @@ def _gather_bytes(box: Move, size: int) -> int:
     return len(starts) * max(run * size, PAGE_BYTES)
 
 
-def _whole_rows(moves: list[Move], band: int) -> int:
-    """A band of at most ``band`` elements (or of one row) that cuts no row of strided boxes in two."""
+def _full_rows(moves: list[Move], band: int) -> int:
+    """The largest band of full rows of the strided boxes: at most ``band`` elements, or one row."""
     rows = [dim.source for move in moves for dim in move.dims if dim.source <= band]
     row = max(rows, default=1)
     return max(band // row, 1) * row
@@ -368,6 +369,9 @@ def _elements(tensor: torch.Tensor, size: int) -> np.ndarray[Any, Any]:
 def read_tensor(tensor: LazyTensor) -> torch.Tensor:
     """Read a tensor into memory.
 
+    Returns:
+        On the CPU, contiguous, of the shape and dtype of ``tensor``.
+
     Raises:
         SourceError: a file cannot be read.
     """
@@ -375,7 +379,10 @@ def read_tensor(tensor: LazyTensor) -> torch.Tensor:
 
 
 def read_tensors(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
-    """Read tensors into memory, at once.
+    """Read several tensors into memory, in one pass over their files.
+
+    Returns:
+        On the CPU, contiguous, of the shapes and dtypes of ``tensors``.
 
     Raises:
         SourceError: a file cannot be read.
@@ -388,11 +395,11 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
 
 
 class _Memory:
-    """A sink that keeps everything; its files are tensors."""
+    """A sink into memory; its files are tensors."""
 
     def __init__(self, memory: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
         self._memory = memory
 
     def put(self, file: int, offset: int, data: memoryview) -> None:
-        """Copy."""
+        """Copy the bytes to a tensor."""
         self._memory[file][offset : offset + len(data)] = data

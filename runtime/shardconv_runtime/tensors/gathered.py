@@ -1,8 +1,8 @@
-"""Tensors that interleave stretches of many files, put together in memory band by band.
+"""Tensors that interleave stretches of many files, assembled in memory band by band.
 
-Where ranks hold columns of a matrix, its rows are short stretches of all their files in turn. Copied one by
-one these would be as many small writes, and as many lines of the journal. A band of whole rows is read from
-each file in one go, and written in one.
+Where ranks hold columns of a matrix, its rows alternate between short stretches of all their files. Copied
+one by one, each would be a small write and a line of the journal. A band of full rows is read from each file
+with one read, and written with one write.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BAND_BYTES = 1 << 22
-"""Of a band; the same in every run, since journals count bands."""
+"""Of a band; constant, since journals count bands."""
 
 SHORT_BYTES = 1 << 16
-"""A stretch of so many bytes is worth a write of its own."""
+"""Stretches of at least so many bytes are written one by one."""
 
 FEW = 64
-"""So many stretches are worth a write each, however short."""
+"""Up to so many stretches are written one by one, however short."""
 
 
 def is_interleaved(tensor: LazyTensor) -> bool:
-    """Whether the tensor consists of many short stretches."""
+    """Whether a tensor consists of many short stretches."""
     item = item_bytes(tensor.dtype)
     num_runs = sum(math.prod(piece.shape) // _run(piece, tensor) for piece in tensor.pieces)
     return num_runs > FEW and math.prod(tensor.shape) * item < num_runs * SHORT_BYTES
 
 
 def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
-    """The tensor as bands that are put together when they are needed.
+    """The tensor as bands that are assembled in memory when they are needed.
 
     Args:
         name: of the tensor, for messages.
-        tensor: returned as it is where its elements are not in files in their order: each band of a
-            transposed matrix would read all of it.
+        tensor: returned unchanged if its elements are not stored in their order in files: each band of a
+            transposed matrix would read the full matrix.
     """
     if not tensor.shape or tensor.is_cast or not all(map(_is_in_order, tensor.pieces)):
         return tensor
@@ -51,7 +51,7 @@ def gathered(name: str, tensor: LazyTensor) -> LazyTensor:
 
 
 def _run(piece: StridedBox, tensor: LazyTensor) -> int:
-    """Elements of a piece that are one after another in the tensor."""
+    """Elements of a piece that are adjacent in the tensor."""
     run = 1
     for held, extent in zip(reversed(piece.shape), reversed(tensor.shape), strict=True):
         run *= held
@@ -66,7 +66,7 @@ def _is_in_order(piece: StridedBox) -> bool:
 
 
 def _boxes(tensor: LazyTensor) -> Iterator[list[Range]]:
-    """Boxes of at most ``BAND_BYTES`` (or of one element) that are contiguous in the tensor, in order."""
+    """Contiguous boxes of the tensor of at most ``BAND_BYTES`` (or one element), in order."""
     shape, inner = tensor.shape, item_bytes(tensor.dtype)
     dim = len(shape) - 1
     while dim > 0 and inner * shape[dim] <= BAND_BYTES:

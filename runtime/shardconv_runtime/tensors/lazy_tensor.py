@@ -2,9 +2,9 @@
 
 A ``LazyTensor`` is a set of boxes that cover it, each a strided window of a **leaf**: the bytes of a
 tensor in a file, zeros, or the result of a computation. Slicing, concatenating, stacking, transposing and
-most reshapes give another such tensor without touching a byte; a rank's slice of a parameter, a
-parameter put together from ranks' slices, and a slice of that for another number of ranks are the same
-kind of value. ``copying`` reads and writes them.
+most reshapes return another lazy tensor without reading a byte. A rank's slice of a parameter, a parameter
+assembled from ranks' slices, and a slice of that for another number of ranks are values of this one type.
+``copying`` reads and writes them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..format.dtypes import STORED_BITS, STORED_NAME, TORCH_NAME
-from ..format.header import StoredTensor
+from ..format.header import STORED_BITS, STORED_NAME, TORCH_NAME, StoredTensor
 from ..format.slices import Range
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileLeaf:
-    """Elements in a file, one after another."""
+    """Contiguous elements in a file."""
 
     path: Path | RemoteFile
     offset: int
@@ -50,12 +50,12 @@ class ZeroLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedLeaf:
-    """The elements of a tensor that is computed, row-major, when it is needed."""
+    """The elements, row-major, of a tensor that is computed when it is needed."""
 
     name: str
     """For messages."""
     compute: Callable[[], Tensor] = field(repr=False)
-    """Gives the tensor on the CPU; called again each time."""
+    """Returns the tensor on the CPU, of ``dtype`` and with ``num_elements``; called at each use."""
     dtype: str
     num_elements: int
 
@@ -65,7 +65,7 @@ LazyLeaf = FileLeaf | ZeroLeaf | ComputedLeaf
 
 @dataclass(frozen=True, slots=True)
 class StridedBox:
-    """A box of a tensor, and where its elements are."""
+    """A box of a tensor, and the strided window of a leaf that holds its elements."""
 
     start: Shape
     """Of the box, in the tensor."""
@@ -79,12 +79,12 @@ class StridedBox:
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor of boxes. ``dtype`` may differ from that of the leaves: its elements are then cast."""
+    """A tensor of boxes. Elements of leaves of another dtype are cast to ``dtype``."""
 
     dtype: str
     shape: Shape
     pieces: tuple[StridedBox, ...]
-    """They cover each position once; none for a tensor without elements."""
+    """Boxes that cover each position once; none for a tensor without elements."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,13 +103,19 @@ def item_bytes(dtype: str) -> int:
 
 
 def stored(path: Path | RemoteFile, start: int, tensor: StoredTensor) -> LazyTensor:
-    """A tensor of a safetensors file whose tensors begin at byte ``start``; torch has its dtype."""
+    """A tensor of a safetensors file.
+
+    Args:
+        path: of the file.
+        start: byte at which the file's tensors begin.
+        tensor: its entry in the header, of a dtype that torch has.
+    """
     leaf = FileLeaf(path, start + tensor.offsets[0], TORCH_NAME[tensor.dtype], math.prod(tensor.shape))
     return from_leaf(leaf, tensor.shape)
 
 
 def from_leaf(leaf: LazyLeaf, shape: Sequence[int]) -> LazyTensor:
-    """A leaf as a tensor, row-major."""
+    """A tensor of all elements of a leaf, row-major."""
     shape = tuple(shape)
     assert math.prod(shape) == leaf.num_elements
     if leaf.num_elements == 0:
@@ -124,7 +130,7 @@ def zeros(dtype: str, shape: Sequence[int]) -> LazyTensor:
 
 
 def cast(tensor: LazyTensor, dtype: str) -> LazyTensor | None:
-    """The tensor with its elements cast; None where they would be cast twice."""
+    """The tensor cast to ``dtype``; None if its elements would be cast twice."""
     if dtype == tensor.dtype:
         return tensor
     return None if tensor.is_cast else replace(tensor, dtype=dtype)
@@ -136,7 +142,7 @@ def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
     if tuple(spans) == ((0, size),):
         return tensor
     lengths = [stop - start for start, stop in spans]
-    places = [sum(lengths[:index]) for index in range(len(spans))] if len(spans) < 9 else _sums(lengths)
+    starts = list(accumulate(lengths, initial=0))
     shape = _with(tensor.shape, dim, sum(lengths))
     ends = [stop for _, stop in spans]
     pieces: list[StridedBox] = []
@@ -147,7 +153,7 @@ def take(tensor: LazyTensor, dim: int, spans: Sequence[Range]) -> LazyTensor:
             if spans[index][0] >= high:
                 break
             if start < stop:
-                pieces.append(_cut(piece, dim, start, stop, places[index] + start - spans[index][0]))
+                pieces.append(_clipped(piece, dim, start, stop, starts[index] + start - spans[index][0]))
     return LazyTensor(tensor.dtype, shape, tuple(pieces))
 
 
@@ -168,7 +174,7 @@ def concatenate(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     """Tensors of one dtype laid end to end along a dim.
 
     Raises:
-        ValueError: they differ in another dim.
+        ValueError: the tensors differ in another dim.
     """
     first = tensors[0]
     if len({_with(tensor.shape, dim, 0) for tensor in tensors}) > 1:
@@ -211,7 +217,7 @@ def squeeze(tensor: LazyTensor, dim: int) -> LazyTensor:
 
 
 def reshape(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor | None:
-    """The elements in row-major order as another shape; None where boxes would not stay boxes."""
+    """The elements in row-major order in another shape; None if a box would not stay a box."""
     shape = tuple(shape)
     assert math.prod(shape) == math.prod(tensor.shape)
     if not tensor.pieces:
@@ -229,15 +235,15 @@ def assemble(
     """A tensor from parts of it.
 
     Args:
-        dtype: of all.
-        shape: of the whole.
-        parts: (part, for each dim the spans of the whole that its positions are, in order); together
-            they are to cover the whole exactly once.
+        dtype: of the tensor and its parts.
+        shape: of the tensor.
+        parts: (part, positions): for each dim, ``positions`` has the spans of the tensor that the part's
+            positions are, in order. Together the parts cover the tensor exactly once.
     """
     pieces: list[StridedBox] = []
-    for part, places in parts:
+    for part, positions in parts:
         boxes = list(part.pieces)
-        for dim, spans in enumerate(places):
+        for dim, spans in enumerate(positions):
             boxes = [moved for box in boxes for moved in _spread(box, dim, spans)]
         pieces += boxes
     assert sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape), "covered once"
@@ -252,14 +258,6 @@ def contiguous_strides(shape: Sequence[int]) -> Shape:
     return tuple(strides)
 
 
-def _sums(lengths: Sequence[int]) -> list[int]:
-    places, total = [], 0
-    for length in lengths:
-        places.append(total)
-        total += length
-    return places
-
-
 def _with(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim + 1 :])
 
@@ -268,30 +266,30 @@ def _moved(piece: StridedBox, dim: int, distance: int) -> StridedBox:
     return replace(piece, start=_with(piece.start, dim, piece.start[dim] + distance)) if distance else piece
 
 
-def _cut(piece: StridedBox, dim: int, start: int, stop: int, place: int) -> StridedBox:
-    """The part of a piece from ``start`` to ``stop`` of a dim of the tensor, put at ``place``."""
+def _clipped(piece: StridedBox, dim: int, start: int, stop: int, new_start: int) -> StridedBox:
+    """The part of a piece from ``start`` to ``stop`` of a dim of the tensor, moved to ``new_start``."""
     offset = piece.offset + (start - piece.start[dim]) * piece.strides[dim]
     return replace(
         piece,
-        start=_with(piece.start, dim, place),
+        start=_with(piece.start, dim, new_start),
         shape=_with(piece.shape, dim, stop - start),
         offset=offset,
     )
 
 
 def _spread(piece: StridedBox, dim: int, spans: Sequence[Range]) -> Iterable[StridedBox]:
-    """Put the positions of a dim where ``spans``, in order, say."""
+    """Move the positions of a dim to ``spans``, in order."""
     done = 0
     low, high = piece.start[dim], piece.start[dim] + piece.shape[dim]
     for begin, end in spans:
         start, stop = max(low, done), min(high, done + end - begin)
         if start < stop:
-            yield _cut(piece, dim, start, stop, begin + start - done)
+            yield _clipped(piece, dim, start, stop, begin + start - done)
         done += end - begin
 
 
 _Group = tuple[Range, Range]
-"""Dims of the old shape, dims of the new one, of equal products."""
+"""Dims of the old shape and dims of the new shape, with equal products."""
 
 
 def _reshape_groups(old: Shape, new: Shape) -> list[_Group]:
@@ -336,12 +334,12 @@ def _reshape_piece(piece: StridedBox, old: Shape, new: Shape, groups: Sequence[_
 def _regroup(
     piece: StridedBox, dims: Range, old: Shape, new: Shape
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
-    """Start, shape and strides of a piece in dims ``new``, which take the place of ``dims``.
+    """Start, shape and strides of a piece in dims of the sizes ``new``, which replace ``dims``.
 
-    What it covers of ``dims`` must be evenly strided in row-major order, and must be a box of ``new``.
+    Its elements must be evenly strided over ``dims`` in row-major order and form a box of ``new``; otherwise
+    the result is None.
     """
-    whole_dims = range(*dims)
-    kept = [dim for dim in whole_dims if old[dim] > 1]
+    kept = [dim for dim in range(*dims) if old[dim] > 1]
     if not kept:
         return [0] * len(new), [1] * len(new), [0] * len(new)
     outer, inner = kept[0], kept[1:]
@@ -360,7 +358,7 @@ def _regroup(
 def _box(
     first: int, count: int, shape: Shape, step: int
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]] | None:
-    """The flat positions from ``first`` on as a box of a row-major ``shape``."""
+    """``count`` flat positions from ``first`` on as a box of a row-major ``shape``; None if they are none."""
     strides = contiguous_strides(shape)
     start, sizes = [0] * len(shape), [1] * len(shape)
     for dim, stride in enumerate(strides):

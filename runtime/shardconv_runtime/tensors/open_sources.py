@@ -1,4 +1,4 @@
-"""The files that lazy tensors are read from: open ones of this machine, and ones of the Hub."""
+"""Open files that lazy tensors are read from, local and on the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .lazy_tensor import FileLeaf, item_bytes
 
 
 class OpenSources:
-    """Opened when they are first read; threads may share them."""
+    """Files, opened at their first read; thread-safe."""
 
     def __init__(self) -> None:
         self._handles: dict[Path, int] = {}
@@ -28,7 +28,11 @@ class OpenSources:
             os.close(handle)
 
     def read(self, leaf: FileLeaf, start: int, into: memoryview) -> None:
-        """Elements of a leaf from ``start`` on, as many as there is room for."""
+        """Fill ``into`` with elements of a leaf from ``start`` on.
+
+        Raises:
+            SourceError: the file cannot be read, or ends before.
+        """
         offset = leaf.offset + start * item_bytes(leaf.dtype)
         if isinstance(leaf.path, RemoteFile):
             self._reader(leaf.path).read_into(offset, into)
@@ -47,8 +51,18 @@ class OpenSources:
             into, offset = into[count:], offset + count
 
     def read_runs(self, leaf: FileLeaf, starts: Sequence[int], run: int, into: memoryview) -> None:
-        """``run`` elements from each of ``starts`` on, one after another: there may be many, and short."""
-        assert isinstance(leaf.path, Path), "what is remote is not read run by run"
+        """Fill ``into`` with runs of a local leaf, which may be many and short.
+
+        Args:
+            leaf: to read.
+            starts: of the runs, in elements.
+            run: length of each run in elements.
+            into: filled with the runs in their order.
+
+        Raises:
+            SourceError: the file cannot be read, or ends before.
+        """
+        assert isinstance(leaf.path, Path), "remote leaves are not read run by run"
         size = item_bytes(leaf.dtype)
         handle, length, end = self._handle(leaf.path), run * size, 0
         for start in starts:
@@ -58,7 +72,7 @@ class OpenSources:
             except OSError:
                 count = 0
             if count != length:
-                self.read(leaf, start, part)  # knows what to say
+                self.read(leaf, start, part)  # raises the error
             end += length
 
     def _reader(self, file: RemoteFile) -> RemoteReader:

@@ -227,7 +227,7 @@ def truncate(model: Path) -> None:
 
 
 BAD_INPUT = {
-    "no config": (lambda m: remove(m / "config.json"), "give the directory of a transformers model"),
+    "no config": (lambda m: remove(m / "config.json"), "name the directory of a transformers model"),
     "invalid config": (break_json, "restore the file"),
     "unknown architecture": (rename_type, "install a transformers that has it"),
     "no weights": (lambda m: remove(m / "model.safetensors"), "download them"),

@@ -176,7 +176,7 @@ def test_a_file_of_the_other_byte_order(tmp_path: Path) -> None:
     rewrite(file, swap)
     assert torch.equal(torch.load(file)["x"], BASE)
     for read in (lazy_tensors, lambda files: stored_dtype(files[0])):
-        with pytest.raises(SourceError, match="of another byte order; load it with torch here, save it"):
+        with pytest.raises(SourceError, match="of another byte order; load it with torch, then save it"):
             read([file])
 
 
@@ -186,7 +186,7 @@ def test_a_record_that_is_too_short(tmp_path: Path) -> None:
     data = file.read_bytes()
     assert data.count(b"K\x64") >= 2, "100, as the pickle has it"
     file.write_bytes(data.replace(b"K\x64", b"K\x65"))
-    with pytest.raises(SourceError, match=r"a\.bin: x needs more than the 400 bytes that are there for it"):
+    with pytest.raises(SourceError, match=r"a\.bin: x needs more than the 400 bytes stored for it"):
         lazy_tensors([file])
 
 
@@ -209,7 +209,7 @@ def test_what_might_run_code_is_not_loaded(
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a.bin", {"x": BASE, "y": make()}, is_zip)
     with pytest.raises(
-        SourceError, match=r"a\.bin holds \S+\.\w+, which is no tensor, and might run"
+        SourceError, match=r"a\.bin holds \S+\.\w+, which might run code"
     ) as caught:
         lazy_tensors([tmp_path / "a.bin"])
     assert "\n" not in str(caught.value)
@@ -234,7 +234,7 @@ def test_code_beside_a_model_is_not_run(
 @FORMATS
 @pytest.mark.parametrize("held", [[BASE], {"x": 5}, {"model": {"x": BASE}}, {5: BASE}, BASE, None])
 def test_other_contents_are_refused(tmp_path: Path, held: Any, is_zip: bool) -> None:
-    with pytest.raises(SourceError, match="does not hold a dict of tensors; give a file of weights"):
+    with pytest.raises(SourceError, match="does not hold a dict of tensors; name a file of weights"):
         lazy_tensors([save(tmp_path / "a.bin", held, is_zip)])
 
 

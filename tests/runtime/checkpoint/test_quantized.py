@@ -15,17 +15,11 @@ from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.scaled import with_blocks
 from shardconv_runtime.errors import PlanError, SourceError
 from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.block_scales import (
-    SUFFIX,
-    VALUES_DTYPE,
-    check_blocks,
-    dequantized,
-    factors_entry,
-)
+from shardconv_runtime.format.block_scales import VALUES_DTYPE, check_blocks, dequantized
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
-from shardconv_runtime.format.layout_hash import is_common
 from shardconv_runtime.format.plan import ParameterPlan, parameter_plans
 from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.stored_layout import SUFFIX, factors_entry, is_common
 from shardconv_runtime.tensors.copying import read_tensor
 from small_models import hand_plan, small_config
 
@@ -124,7 +118,7 @@ def test_values_and_factors_must_fit(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=rf"{name}{SUFFIX} is \[6, 4\], factors for .* should be \[6, 5\]"):
         shardconv.convert(dense, tmp_path / "out", 2, check=False)
     change(dense, name + SUFFIX, None)
-    with pytest.raises(SourceError, match=rf"{name} is in float8 and has no {name}{SUFFIX}"):
+    with pytest.raises(SourceError, match=rf"{name} is in float8 and lacks {name}{SUFFIX}"):
         shardconv.convert(dense, tmp_path / "out", 2, check=False)
 
 

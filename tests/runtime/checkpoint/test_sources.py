@@ -64,7 +64,7 @@ def test_a_config_object_needs_no_directory() -> None:
     spec = resolve(small_config(dtype="bfloat16"), need_weights=False)
     assert (spec.directory, spec.dtype, spec.weight_files) == (None, "bfloat16", ())
     assert spec.model_class is transformers.LlamaForCausalLM
-    with pytest.raises(SourceError, match="has no weights; give a directory"):
+    with pytest.raises(SourceError, match="has no weights; name a directory"):
         resolve(small_config())
 
 
@@ -122,7 +122,7 @@ def test_stacked_experts_are_put_together_as_transformers_does(tmp_path: Path) -
     for name, parameter in model.named_parameters():
         assert torch.equal(found[name], parameter.detach()), name
     change_tensors(tmp_path, model__layers__0__block_sparse_moe__experts__1__w1__weight=None)
-    with pytest.raises(SourceError, match=r"put together from.*model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+    with pytest.raises(SourceError, match=r"that these parameters consist of.*model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         read(tmp_path)
 
 
@@ -138,10 +138,10 @@ def test_what_transformers_ignores_is_not_extra(llama_dir: Path) -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[Change, str]] = {
-    "none": (lambda p: (p / "config.json").unlink(), "no config.json in .*; give the directory"),
+    "none": (lambda p: (p / "config.json").unlink(), "no config.json in .*; name the directory"),
     "invalid JSON": (lambda p: (p / "config.json").write_text("{"), "cannot be read as JSON: .*; restore"),
-    "a list": (lambda p: (p / "config.json").write_text("[]"), "holds no JSON object; restore"),
-    "no type": (lambda p: change_config(p, model_type=None), "no model_type"),
+    "a list": (lambda p: (p / "config.json").write_text("[]"), "does not hold a JSON object; restore"),
+    "no type": (lambda p: change_config(p, model_type=None), "lacks model_type"),
     "unknown": (
         lambda p: change_config(p, model_type="mystery"),
         r"config\.json: unknown architecture 'mystery' in .*; install a transformers that has it",
@@ -270,7 +270,7 @@ class TestIndex:
     def test_a_missing_file_is_named(self, split_dir: Path) -> None:
         lost = resolve(split_dir).weight_files[1]
         lost.unlink()
-        with pytest.raises(SourceError, match=rf"{lost.name} is missing, which .* names; download"):
+        with pytest.raises(SourceError, match=rf"{lost.name}, named by .*, is missing; download"):
             resolve(split_dir)
 
     @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", ""])
