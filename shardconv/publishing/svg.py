@@ -1,13 +1,14 @@
-"""The few shapes of an SVG that pictures are made of, their colours, and text that fits its place."""
+"""The SVG elements of pictures, their colors, and text that fits a width."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 
-RANK_COLOURS = ("#5b8ff9", "#61d9a5", "#f6bd16", "#f0785a", "#6fcbe8", "#a284d8", "#ff9f4a", "#f194bd")
-"""Distinct side by side, and light enough for dark text on them, on light and on dark ground."""
+RANK_COLORS = ("#5b8ff9", "#61d9a5", "#f6bd16", "#f0785a", "#6fcbe8", "#a284d8", "#ff9f4a", "#f194bd")
+"""Distinct from their neighbors, and light enough for dark text on light and dark backgrounds."""
 
-COLLECTIVE_COLOURS = {"all_reduce": "#c2255c", "all_gather": "#0b7285", "reduce_scatter": "#5f3dc4"}
+COLLECTIVE_COLORS = {"all_reduce": "#c2255c", "all_gather": "#0b7285", "reduce_scatter": "#5f3dc4"}
 """Dark enough for white text."""
 
 CSS = """
@@ -19,10 +20,10 @@ CSS = """
 .sc .muted { fill: #56657a; }
 .sc .line { stroke: #9aa8b9; fill: none; }
 .sc .tip { fill: #9aa8b9; }
-.sc .whole { fill: #c6ced8; }
+.sc .replicated { fill: #c6ced8; }
 .sc .gap { fill: #e6ebf1; }
 .sc .edge { stroke: #1b2430; stroke-opacity: .55; fill: none; }
-.sc .cut { stroke: #ffffff; stroke-width: 1; }
+.sc .shard { stroke: #ffffff; stroke-width: 1; }
 .sc .pill { fill: #dfe6ef; }
 .sc .on { fill: #10151f; }
 .sc .bar { fill: #ffffff; }
@@ -35,31 +36,40 @@ CSS = """
 .sc .muted { fill: #9dabbd; }
 .sc .line { stroke: #66758a; }
 .sc .tip { fill: #66758a; }
-.sc .whole { fill: #556172; }
+.sc .replicated { fill: #556172; }
 .sc .gap { fill: #2a3440; }
 .sc .edge { stroke: #e8edf4; stroke-opacity: .45; }
-.sc .cut { stroke: #10161e; }
+.sc .shard { stroke: #10161e; }
 .sc .pill { fill: #2d3847; }
 .sc .on { fill: #10151f; }
 .sc .bar { fill: #ffffff; }
 }
 """
-"""Of every picture; the classes apply inside of ``.sc`` only, so that a page may hold one."""
+"""The style of every picture; classes apply inside ``.sc`` only, so that a page may embed pictures."""
 
 TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Markup that begins at y = 0, and its height."""
+
+    markup: str
+    height: float
+
 
 _NARROW, _WIDE = frozenset("iljtfr.,:;'|![](){}/ -"), frozenset("mwMW@%")
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """About how wide text is in a system font, rather too wide."""
+    """An upper estimate of the width of text in a system font."""
     size = 1.1 * size if bold else size
     units = sum(0.38 if c in _NARROW else 0.95 if c in _WIDE or ord(c) > 0x2E80 else 0.63 for c in text)
     return units * size
 
 
 def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
-    """Text with its middle left out, if it is wider than ``width``."""
+    """Text without its middle, if it is wider than ``width``."""
     if text_width(text, size, bold=bold) <= width:
         return text
     kept = len(text)
@@ -74,7 +84,7 @@ def _shortened(text: str, kept: int) -> str:
 
 
 def number(value: float) -> str:
-    """A coordinate with at most two digits behind the point."""
+    """A coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -83,8 +93,8 @@ def element(name: str, content: str = "", /, **attributes: float | str) -> str:
 
     Args:
         name: of the element.
-        content: markup, escaped by whoever made it.
-        **attributes: numbers, or text that is escaped here.
+        content: markup, which is not escaped here.
+        **attributes: numbers, or text, which is escaped here.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value) if isinstance(value, str) else number(value)}"'
@@ -93,23 +103,28 @@ def element(name: str, content: str = "", /, **attributes: float | str) -> str:
     return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
 
 
+def moved(x: float, y: float, markup: str) -> str:
+    """Markup whose origin is at (x, y)."""
+    return element("g", markup, transform=f"translate({x:g} {round(y, 2):g})")
+
+
 def rect(x: float, y: float, width: float, height: float, **attributes: float | str) -> str:
     """A rectangle."""
     return element("rect", x=x, y=y, width=max(width, 0), height=max(height, 0), **attributes)
 
 
 def text(x: float, y: float, content: str, size: float, **attributes: float | str) -> str:
-    """A line of text, which is escaped here."""
+    """A line of text; ``content`` is escaped here."""
     return element("text", escape(printable(content)), **{"x": x, "y": y, "font_size": size, **attributes})
 
 
 def title(content: str) -> str:
-    """What is shown beside the pointer, and read to those who do not see."""
+    """A tooltip, which screen readers read too."""
     return element("title", escape(printable(content)))
 
 
 def printable(text: str) -> str:
-    """Text without the characters that XML cannot hold."""
+    """Text without characters that XML does not allow."""
     return "".join(c if _in_xml(ord(c)) else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -118,5 +133,5 @@ def _in_xml(code: int) -> bool:
 
 
 def marked(*parts: str) -> str:
-    """Parts one after another, each on a line of its own."""
+    """Parts joined by line breaks, without empty ones."""
     return "\n".join(part for part in parts if part)

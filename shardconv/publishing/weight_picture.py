@@ -1,4 +1,4 @@
-"""A weight as a rectangle that is cut where its dims are split, the pieces coloured by rank."""
+"""A weight as a rectangle, divided where its dims are sharded and colored by rank."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardconv_runtime.format.dims import Dim, axes_of, size
-from shardconv_runtime.format.layout_hash import is_common
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 
-from .cuts import Coordinates, Holders, Piece, holders, pieces
-from .outline import Cell
-from .svg import RANK_COLOURS, TIMES, element, rect, text
+from .lanes import Cell
+from .stretches import Coordinates, Holders, Stretch, holders, stretches
+from .svg import RANK_COLORS, TIMES, element, rect, text
 
 LONGEST = 92.0
-"""Length in the picture of the longest dim of a block."""
+"""Length in the picture of the longest dim in a block."""
 
 SHORTEST = 16.0
 THIN, APART = 8.0, 4.0
-"""Of the vectors beside a matrix."""
+"""Width of the vectors beside a matrix, and their distance."""
 
 SMALL_DIM = 16
-"""Dims up to this size are left out of the drawing of a tensor with more than two."""
+"""Dims up to this size are not drawn of a tensor with more than two dims."""
 
 MAX_SHEETS = 5
 
 
 @dataclass(slots=True)
 class Paint:
-    """Colours of ranks, and the patterns that were needed so far."""
+    """Colors of ranks, and the patterns in use so far."""
 
     plan: Plan
     patterns: dict[str, str] = field(default_factory=dict)
-    """Id -> markup, in the order of their first use."""
+    """Id -> markup, in the order of first use."""
 
     def rank(self, rank: int) -> str:
-        """Colour of a rank; where there are more than colours, of those that stand for all."""
-        tp, colours = self.plan.tp, RANK_COLOURS
-        if tp <= len(colours) or rank < 3:
-            return colours[rank]
-        return colours[-1] if rank == tp - 1 else colours[3 + rank % 4]
+        """Color of a rank; with more ranks than colors, the first three and the last differ from the rest."""
+        tp, colors = self.plan.tp, RANK_COLORS
+        if tp <= len(colors) or rank < 3:
+            return colors[rank]
+        return colors[-1] if rank == tp - 1 else colors[3 + rank % 4]
 
     def held(self, held: Holders) -> str:
-        """The fill of what some ranks hold alike: the colour of one, or stripes of the first and the last."""
+        """The fill of what these ranks hold: the color of one, or stripes of the first and the last."""
         first = self.rank(held.first) if self.plan.tp <= 8 or held.count == 1 else self._group(held)
         if held.count == 1:
             return first
@@ -57,7 +56,7 @@ class Paint:
         return f"url(#{key})"
 
     def hatch(self) -> str:
-        """Laid over what is whole on some ranks and zero on all others."""
+        """The overlay of partial parameters, which are zero on all ranks but some."""
         line = element("line", x1=0, y1=0, x2=0, y2=6, class_="hatch")
         self.patterns["sc-hatch"] = element(
             "pattern", line, id="sc-hatch", width=6, height=6,
@@ -66,12 +65,12 @@ class Paint:
         return "url(#sc-hatch)"
 
     def _group(self, held: Holders) -> str:
-        return RANK_COLOURS[held.first // held.count % len(RANK_COLOURS)]
+        return RANK_COLORS[held.first // held.count % len(RANK_COLORS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Markup with its size; it begins at (0, 0)."""
+    """Markup at (0, 0), and its size."""
 
     markup: str
     width: float
@@ -82,7 +81,9 @@ def draw(cell: Cell, paint: Paint, longest: int) -> Drawn:
     """Draw the tensors of a cell.
 
     Args:
-        longest: size of the dim that gets the length ``LONGEST``.
+        cell: what to draw.
+        paint: colors; patterns that are used are added.
+        longest: size of the dim that is ``LONGEST`` long in the picture.
     """
     if cell.is_small:
         return _vectors([tensor.plan for tensor in cell.tensors], paint)
@@ -91,26 +92,26 @@ def draw(cell: Cell, paint: Paint, longest: int) -> Drawn:
 
 
 def faces(entry: ParameterPlan) -> tuple[int, ...]:
-    """The dims that are drawn: height and width, and before them the sheets if there are three."""
+    """Indices of the dims that are drawn: height and width, after the sheets if there are three."""
     kept = list(range(len(entry.dims)))
     sizes = global_shape(entry)
-    split = {index for index in kept if axes_of(entry.dims[index])}
+    sharded = {index for index in kept if axes_of(entry.dims[index])}
     for index in sorted(kept, key=lambda i: (i == 0 and sizes[i] > 1, sizes[i], -i)):
         is_stack = index == 0 and sizes[0] > 1 and all(sizes[i] > SMALL_DIM for i in kept[1:])
         is_small = sizes[index] <= SMALL_DIM and not is_stack
-        if len(kept) > 2 and index not in split and (is_small or len(kept) > 3):
+        if len(kept) > 2 and index not in sharded and (is_small or len(kept) > 3):
             kept.remove(index)
     return tuple(kept[-3:])
 
 
 def shape_lines(entry: ParameterPlan, plan: Plan) -> tuple[str, str]:
-    """The global shape, and what a rank holds; empty if it is the same."""
-    whole = global_shape(entry)
+    """The global shape and the local one; the second is empty if they are equal."""
+    shape = global_shape(entry)
     first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
-    if first == whole:
-        return _times(whole), ""
+    if first == shape:
+        return _times(shape), ""
     each = [str(a) if a == b else f"≤ {max(a, b)}" for a, b in zip(first, last, strict=True)]
-    return _times(whole), "→ " + f" {TIMES} ".join(each)
+    return _times(shape), "→ " + f" {TIMES} ".join(each)
 
 
 def _times(shape: Sequence[int]) -> str:
@@ -134,7 +135,7 @@ def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint
         if gap:
             parts.append(rect(x, y, width, height, class_="gap"))
         else:
-            parts += _cut_rectangle(
+            parts += _sharded_rectangle(
                 entry, (rows, columns), coordinates, (x, y, width, height), paint, depth == 0
             )
         parts.append(rect(x, y, width, height, class_="edge"))
@@ -150,30 +151,30 @@ def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint
 
 
 def _sheets(dim: Dim, paint: Paint) -> list[tuple[str, Coordinates]]:
-    """The sheets from front to back, as (is a gap, who holds them)."""
+    """The sheets from front to back, as (``gap`` or empty, coordinates of the holders)."""
     if not axes_of(dim):
         return [("", {})] * min(3, size(dim))
-    cut = pieces(dim, paint.plan.mesh)
-    if len(cut) > MAX_SHEETS:
-        cut = (*cut[:3], Piece(0, 1, None), cut[-1])
-    return [("gap" if p.coordinates is None else "", p.coordinates or {}) for p in cut]
+    found = stretches(dim, paint.plan.mesh)
+    if len(found) > MAX_SHEETS:
+        found = (*found[:3], Stretch(0, 1, None), found[-1])
+    return [("gap" if sheet.coordinates is None else "", sheet.coordinates or {}) for sheet in found]
 
 
-_Place = tuple[float, float, float, float]
-"""x, y, width, height"""
+_Frame = tuple[float, float, float, float]
+"""x, y, width, height of a rectangle."""
 
 
-def _cut_rectangle(
+def _sharded_rectangle(
     entry: ParameterPlan,
     faces: tuple[int, int],
     around: Coordinates,
-    place: _Place,
+    frame: _Frame,
     paint: Paint,
     is_front: bool,
 ) -> Iterator[str]:
-    x, y, width, height = place
+    x, y, width, height = frame
     mesh = paint.plan.mesh
-    down, across = (pieces(entry.dims[index], mesh) for index in faces)
+    down, across = (stretches(entry.dims[index], mesh) for index in faces)
     for row in down:
         for column in across:
             where = (
@@ -185,36 +186,36 @@ def _cut_rectangle(
             if row.coordinates is None or column.coordinates is None:
                 yield _gap(where, is_row=row.coordinates is None)
             else:
-                yield _piece(
+                yield _shard(
                     entry, {**around, **row.coordinates, **column.coordinates}, where, paint, is_front
                 )
 
 
-def _piece(
-    entry: ParameterPlan, coordinates: Coordinates, place: _Place, paint: Paint, is_labelled: bool = True
+def _shard(
+    entry: ParameterPlan, coordinates: Coordinates, frame: _Frame, paint: Paint, is_labeled: bool = True
 ) -> str:
-    x, y, width, height = place
+    x, y, width, height = frame
     if entry.partial:
         at_zero = {**coordinates, **dict.fromkeys(entry.partial, 0)}
         held = holders(at_zero, paint.plan.mesh)
         ground = rect(x, y, width, height, fill=paint.held(held))
         return ground + rect(x, y, width, height, fill=paint.hatch())
     if not coordinates:
-        return rect(x, y, width, height, class_="whole")
+        return rect(x, y, width, height, class_="replicated")
     held = holders(coordinates, paint.plan.mesh)
-    shape = rect(x, y, width, height, fill=paint.held(held), class_="cut" if min(width, height) > 3 else "")
+    shape = rect(x, y, width, height, fill=paint.held(held), class_="shard" if min(width, height) > 3 else "")
     shape = shape.replace(' class=""', "")
     label = str(held.first) if held.count == 1 else f"{held.first}-{held.last}"
     if held.count > 1 and held.last - held.first + 1 != held.count:
         label = f"{held.first}…{held.last}"
-    if not is_labelled or height < 9.5 or width < 5.2 * len(label) + 3:
+    if not is_labeled or height < 9.5 or width < 5.2 * len(label) + 3:
         return shape
     middle = x + width / 2, y + height / 2 + 2.9
     return shape + text(*middle, label, 8.2, text_anchor="middle", class_="on")
 
 
-def _gap(place: _Place, *, is_row: bool) -> str:
-    x, y, width, height = place
+def _gap(frame: _Frame, *, is_row: bool) -> str:
+    x, y, width, height = frame
     dots = rect(x, y, width, height, class_="gap")
     if (height if is_row else width) < 9:
         return dots
@@ -230,49 +231,44 @@ def _strip(
     vector: ParameterPlan,
     paint: Paint,
     is_row: bool,
-    face: tuple[float, float],
+    matrix: tuple[float, float],
     total: tuple[float, float],
     sheets: int,
 ) -> str:
-    """A vector along a side of a matrix: right of its rows, or below its columns."""
-    width, height = face
+    """A vector along one side of a matrix: right of its rows, or below its columns."""
+    width, height = matrix
     top = (sheets - 1) * 6.0
-    place = (total[0] + APART, top, THIN, height) if is_row else (0.0, total[1] + APART, width, THIN)
-    return "".join(_cut_vector(vector, place, paint, is_row=is_row))
+    frame = (total[0] + APART, top, THIN, height) if is_row else (0.0, total[1] + APART, width, THIN)
+    return "".join(_sharded_vector(vector, frame, paint, is_row=is_row))
 
 
-def _cut_vector(vector: ParameterPlan, place: _Place, paint: Paint, *, is_row: bool) -> Iterator[str]:
-    x, y, width, height = place
-    cut = pieces(vector.dims[0], paint.plan.mesh) if vector.dims else (Piece(0.0, 1.0, {}),)
-    for piece in cut:
-        along = piece.stop - piece.start
+def _sharded_vector(vector: ParameterPlan, frame: _Frame, paint: Paint, *, is_row: bool) -> Iterator[str]:
+    x, y, width, height = frame
+    found = stretches(vector.dims[0], paint.plan.mesh) if vector.dims else (Stretch(0.0, 1.0, {}),)
+    for stretch in found:
+        along = stretch.stop - stretch.start
         if is_row:
-            where = (x, y + piece.start * height, width, along * height)
+            where = (x, y + stretch.start * height, width, along * height)
         else:
-            where = (x + piece.start * width, y, along * width, height)
-        if piece.coordinates is None:
+            where = (x + stretch.start * width, y, along * width, height)
+        if stretch.coordinates is None:
             yield _gap(where, is_row=is_row)
         else:
-            yield _piece(vector, piece.coordinates, where, paint)
+            yield _shard(vector, stretch.coordinates, where, paint)
     yield rect(x, y, width, height, class_="edge")
 
 
 def _vectors(vectors: Sequence[ParameterPlan], paint: Paint) -> Drawn:
-    """Vectors of a module without a matrix, one under another."""
+    """Vectors of a module without a matrix, below one another."""
     parts: list[str] = []
     height = 0.0
     for vector in vectors[:4]:
-        parts += _cut_vector(vector, (0.0, height, LONGEST, 13.0), paint, is_row=False)
+        parts += _sharded_vector(vector, (0.0, height, LONGEST, 13.0), paint, is_row=False)
         height += 13.0 + APART
     return Drawn("".join(parts), LONGEST, height - APART)
 
 
 def longest_dim(cells: Sequence[Cell]) -> int:
-    """The largest dim that is drawn of any matrix among the cells."""
+    """The largest size of a dim that is drawn of a matrix in the cells."""
     entries = [tensor.plan for cell in cells for tensor in cell.tensors if len(tensor.plan.dims) >= 2]
     return max((size(entry.dims[i]) for entry in entries for i in faces(entry)[-2:]), default=1)
-
-
-def is_split(cell: Cell) -> bool:
-    """Some tensor is not held whole by every rank."""
-    return not all(is_common(tensor.plan) for tensor in cell.tensors)

@@ -18,9 +18,11 @@ from shardconv_runtime.format.slices import ranges
 from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 
-from shardconv.publishing.cuts import MAX_PIECES, holders, pieces
-from shardconv.publishing.outline import Bar, Block, Cell, outline
-from shardconv.publishing.picture import WIDTH, picture
+from shardconv.publishing.geometry import WIDTH
+from shardconv.publishing.lanes import Bar, Cell
+from shardconv.publishing.outline import Block, outline
+from shardconv.publishing.picture import picture
+from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
 from shardconv.publishing.svg import fitted, text_width
 from shardconv.publishing.weight_picture import faces
 from shardconv.reporting.summary import summarize
@@ -39,7 +41,7 @@ def texts(root: ElementTree.Element) -> list[str]:
 
 
 def cells(block: Block) -> list[Cell]:
-    """The weights of a block."""
+    """Weights of a block."""
     return [item for lane in block.lanes for item in lane.items if isinstance(item, Cell)]
 
 
@@ -65,11 +67,11 @@ def test_every_weight_and_every_byte_of_a_plan_is_in_its_outline(case: tuple[str
     drawn = Counter(
         dataclasses.replace(tensor.plan, names=())
         for block in blocks
-        for cell in (*cells(block), *block.whole)
+        for cell in (*cells(block), *block.replicated)
         for tensor in cell.tensors
     )
     assert set(drawn) == {dataclasses.replace(entry, names=()) for entry in plan.parameters}
-    assert all(block.lanes or block.whole for block in blocks)
+    assert all(block.lanes or block.replicated for block in blocks)
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: "-".join(map(str, case)))
@@ -102,9 +104,9 @@ def test_a_decoder_is_drawn_in_the_order_in_which_it_runs() -> None:
         *("q_proj", "k_proj", "v_proj", "o_proj", "all_reduce"),
         *("gate_proj", "up_proj", "down_proj", "all_reduce"),
     ]
-    assert [cell.path for cell in layer.whole] == ["input_layernorm", "post_attention_layernorm"]
+    assert [cell.path for cell in layer.replicated] == ["input_layernorm", "post_attention_layernorm"]
     assert order(last) == ["lm_head", "all_gather"]
-    assert [cell.path for cell in last.whole] == ["model.norm"]
+    assert [cell.path for cell in last.replicated] == ["model.norm"]
 
 
 def test_what_is_written() -> None:
@@ -113,7 +115,7 @@ def test_what_is_written() -> None:
     for expected in (
         "LlamaForCausalLM",
         "rank 3",
-        "whole on every rank",
+        "replicated",
         "self_attn",
         "q_proj",
         "all_reduce",
@@ -135,7 +137,7 @@ def test_kinds_of_layers_are_drawn_once() -> None:
         assert block.lanes[-1].title == "mlp", "attention runs first in every layer"
 
 
-def test_a_layer_that_has_a_little_more_is_no_kind_of_its_own() -> None:
+def test_a_layer_with_a_few_more_parts_is_drawn_as_the_others() -> None:
     blocks = [block for block in outline(zoo_plan("seq2seq", "t5", 4)) if block.title]
     assert [block.title for block in blocks] == ["encoder.block.{0,1}", "decoder.block.{0,1}"]
     (bias,) = (cell for cell in cells(blocks[0]) if cell.path.endswith("relative_attention_bias"))
@@ -145,18 +147,19 @@ def test_a_layer_that_has_a_little_more_is_no_kind_of_its_own() -> None:
 
 def test_tied_weights_are_drawn_where_they_are_used() -> None:
     last = outline(zoo_plan("causal", "gpt2", 4))[-1]
-    assert [cell.is_tied for cell in cells(last)] == ["transformer.wte.weight"]
+    assert [cell.tied_to for cell in cells(last)] == ["transformer.wte.weight"]
     assert "is transformer.wte" in texts(parsed(zoo_plan("causal", "gpt2", 4)))
 
 
-def test_whole_experts_are_sheets_of_one_colour() -> None:
-    split, whole = (zoo_plan("causal", "mixtral", 4, experts) for experts in ("tp", "ep"))
+def test_experts_that_are_not_sharded_are_sheets_of_one_color() -> None:
+    sharded, distributed = (zoo_plan("causal", "mixtral", 4, experts) for experts in ("tp", "ep"))
 
     def experts(plan: Plan) -> Cell:
         return next(c for block in outline(plan) for c in cells(block) if c.path.endswith("experts"))
 
-    assert len(faces(experts(whole).tensors[0].plan)) == len(faces(experts(split).tensors[0].plan)) == 3
-    assert picture(split) != picture(whole)
+    found = [faces(experts(plan).tensors[0].plan) for plan in (sharded, distributed)]
+    assert [len(dims) for dims in found] == [3, 3]
+    assert picture(sharded) != picture(distributed)
 
 
 def test_nothing_in_a_plan_is_markup() -> None:
@@ -198,7 +201,7 @@ def test_any_number_of_ranks(tp: int) -> None:
         assert min(numbers[2:]) >= 0
 
 
-def test_float8_and_parameters_that_are_terms_of_a_sum() -> None:
+def test_float8_and_partial_parameters() -> None:
     plan = hand_plan(small_config(), 2)
     blocks = ParameterPlan(
         ("extra.weight",),
@@ -210,7 +213,7 @@ def test_float8_and_parameters_that_are_terms_of_a_sum() -> None:
     term = ParameterPlan(("extra.bias",), (Leaf(256),), "float32", partial=(0,))
     root = parsed(dataclasses.replace(plan, parameters=(*plan.parameters, blocks, term)))
     assert "float8, factors 2 \N{MULTIPLICATION SIGN} 1" in texts(root)
-    assert "whole on one rank, zero on others" in texts(root)
+    assert "partial: full on one rank, zero on the others" in texts(root)
     assert any(node.get("id") == "sc-hatch" for node in root.iter(f"{SVG}pattern"))
 
 
@@ -225,15 +228,15 @@ DIMS = st.recursive(
 
 @given(dim=DIMS)
 @settings(deadline=None)
-def test_pieces_cover_the_dim(dim: Dim) -> None:
-    cut = pieces(dim, (2, 3))
-    assert cut[0].start == 0.0
-    assert cut[-1].stop == pytest.approx(1.0)
-    assert all(a.stop == b.start for a, b in pairwise(cut))
-    assert len(cut) <= MAX_PIECES + 1
-    for piece in cut:
-        if piece.coordinates is not None:
-            held = holders(piece.coordinates, (2, 3))
+def test_stretches_cover_the_dim(dim: Dim) -> None:
+    found = stretches(dim, (2, 3))
+    assert found[0].start == 0.0
+    assert found[-1].stop == pytest.approx(1.0)
+    assert all(a.stop == b.start for a, b in pairwise(found))
+    assert len(found) <= MAX_STRETCHES + 1
+    for stretch in found:
+        if stretch.coordinates is not None:
+            held = holders(stretch.coordinates, (2, 3))
             assert 0 <= held.first <= held.last < 6
             assert held.count in (1, 2, 3, 6)
 
@@ -249,29 +252,29 @@ def test_pieces_cover_the_dim(dim: Dim) -> None:
         (Leaf(3, (0,)), (5,)),
     ],
 )
-def test_few_pieces_are_the_positions_that_ranks_hold(dim: Dim, mesh: tuple[int, ...]) -> None:
+def test_few_stretches_are_the_positions_that_ranks_hold(dim: Dim, mesh: tuple[int, ...]) -> None:
     held: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(math.prod(mesh))}
-    for piece in pieces(dim, mesh):
-        assert piece.coordinates is not None
-        start, stop = (round(edge * size(dim)) for edge in (piece.start, piece.stop))
-        held[holders(piece.coordinates, mesh).first].append((start, stop))
+    for stretch in stretches(dim, mesh):
+        assert stretch.coordinates is not None
+        start, stop = (round(edge * size(dim)) for edge in (stretch.start, stretch.stop))
+        held[holders(stretch.coordinates, mesh).first].append((start, stop))
     for rank, found in held.items():
         flat = [position for start, stop in found for position in range(start, stop)]
         assert flat == [p for start, stop in ranges(dim, mesh, rank) for p in range(start, stop)]
 
 
-def test_many_pieces_are_few() -> None:
-    cut = pieces(Leaf(1000, (0,)), (64,))
-    assert [piece.coordinates for piece in cut] == [{0: 0}, {0: 1}, {0: 2}, None, {0: 63}]
-    repeated = pieces(Product((Leaf(1000), Leaf(4, (0,)))), (4,))
+def test_many_stretches_are_few() -> None:
+    found = stretches(Leaf(1000, (0,)), (64,))
+    assert [stretch.coordinates for stretch in found] == [{0: 0}, {0: 1}, {0: 2}, None, {0: 63}]
+    repeated = stretches(Product((Leaf(1000), Leaf(4, (0,)))), (4,))
     assert len(repeated) == 12
-    fused = pieces(Sum((Leaf(640, (0,)), Leaf(64, (0,)))), (64,))
+    fused = stretches(Sum((Leaf(640, (0,)), Leaf(64, (0,)))), (64,))
     assert len(fused) == 10
 
 
 @given(text=st.text(max_size=80), width=st.floats(20, 400))
 @settings(deadline=None)
-def test_text_is_cut_to_its_place(text: str, width: float) -> None:
+def test_text_is_shortened_to_its_width(text: str, width: float) -> None:
     shown = fitted(text, 11.0, width)
     assert shown == text or len(shown) < len(text) + 1
     assert text_width(shown, 11.0) <= max(width, text_width(shown[:3], 11.0))

@@ -1,4 +1,4 @@
-"""How a dim is cut into the pieces of the ranks, in few enough pieces to be drawn."""
+"""How a dim is sharded over the ranks, in few enough stretches to be drawn."""
 
 from __future__ import annotations
 
@@ -10,53 +10,52 @@ from itertools import product
 from shardconv_runtime.format.dims import Dim, Leaf, Product, axes_of, size
 from shardconv_runtime.format.slices import Mesh, rank_at
 
-MAX_PARTS = 8
-"""More parts than so of one dim are drawn as the first three, a gap, and the last."""
+MAX_SHARDS = 8
+"""More shards of one leaf are drawn as the first three, a gap, and the last."""
 
 MAX_REPEATS = 3
-"""How often a pattern is drawn that repeats more often."""
+"""Most repetitions of a pattern that are drawn."""
 
-MAX_PIECES = 128
-"""Most pieces of one dim; beyond, the rest is a gap."""
+MAX_STRETCHES = 128
+"""Most stretches of one dim; the rest is a gap."""
 
 Coordinates = Mapping[int, int]
-"""Mesh axis -> coordinate of the ranks that hold a piece."""
+"""Mesh axis -> coordinate of the ranks that hold a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of a dim that the same ranks hold."""
+class Stretch:
+    """Neighboring positions of a dim that the same ranks hold."""
 
     start: float
-    """0 to 1, as it is drawn."""
+    """From 0 to 1, as it is drawn."""
     stop: float
     coordinates: Coordinates | None
-    """None: a gap that stands for pieces which are left out."""
+    """None: a gap, for stretches that are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks that hold a piece alike."""
+    """The ranks that hold the same stretch."""
 
     first: int
     last: int
     count: int
 
 
-def pieces(dim: Dim, mesh: Mesh) -> tuple[Piece, ...]:
-    """Cut a dim; one piece with no coordinates where each rank holds all of it.
+def stretches(dim: Dim, mesh: Mesh) -> tuple[Stretch, ...]:
+    """The stretches of a dim in order; one without coordinates if the dim is replicated.
 
-    Where there are many parts or repetitions, the widths are no longer those of the dim: a few pieces
-    stand for all.
+    With many shards or repetitions a few stretches stand for all, and the widths are not to scale.
     """
     runs = _runs(dim, mesh)
-    if len(runs) > MAX_PIECES:
-        rest = math.fsum(width for width, _ in runs[MAX_PIECES:])
-        runs = [*runs[:MAX_PIECES], (rest, None)]
+    if len(runs) > MAX_STRETCHES:
+        rest = math.fsum(width for width, _ in runs[MAX_STRETCHES:])
+        runs = [*runs[:MAX_STRETCHES], (rest, None)]
     total = math.fsum(width for width, _ in runs) or 1.0
     out, done = [], 0.0
     for width, coordinates in runs:
-        out.append(Piece(done / total, (done + width) / total, coordinates))
+        out.append(Stretch(done / total, (done + width) / total, coordinates))
         done += width
     return tuple(out)
 
@@ -72,7 +71,7 @@ _Run = tuple[float, Coordinates | None]
 
 
 def _runs(dim: Dim, mesh: Mesh) -> list[_Run]:
-    """Width and holders of the pieces, in the order of the positions."""
+    """Width and holders of the stretches, in the order of the positions."""
     if not axes_of(dim):
         return [(float(size(dim)), {})]
     if isinstance(dim, Leaf):
@@ -81,7 +80,7 @@ def _runs(dim: Dim, mesh: Mesh) -> list[_Run]:
         return _product(dim.factors, mesh)
     runs: list[_Run] = []
     for segment in dim.segments:
-        if len(runs) > MAX_PIECES:
+        if len(runs) > MAX_STRETCHES:
             runs.append((float(size(segment)), None))
         else:
             runs += _runs(segment, mesh)
@@ -90,28 +89,28 @@ def _runs(dim: Dim, mesh: Mesh) -> list[_Run]:
 
 def _leaf(leaf: Leaf, mesh: Mesh) -> Iterator[_Run]:
     extents = [mesh[axis] for axis in leaf.axes]
-    parts = math.prod(extents)
-    small, larger = divmod(leaf.size, parts)
-    if min(parts, leaf.size) <= MAX_PARTS:
-        for part in range(min(parts, leaf.size)):
-            yield float(small + (part < larger)), _coordinates(leaf, extents, part)
+    num_shards = math.prod(extents)
+    small, num_larger = divmod(leaf.size, num_shards)
+    if min(num_shards, leaf.size) <= MAX_SHARDS:
+        for index in range(min(num_shards, leaf.size)):
+            yield float(small + (index < num_larger)), _coordinates(leaf, extents, index)
         return
     width = leaf.size / 6
-    for part in range(3):
-        yield width, _coordinates(leaf, extents, part)
+    for index in range(3):
+        yield width, _coordinates(leaf, extents, index)
     yield 2 * width, None
-    yield width, _coordinates(leaf, extents, min(parts, leaf.size) - 1)
+    yield width, _coordinates(leaf, extents, min(num_shards, leaf.size) - 1)
 
 
-def _coordinates(leaf: Leaf, extents: Sequence[int], part: int) -> Coordinates:
+def _coordinates(leaf: Leaf, extents: Sequence[int], index: int) -> Coordinates:
     found: dict[int, int] = {}
     for axis, extent in zip(reversed(leaf.axes), reversed(extents), strict=True):
-        found[axis], part = part % extent, part // extent
+        found[axis], index = index % extent, index // extent
     return found
 
 
 def _product(factors: Sequence[Dim], mesh: Mesh) -> list[_Run]:
-    """What an outer factor repeats is drawn ``MAX_REPEATS`` times at most."""
+    """The runs of a product; an outer factor repeats the inner ones ``MAX_REPEATS`` times at most."""
     outer, *inner = factors
     if not inner:
         return _runs(outer, mesh)
@@ -120,19 +119,19 @@ def _product(factors: Sequence[Dim], mesh: Mesh) -> list[_Run]:
     if not any(coordinates is None or coordinates for _, coordinates in inside):
         scale = math.fsum(width for width, _ in inside)
         return [(width * scale, coordinates) for width, coordinates in around]
-    if len(around) * len(inside) > MAX_PIECES:
+    if len(around) * len(inside) > MAX_STRETCHES:
         around = around[:MAX_REPEATS]
     times = 1 if axes_of(outer) else min(MAX_REPEATS, size(outer))
     found = [
-        (width / times * part, _joined(a, b))
+        (width / times * share, _joined(a, b))
         for width, a in around
-        for _, (part, b) in product(range(times), inside)
+        for _, (share, b) in product(range(times), inside)
     ]
-    return _few(found) if axes_of(outer) and len(found) > MAX_PARTS else found
+    return _few(found) if axes_of(outer) and len(found) > MAX_SHARDS else found
 
 
 def _few(runs: Sequence[_Run]) -> list[_Run]:
-    """The first three pieces, a gap, and the last, instead of many."""
+    """The first three runs, a gap, and the last, instead of many."""
     held = [coordinates for _, coordinates in runs if coordinates is not None]
     width = math.fsum(width for width, _ in runs) / 6
     return [*((width, coordinates) for coordinates in held[:3]), (2 * width, None), (width, held[-1])]
