@@ -40,7 +40,7 @@ class Functions(TorchFunctionMode):
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
         result = self._call(func, args, kwargs)
         leaves = result if isinstance(result, (tuple, list)) else (result,)
-        outputs = tuple(self.recorder.tid(t) for t in leaves if isinstance(t, torch.Tensor))
+        outputs = tuple(self.recorder.identities.tid(t) for t in leaves if isinstance(t, torch.Tensor))
         self.recorder.tape.replays.append(
             Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
         )
@@ -53,7 +53,7 @@ class Functions(TorchFunctionMode):
         values = pytree.tree_map_only(torch.Tensor, self.recorder.ask, args)
         with torch.utils._python_dispatch._disable_current_modes():
             real = func(*values, **{**kwargs, "device": "cpu"})
-        return self.recorder.meta(real)
+        return self.recorder.identities.meta(real)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``tolist`` and the like: of the true value, if it does not depend on parameters."""
@@ -63,14 +63,14 @@ class Functions(TorchFunctionMode):
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return Ref(self.recorder.tid(value))
+            return Ref(self.recorder.identities.tid(value))
         if isinstance(value, (tuple, list)):
             items = [self._refs(v) for v in value]
             return tuple(items) if isinstance(value, tuple) else items
         return value
 
     def _size(self, result: Any, args: Any, kwargs: Any) -> Any:
-        tid = self.recorder.tid(args[0])
+        tid = self.recorder.identities.tid(args[0])
         if isinstance(result, int):
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             return TracedInt(result, ("size", tid, dim % args[0].dim()))
@@ -104,7 +104,7 @@ def _has_traced(values: Any) -> bool:
 
 
 def wrap_ints(module: nn.Module, fqn: str) -> dict[int, Any]:
-    """Wrap the int attributes; the configs that were replaced, by ``id`` of what took their place."""
+    """Wrap the int attributes; ``id`` of each config that was put in place of another -> the other."""
     attributes = module.__dict__
     replaced: dict[int, Any] = {}
     for key, value in list(attributes.items()):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Journal(dict[int, T]):
+class Journal(dict[K, T]):
     """Keeps what each change replaced, in ``log``; values are never None."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.log: list[tuple[int, T | None]] = []
+        self.log: list[tuple[K, T | None]] = []
 
-    def __setitem__(self, key: int, value: T) -> None:
+    def __setitem__(self, key: K, value: T) -> None:
         self.log.append((key, self.get(key)))
         super().__setitem__(key, value)
 
-    def pop(self, key: int, default: Any = None) -> Any:
+    def pop(self, key: K, default: Any = None) -> Any:
         """As of a dict; the default is None."""
         self.log.append((key, self.get(key)))
         return super().pop(key, default)

@@ -1,9 +1,9 @@
 """Runs a module that cannot be traced, on numbers, to learn what it returns.
 
-Its code may do what meta tensors do not bear: numpy, control flow that depends on data, an operator that
-knows no meta tensors. A copy of the module gets random parameters and is run on the CPU, with the true
-inputs where they are known and plausible ones elsewhere. What comes back tells shapes and dtypes; the
-module is recorded as one operator that reads its inputs and all of its parameters.
+Its code may use numpy, control flow that depends on data, or an operator without a meta function. A copy of
+the module gets random parameters and is run on the CPU, with the true inputs where they are known and
+plausible ones elsewhere. The results tell shapes and dtypes; the module is recorded as one operator that
+reads its inputs and all of its parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .recorder import META, Recorder
+from .identities import META, TensorKey, tensor_key
+from .recorder import Recorder
 from .tape import Op, Ref
 from .values import MAX_STAND_IN, fixed_seed, stand_in
 
 OPAQUE = "opaque"
-"""Name of the operator that stands for a whole module."""
+"""Name of the operator that stands for a module."""
 MAX_ELEMENTS = 1 << 30
 """A module with more parameters takes too long on a CPU to be tried."""
 
@@ -57,7 +58,7 @@ class Opaque:
         own = [*module.parameters(), *module.buffers()]
         if sum(t.numel() for t in own) > MAX_ELEMENTS:
             raise TooLarge
-        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {tensor_key(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         with torch._C.DisableTorchFunction(), _disable_current_modes(), fixed_seed():
             real = {key: self._plausible(t) for key, t in given.items()}
             before = {key: t.clone() for key, t in real.items()}
@@ -72,7 +73,7 @@ class Opaque:
     def _plausible(self, tensor: Tensor) -> Tensor:
         """A real tensor of the same strides: the true value if there is one."""
         recorder = self.recorder
-        tid = recorder.tid(tensor)
+        tid = recorder.identities.tid(tensor)
         info = recorder.tape.tensors[tid]
         value = recorder.values.value(tid)
         if value is None:
@@ -86,26 +87,26 @@ class Opaque:
         reads: list[Tensor],
         written: list[Tensor],
         result: Any,
-        real: Mapping[int, Tensor],
-        given: Mapping[int, Tensor],
+        real: Mapping[TensorKey, Tensor],
+        given: Mapping[TensorKey, Tensor],
     ) -> Any:
         recorder = self.recorder
-        inputs = tuple(dict.fromkeys((*(recorder.tid(t) for t in reads), *self.read)))
-        passed = {id(real[key]): tensor for key, tensor in given.items()}
-        made: dict[int, tuple[Tensor, Tensor]] = {}
+        inputs = tuple(dict.fromkeys((*(recorder.identities.tid(t) for t in reads), *self.read)))
+        passed = {tensor_key(real[key]): tensor for key, tensor in given.items()}
+        made: dict[TensorKey, tuple[Tensor, Tensor]] = {}
 
         def on_meta(tensor: Tensor) -> Tensor:
-            known = passed.get(id(tensor))
-            if known is not None:
-                return known
-            if id(tensor) not in made:
-                made[id(tensor)] = tensor, torch.empty_like(tensor, device=META)
-            return made[id(tensor)][1]
+            key = tensor_key(tensor)
+            if key in passed:
+                return passed[key]
+            if key not in made:
+                made[key] = tensor, torch.empty_like(tensor, device=META)
+            return made[key][1]
 
         with _disable_current_modes():
             outputs = pytree.tree_map_only(Tensor, on_meta, result)
-        tids = [recorder.rewrite(t) for t in written]
-        tids += [recorder.new(meta) for _, meta in made.values()]
+        tids = [recorder.identities.rewrite(t) for t in written]
+        tids += [recorder.identities.new(meta) for _, meta in made.values()]
         op = Op(OPAQUE, tuple(map(Ref, inputs)), {}, inputs, tuple(tids), recorder.call())
         recorder.emit(op)
         for tid, (value, _) in zip(tids[len(written) :], made.values(), strict=True):
@@ -114,8 +115,8 @@ class Opaque:
         return outputs
 
 
-def _mapped(value: Any, real: Mapping[int, Tensor]) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: real[id(t)], value)
+def _mapped(value: Any, real: Mapping[TensorKey, Tensor]) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: real[tensor_key(t)], value)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -124,14 +125,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Random parameters, zeros where a buffer has no value; the buffers and copies of them."""
-    done: dict[int, Tensor] = {}
+    done: dict[TensorKey, Tensor] = {}
 
     def real(tensor: Tensor) -> Tensor:
-        if tensor.device == META and id(tensor) not in done:
+        key = tensor_key(tensor)
+        if tensor.device == META and key not in done:
             value = _random(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            done[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-        return done.get(id(tensor), tensor)
+            done[key] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        return done.get(key, tensor)
 
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -160,7 +162,7 @@ def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[
 
     Args:
         module: is left as it is.
-        keep: what is not copied but replaced, by ``id``.
+        keep: memo of ``copy.deepcopy``: by ``id``, objects that are not copied, and their replacements.
         forwards: for each path of a module in it, the ``forward`` that its instance had, if any.
     """
     memo = dict(keep)

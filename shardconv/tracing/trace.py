@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .functions import Functions, wrap_ints
+from .identities import tensor_key
 from .ints import watching
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
@@ -39,7 +40,7 @@ def trace(
         model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
             runs and restored afterwards.
         inputs: real CPU tensors by keyword; their values answer data-dependent questions.
-        keep: operators that are recorded whole even if they are composite.
+        keep: operators that are recorded as one even if they are composite.
         options: further arguments, not tensors.
         like: the tape of the model of which this is one rank's: questions get the same answers, and
             the same modules become one operator.
@@ -62,7 +63,7 @@ def trace(
     finally:
         tracer.undo()
     leaves = results(model, outputs)
-    recorder.tape.outputs = tuple(recorder.tid(t) for t in leaves)
+    recorder.tape.outputs = tuple(recorder.identities.tid(t) for t in leaves)
     return recorder.tape
 
 
@@ -72,7 +73,7 @@ def trace(
 class _Tracer:
     """What is attached to the modules of one model, and taken off again by ``undo``.
 
-    The forward pass may store tensors on modules (caches of positions, say): that is undone too.
+    The forward pass may store tensors on modules, such as caches of positions: that is undone too.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None) -> None:
@@ -82,9 +83,10 @@ class _Tracer:
         """Whether a module is being run on numbers: its calls are not recorded."""
         self.frames: list[_Frame] = []
         """One for each module call of the tape."""
-        self.hooks: dict[int, _ModuleHook] = {}
+        self.hooks: dict[nn.Module, _ModuleHook] = {}
         self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
+        """Memo of ``copy.deepcopy``, which is keyed by ``id``: objects that a copy of a module shares."""
         self.failure: tuple[BaseException, str] | None = None
         self.handles: list[Any] = []
         for fqn, module in model.named_modules():
@@ -95,7 +97,7 @@ class _Tracer:
             self._attach(_ModuleHook(self, module, fqn), module)
 
     def _attach(self, hook: _ModuleHook, module: nn.Module) -> None:
-        self.hooks[id(module)] = hook
+        self.hooks[module] = hook
         self.kept[id(hook)] = hook
         self.handles.append(module.register_forward_pre_hook(hook.enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(hook.leave, with_kwargs=True))
@@ -113,7 +115,7 @@ class _Tracer:
     def copied(self, module: nn.Module) -> nn.Module:
         """A deep copy without what is attached."""
         named = module.named_modules(remove_duplicate=False)
-        forwards = {path: self.hooks[id(m)].own_forward for path, m in named if id(m) in self.hooks}
+        forwards = {path: self.hooks[m].own_forward for path, m in named if m in self.hooks}
         return pristine_copy(module, self.kept, forwards)
 
     def where(self, error: BaseException) -> str:
@@ -159,9 +161,9 @@ class _Frame:
 
 
 def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
-    """The tensors that a model returns to its caller, who must get them whole.
+    """The tensors that a model returns to its caller, who must get all of each.
 
-    What has the name of an argument (a state, a cache) is handed back at the next call, to the same rank.
+    An output that is named like an argument (a state, a cache) goes back to the same rank at the next call.
     """
     if isinstance(outputs, Mapping):
         handed_back = inspect.signature(model.forward).parameters
@@ -183,7 +185,7 @@ class _ModuleHook:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: the call is on the tape, and its inputs get marks."""
         if not self.tracer.is_paused:
-            with torch._C.DisableTorchFunction():  # reading a size here is nothing that the model does
+            with torch._C.DisableTorchFunction():  # the model does not read this size
                 self._enter(module, args, kwargs)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -195,7 +197,7 @@ class _ModuleHook:
         recorder.stack.append(call)
         named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
         slots = list(_tensor_slots("input", {**named, **kwargs}))
-        outer = [(t, recorder.tid(t)) for _, t in slots]
+        outer = [(t, recorder.identities.tid(t)) for _, t in slots]
         self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
         recorder.mark(call, slots)
         self.is_entered = True
@@ -210,10 +212,10 @@ class _ModuleHook:
         recorder = self.recorder
         slots = list(_tensor_slots("output", output))
         recorder.mark(recorder.stack[-1], slots)
-        returned = {id(t) for _, t in slots}
+        returned = {tensor_key(t) for _, t in slots}
         for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
-            if id(tensor) not in returned and id(tensor) not in recorder.stale:
-                recorder.ids[id(tensor)] = tid
+            if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):
+                recorder.identities.become(tensor, tid)
         recorder.stack.pop()
 
     def guarded(self, forward: Callable[..., Any]) -> Callable[..., Any]:

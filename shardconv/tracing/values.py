@@ -30,7 +30,7 @@ _VALUE_FREE = frozenset(
     f"aten.{name}"
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
 )
-"""Operators that ask nothing of their operand but its shape."""
+"""Operators that use only the shape of their operand."""
 
 
 class Unknown(Exception):
@@ -38,7 +38,7 @@ class Unknown(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryLayout:
     """Where a tensor lies in its memory."""
 
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Place:
-        """The place of a tensor."""
+    def of(cls, tensor: Tensor) -> MemoryLayout:
+        """The layout of a tensor, of any shape."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def end(self) -> int:
@@ -70,7 +70,7 @@ class Values:
         self.guessed: dict[int, Tensor] = {}
         self._tape = tape
         self._producer: dict[int, Op] = {}
-        self._places: dict[int, tuple[Place, Place]] = {}
+        self._layouts: dict[int, tuple[MemoryLayout, MemoryLayout]] = {}
         self._unknown: set[int] = set()
         self._weights: set[int] = set()
 
@@ -96,15 +96,15 @@ class Values:
         if op.inputs and self._weights.issuperset(op.inputs):
             self._weights.update(op.outputs)
 
-    def wrote(self, op: Op, old: Place, written: Place) -> None:
+    def wrote(self, op: Op, old: MemoryLayout, written: MemoryLayout) -> None:
         """``op`` is an ``alias_write``: its output is the first input after a write through the second."""
         self.made(op)
-        self._places[op.outputs[0]] = old, written
+        self._layouts[op.outputs[0]] = old, written
 
     def forget(self, first: int, end: int) -> None:
         """These tensors are taken off the tape."""
         for tid in range(first, end):
-            for known in (self.known, self.guessed, self._producer, self._places):
+            for known in (self.known, self.guessed, self._producer, self._layouts):
                 known.pop(tid, None)
             self._unknown.discard(tid)
             self._weights.discard(tid)
@@ -198,7 +198,7 @@ class Values:
         return [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
 
     def _written(self, op: Op) -> Tensor:
-        old, written = self._places[op.outputs[0]]
+        old, written = self._layouts[op.outputs[0]]
         before, part = (self._held(t) for t in op.inputs)
         with _disable_current_modes():
             memory = before.new_zeros(max(old.end(), written.end()))
@@ -236,8 +236,8 @@ def stand_in(info: TensorInfo) -> Tensor:
     rows = numel // columns
     with _disable_current_modes():
         step = -(-columns // rows)
-        place = torch.arange(columns)[None] - step * torch.arange(rows)[:, None]
-        return ((place % columns) * (2 / columns) - 1).view(info.shape).to(info.dtype)
+        column = torch.arange(columns)[None] - step * torch.arange(rows)[:, None]
+        return ((column % columns) * (2 / columns) - 1).view(info.shape).to(info.dtype)
 
 
 def _repeated(value: int, info: TensorInfo) -> Tensor:

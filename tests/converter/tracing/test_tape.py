@@ -301,7 +301,7 @@ def test_a_stand_in_prefers_each_column_as_often(columns: int, more: int) -> Non
 @given(st.lists(st.tuples(st.sampled_from(["set", "pop"]), st.integers(0, 5), st.integers(0, 99))), st.data())
 def test_a_journal_goes_back(changes: list[tuple[str, int, int]], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(changes)))
-    journal: Journal[int] = Journal()
+    journal: Journal[int, int] = Journal()
     kept, length = {}, 0
     for index, (what, key, value) in enumerate([*changes, ("set", 0, 0)]):
         if index == stop:

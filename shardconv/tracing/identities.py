@@ -1,0 +1,160 @@
+"""Which tensor of the tape each tensor of Python is.
+
+The tape's tensors are values. A Python tensor that is written in place has another value from then on, and so
+do the tensors that share its memory: these are **stale** until they are next read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NewType
+
+import torch
+from torch import Tensor
+
+from .journal import Journal
+from .tape import Op, Tape, TensorInfo
+from .values import MemoryLayout, Values
+
+META = torch.device("meta")
+
+TensorKey = NewType("TensorKey", int)
+"""Stands for a tensor in a table. A tensor cannot be a key itself while the tracer's modes are active, since
+hashing and comparing it are torch calls, which they see. The holder of the table keeps the tensor alive."""
+StorageKey = NewType("StorageKey", int)
+"""Stands for memory in a table, under the same condition."""
+
+
+def tensor_key(tensor: Tensor) -> TensorKey:
+    """The key of a tensor, valid as long as the tensor is alive."""
+    return TensorKey(id(tensor))
+
+
+def storage_key(tensor: Tensor) -> StorageKey:
+    """The key of the memory under a tensor, valid as long as some tensor on it is alive."""
+    return StorageKey(int(tensor.untyped_storage()._cdata))
+
+
+class Identities:
+    """The tensors that were seen, and their numbers on one tape.
+
+    Args:
+        tape: gets the tensors, and an ``alias_write`` for each stale one that is read.
+        values: of its tensors.
+        current_call: gives the index of the module call that is running.
+    """
+
+    def __init__(self, tape: Tape, values: Values, current_call: Callable[[], int]) -> None:
+        self.tape = tape
+        self.values = values
+        self._current_call = current_call
+        self._tids: Journal[TensorKey, int] = Journal()
+        self._alive: list[Tensor] = []
+        self._twins: dict[TensorKey, Tensor] = {}
+        self._on_storage: dict[StorageKey, list[Tensor]] = {}
+        self._writes: dict[StorageKey, list[tuple[int, Tensor]]] = {}
+        """What was written to the memory, in order: the new values and the tensors that have them."""
+        self._stale: Journal[TensorKey, int] = Journal()
+        """Tensors whose memory was written through others, with the first such write that they miss."""
+
+    def new(self, tensor: Tensor, kind: str = "value", name: str = "") -> int:
+        """Give ``tensor``, of any shape, a new identity on the tape."""
+        tid = len(self.tape.tensors)
+        self.tape.tensors.append(TensorInfo(tuple(tensor.shape), tensor.dtype, kind, name))
+        self._tids[tensor_key(tensor)] = tid
+        self._alive.append(tensor)
+        self._on_storage.setdefault(storage_key(tensor), []).append(tensor)
+        return tid
+
+    def tid(self, tensor: Tensor) -> int:
+        """The identity of ``tensor``; an unknown one is a constant."""
+        key = tensor_key(tensor)
+        if key in self._stale:
+            self._refresh(tensor)
+        tid = self._tids.get(key)
+        return self.add_constant(tensor) if tid is None else tid
+
+    def add_constant(
+        self, tensor: Tensor, kind: str = "constant", name: str = "", is_weight: bool = False
+    ) -> int:
+        """A new identity for a tensor that the traced code did not make; off meta, its value is known."""
+        tid = self.new(tensor, kind, name)
+        if tensor.device == META:
+            self.values.add_unknown(tid, is_weight)
+        else:
+            self.values.known[tid] = tensor
+        return tid
+
+    def meta(self, tensor: Tensor) -> Tensor:
+        """``tensor`` itself if it is on meta, else a stand-in of its shape and dtype that is."""
+        if tensor.device == META:
+            return tensor
+        key = tensor_key(tensor)
+        twin = self._twins.get(key)
+        if twin is None:
+            with torch.inference_mode(False):
+                twin = self._twins[key] = torch.empty_like(tensor, device=META)
+            self._tids[tensor_key(twin)] = self.tid(tensor)
+            self._alive.append(twin)
+            self._on_storage.setdefault(storage_key(twin), []).append(tensor)
+        return twin
+
+    def become(self, tensor: Tensor, tid: int) -> None:
+        """``tensor`` is another tensor of the tape from now on."""
+        self._tids[tensor_key(tensor)] = tid
+
+    def is_stale(self, tensor: Tensor) -> bool:
+        """Whether its memory was written through another tensor since it was last read."""
+        return tensor_key(tensor) in self._stale
+
+    def rewrite(self, tensor: Tensor) -> int:
+        """A new value for a tensor that was written in place; its aliases become stale."""
+        storage = storage_key(self.meta(tensor))
+        tid = self.new(tensor)
+        writes = self._writes.setdefault(storage, [])
+        for other in self._on_storage.get(storage, ()):
+            key = tensor_key(other)
+            if other is not tensor and key not in self._stale and key in self._tids:
+                self._stale[key] = len(writes)
+        writes.append((tid, tensor))
+        return tid
+
+    def _refresh(self, tensor: Tensor) -> None:
+        """``tensor`` shares memory with some that were written to: it has a new value."""
+        missed = self._stale.pop(tensor_key(tensor))
+        for mutated, holder in self._writes[storage_key(self.meta(tensor))][missed:]:
+            old = self._tids[tensor_key(tensor)]
+            new = self.new(tensor)
+            shape = self.tape.tensors[mutated].shape
+            overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
+            op = Op("alias_write", (overwrites_all,), {}, (old, mutated), (new,), self._current_call())
+            self.tape.events.append(op)
+            self.values.wrote(op, MemoryLayout.of(self.meta(tensor)), MemoryLayout.of(self.meta(holder)))
+
+    def point(self) -> IdentitiesPoint:
+        """The state of now."""
+        return IdentitiesPoint(len(self._tids.log), len(self._stale.log))
+
+    def rewind(self, point: IdentitiesPoint, num_tensors: int) -> None:
+        """Go back to a state in which the tape had ``num_tensors``."""
+        self._tids.rewind(point.tids)
+        self._stale.rewind(point.stale)
+        for writes in self._writes.values():
+            while writes and writes[-1][0] >= num_tensors:
+                writes.pop()
+        self._twins = {key: twin for key, twin in self._twins.items() if tensor_key(twin) in self._tids}
+
+
+@dataclass(frozen=True, slots=True)
+class IdentitiesPoint:
+    """A state of ``Identities``: the lengths of its journals."""
+
+    tids: int
+    stale: int
+
+
+def _storage_size(tensor: Tensor) -> int:
+    """Number of elements in the memory that a tensor is a view of."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
