@@ -1,1 +1,1 @@
-"""Converted directories on the Hugging Face Hub: what is sent, the model card, and its pictures."""
+"""Converted directories on the Hugging Face Hub: pushes, the model card, and its pictures."""

@@ -1,7 +1,7 @@
-"""A branch of a repository on the Hub, as ``push`` reads and changes it.
+"""A branch of a repository on the Hub, which ``push`` reads and changes.
 
 Files go through ``HfApi.create_commit``: ``upload_large_folder`` is not in every version of the client. It
-asks the Hub which contents it lacks, uploads these (through Xet, or by plain HTTP), and commits.
+asks the Hub which contents it lacks, uploads these (through Xet or plain HTTP), and commits.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from .changes import HubFile, Item, Tree
 Value = TypeVar("Value")
 
 TRIES = 4
-"""Of a call that the client does not repeat by itself."""
+"""Of a call that the client does not repeat itself."""
 FIRST_WAIT_S = 1.0
-"""After the first try; doubled after each other one."""
+"""After the first try; doubled after each further one."""
 THREADS = 4
-"""Files that are sent at once."""
+"""Files that are sent at the same time."""
 MAIN = "main"
 
 
 @dataclass
 class _Addition(CommitOperationAdd):
-    """A file that is sent, and tells of it as it is read; Xet reads by itself and tells nothing."""
+    """A file to send that reports its progress as it is read; Xet reads files itself, without progress."""
 
     advance: Advance = field(default=lambda num_bytes: None, repr=False, kw_only=True)
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
-        """The content; ``with_tqdm`` says that it is read to be sent."""
+        """Open the content; the client passes ``with_tqdm`` when it sends it."""
         if with_tqdm and isinstance(self.path_or_fileobj, str):
-            with _Told(self.path_or_fileobj, self.advance) as file:
+            with _ReportingFile(self.path_or_fileobj, self.advance) as file:
                 yield file
         else:
             with super().as_file() as file:
                 yield file
 
 
-class _Told(io.BufferedReader):
-    """A file that tells what is read of it, once: what is sent again after an error is not news."""
+class _ReportingFile(io.BufferedReader):
+    """A file that reports the bytes read from it; bytes that are read again are not reported again."""
 
     def __init__(self, path: str, advance: Advance) -> None:
         super().__init__(io.FileIO(path))
         self._advance, self._furthest = advance, 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As any file does."""
+        """Read, and report the progress."""
         data = super().read(size)
         if self.tell() > self._furthest:
             self._advance(self.tell() - self._furthest)
@@ -74,10 +74,10 @@ class _Told(io.BufferedReader):
 
 
 class Meter:
-    """Tells the bytes of files that are sent, once, whatever has to be tried again.
+    """Reports the bytes of files that are sent, once, however often an upload is repeated.
 
     Args:
-        advance: is told.
+        advance: called with the number of new bytes.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -85,11 +85,11 @@ class Meter:
         self._now = self._furthest = 0
 
     def begin(self) -> None:
-        """The files are sent from their beginning."""
+        """Begin to send the files, from their start."""
         self._now = 0
 
     def add(self, num_bytes: int) -> None:
-        """So much more is sent."""
+        """Count bytes that were sent."""
         with self._lock:
             self._now += num_bytes
             if self._now > self._furthest:
@@ -97,12 +97,12 @@ class Meter:
                 self._furthest = self._now
 
     def end(self, total_bytes: int) -> None:
-        """All is there, what needed not be sent too."""
+        """Count the rest, which the Hub already had."""
         self.add(total_bytes - self._now)
 
 
 class Remote:
-    """A branch; it and the repository may not exist yet.
+    """A branch; it and the repository need not exist yet.
 
     Args:
         repo_id: as ``user/name``.
@@ -110,7 +110,7 @@ class Remote:
         token: None: that of the login.
 
     Raises:
-        SourceError: this and every method: what is asked of the Hub cannot be had, and why.
+        SourceError: from every method too: the Hub refuses or cannot be reached; says why.
     """
 
     def __init__(self, repo_id: str, revision: str | None, token: str | None) -> None:
@@ -119,27 +119,28 @@ class Remote:
         _require_repo_id(repo_id)
         if revision is not None and re.fullmatch(r"[0-9a-f]{40}|refs/.*", revision):
             raise SourceError(
-                f"{revision} is no branch; give the name of one, old or new, as {option('revision')}"
+                f"{revision} is a commit or a ref, not a branch; give the name of a branch, old or new, as "
+                f"{option('revision')}"
             )
         self._api = HfApi(token=self._token or False, library_name="shardconv")
         self._texts: dict[str, str] = {}
 
     @property
     def url(self) -> str:
-        """Where a person looks at it."""
+        """The web page of the branch."""
         branch = f"/tree/{self.revision}" if self.revision not in (None, MAIN) else ""
         return f"{self._api.endpoint}/{self.repo_id}{branch}"
 
     def require_login(self) -> None:
-        """Refuse what needs a token, if there is none."""
+        """Require a token."""
         if not self._token:
             raise SourceError(
-                f"nobody is logged in who could push to {self.repo_id}; run hf auth login, or pass "
+                f"not logged in, which a push to {self.repo_id} needs; run hf auth login, or pass "
                 f"{option('token')}"
             )
 
     def tree(self) -> Tree:
-        """What is there now."""
+        """List the branch as it is now."""
         return self.patiently(self._tree)
 
     def _tree(self) -> Tree:
@@ -155,7 +156,7 @@ class Remote:
         return Tree(info.sha, files, bool(info.private), has_branch)
 
     def text(self, path: str, tree: Tree) -> str | None:
-        """A file of text; None: it is not there."""
+        """Read a text file; None: there is none."""
         if path not in tree.files:
             return None
         content = tree.files[path].blob_id
@@ -168,11 +169,11 @@ class Remote:
         return self._texts[content]
 
     def card_of(self, model: str, revision: str | None) -> str | None:
-        """The README.md of another repository; None: there is none to be had."""
+        """The README.md of another repository; None: it has none, or it cannot be read."""
         try:
             with bounded():
                 return self._read(model, "README.md", revision)
-        except Exception as error:  # the client has its own ways to say that a file is not there
+        except Exception as error:  # the client raises various errors for a missing file
             if hub_error(error) is None and not isinstance(error, SourceError | OSError | ValueError):
                 raise
             return None
@@ -181,22 +182,22 @@ class Remote:
         with tempfile.TemporaryDirectory() as directory:
             file = self._api.hf_hub_download(repo_id, path, revision=revision, local_dir=directory)
             try:
-                return Path(file).read_bytes().decode()  # with the ends of lines that it has
+                return Path(file).read_bytes().decode()  # keeps line ends as they are
             except UnicodeDecodeError as error:
-                raise SourceError(f"{path} of {repo_id} is no text in UTF-8; correct it there") from error
+                raise SourceError(f"{path} of {repo_id} is not UTF-8 text; correct it there") from error
 
     def make(self, tree: Tree, private: bool) -> None:
-        """Make the repository and the branch, where they are missing.
+        """Create the repository and the branch if they do not exist.
 
         Args:
-            tree: what is there.
-            private: that the repository is to be private.
+            tree: the branch as it is now.
+            private: whether the repository is to be private.
         """
         if tree.commit is None:
             self.patiently(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=True))
         elif private and not tree.private:
             raise SourceError(
-                f"{self.repo_id} is there and public; make it private in its settings, or leave out "
+                f"{self.repo_id} exists and is public; make it private in its settings, or leave out "
                 f"{option('private')}"
             )
         branch = self.revision
@@ -212,14 +213,14 @@ class Remote:
         parent: str | None = None,
         meter: Meter | None = None,
     ) -> str:
-        """Send files and commit them; once, without patience.
+        """Send files and commit them; errors of the Hub are not retried here.
 
         Args:
             title: of the commit.
             items: files to add.
             delete: paths of files to delete.
             parent: the commit that the branch must be at.
-            meter: is told the bytes of ``items``.
+            meter: counts the bytes of ``items``.
 
         Returns:
             The id of the commit.
@@ -237,7 +238,7 @@ class Remote:
                 parent_commit=parent,
                 num_threads=THREADS,
             )
-        except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a file here
+        except (ValueError, RuntimeError, OSError) as error:  # of the client, of Xet, or of a local file
             if hub_error(error) is not None or getattr(error, "filename", None):
                 raise
             raise SourceError(self._explained(error)) from error
@@ -245,22 +246,22 @@ class Remote:
         return str(done.oid)
 
     def patiently(self, call: Callable[[], Value]) -> Value:
-        """Call, again where that may help; any error of the client becomes ours.
+        """Call, and repeat after temporary errors; errors of the client become ``SourceError``.
 
-        A server that takes a request and does not answer is not asked again.
+        A server that accepts a request and never answers is not asked again.
 
         Raises:
-            SourceError: it cannot be done, and why.
+            SourceError: the call failed; says why.
         """
         wait = FIRST_WAIT_S
-        for left in reversed(range(TRIES)):
+        for tries_left in reversed(range(TRIES)):
             try:
                 with bounded():
                     return call()
-            except SourceError:  # it has been tried again already
+            except SourceError:  # was already retried
                 raise
             except Exception as error:
-                if left and is_temporary(error):
+                if tries_left and is_temporary(error):
                     time.sleep(wait)
                     wait *= 2
                     continue
@@ -275,7 +276,7 @@ class Remote:
 
 
 def _addition(item: Item, advance: Advance) -> _Addition:
-    """A file to send; the client is told its sha256, which it would compute."""
+    """A file to send, with its sha256, so that the client does not compute it again."""
     addition = _Addition(item.path, item.content, advance=advance)
     addition.upload_info.sha256 = bytes.fromhex(item.sha256)
     return addition

@@ -16,7 +16,7 @@ from .published import Published
 from .readme import BEGIN, END
 
 CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
-"""What the card says of the base model, as its own card says it. Nothing is made up."""
+"""Metadata that is copied from the base model's card."""
 
 TAGS = ("shardconv", "tensor-parallel")
 
@@ -28,16 +28,15 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
     """A README.md for a repository.
 
     The metadata has no ``base_model_relation``: the Hub knows adapters, merges, quantized and finetuned
-    models, and a copy of the same numbers in other files is none of these.
+    models; the same weights in other files are none of these.
 
     Args:
         repo_id: of the repository.
         variants: its converted directories, at least one, in the order of the table.
-        base_card: README.md of the model that was converted, of which ``CARRIED`` is taken over.
+        base_card: README.md of the converted model, from which ``CARRIED`` is copied.
 
     Returns:
-        Text with metadata; what ``readme.merged`` replaces stands between its two comments. The same
-        arguments give the same text.
+        Text with metadata; deterministic. ``readme.merged`` replaces what lies between its two comments.
     """
     data: Any = _metadata(variants, base_card)
     lines = [BEGIN, *_introduction(repo_id, variants), "", *_loading(repo_id, variants)]
@@ -47,7 +46,7 @@ def model_card(repo_id: str, variants: Sequence[Published], base_card: str | Non
 
 
 def escaped(text: str) -> str:
-    """Text in which nothing is Markdown or HTML, on one line."""
+    """Text on one line, with Markdown and HTML escaped."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     marked = _SPECIAL.sub(r"\\\1", " ".join(plain.split()))
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -69,7 +68,7 @@ def _metadata(variants: Sequence[Published], base_card: str | None) -> ModelCard
 
 
 def _readable(card: str) -> dict[str, Any]:
-    """The metadata of a card; none where it cannot be read: it is someone else's."""
+    """The metadata of someone else's card; empty if it cannot be read."""
     try:
         data: Any = ModelCard(card, ignore_metadata_errors=True).data
     except Exception:  # of the YAML library, or the client's
@@ -89,8 +88,8 @@ def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     sizes = _listed([str(v.manifest.tp) for v in variants])
     yield (
         f"The weights of {named}, converted ahead of time with shardconv for tensor parallelism on {sizes} "
-        "ranks: each rank reads only the bytes that it holds. The numbers are those of the base model; only "
-        "the files are others."
+        "ranks: each rank reads only the bytes that it holds. The weights are those of the base model, in "
+        "other files."
     )
 
 
@@ -115,7 +114,7 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield f"model = shardconv_runtime.load({_quoted(repo_id)})"
     yield "```"
     yield ""
-    yield "The number of processes picks the directory: `tp-N` is for N of them."
+    yield "The number of processes selects the directory: `tp-N` is for N of them."
 
 
 def _quoted(text: str) -> str:
@@ -125,7 +124,7 @@ def _quoted(text: str) -> str:
 def _variants(variants: Sequence[Published]) -> Iterator[str]:
     yield "## What is in it"
     yield ""
-    yield "| directory | ranks | bytes per rank | all files | parameters | dtype | whole on every rank |"
+    yield "| directory | ranks | bytes per rank | all files | parameters | dtype | replicated |"
     yield "|---|--:|--:|--:|--:|---|---|"
     for variant in variants:
         plan, summary = variant.plan, summarize(variant.plan)
@@ -151,9 +150,9 @@ def _code(text: str) -> str:
 
 
 def _pictures(variants: Sequence[Published]) -> Iterator[str]:
-    yield "## How it is split"
+    yield "## How it is sharded"
     for variant in variants:
-        name = escaped(f"How the weights are split over {variant.plan.tp} ranks")
+        name = escaped(f"How the weights are sharded over {variant.plan.tp} ranks")
         yield ""
         yield f"![{name}](shardconv/{variant.path}.svg)"
 

@@ -1,4 +1,4 @@
-"""What a push has to change in a repository: the files that are to be there, compared with those that are."""
+"""The changes that a push makes: wanted files compared with those in the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardconv_runtime.format.manifest import MANIFEST_NAME
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file that is to be in the repository."""
+    """A file that the repository is to have."""
 
     path: str
     """In the repository."""
@@ -22,56 +22,56 @@ class Item:
     """Of the content, in hex."""
 
     def blob_id(self) -> str:
-        """What the Hub calls a small file with this content; reads it."""
+        """The Hub's id of a small file with this content, which is read."""
         content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def text_item(path: str, text: str) -> Item:
-    """A file with some text."""
+    """A text file."""
     content = text.encode()
     return Item(path, content, len(content), hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file that is in the repository."""
+    """A file in the repository."""
 
     num_bytes: int
     blob_id: str
     sha256: str | None
-    """Of a file in large-file storage; None: it is a small file, and ``blob_id`` is of its content."""
+    """Of a file in large-file storage; None: a small file, with ``blob_id`` of its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A repository at a commit."""
+    """A branch of a repository at a commit."""
 
     commit: str | None
-    """None: there is no repository."""
+    """None: the repository does not exist."""
     files: Mapping[str, HubFile]
     private: bool = False
     has_branch: bool = True
-    """False: the branch is yet to be made, from this commit."""
+    """False: the branch does not exist yet; it will start at this commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is to be done."""
+    """The changes of a push."""
 
     send: tuple[Item, ...]
-    """Files that are not at their paths."""
+    """Files that are missing at their paths, or differ."""
     there: tuple[Item, ...]
-    """Files that are."""
+    """Files that are already in place."""
     delete: tuple[str, ...]
-    """Files of the converted directory's folder that are not part of it."""
+    """Files in the folder of the converted directory that do not belong to it."""
 
     def __bool__(self) -> bool:
         return bool(self.send or self.delete)
 
 
 def is_there(item: Item, tree: Tree) -> bool:
-    """Whether a file is at its path, with its content."""
+    """Whether the repository has a file at its path, with its content."""
     found = tree.files.get(item.path)
     if found is None or found.num_bytes != item.num_bytes:
         return False
@@ -79,7 +79,7 @@ def is_there(item: Item, tree: Tree) -> bool:
 
 
 def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:
-    """What is to be done so that ``items`` are in the repository, and nothing else is in ``folder``."""
+    """The changes after which the repository has ``items``, and nothing else in ``folder``."""
     there = {item.path for item in items if is_there(item, tree)}
     wanted = {item.path for item in items}
     return Changes(
@@ -90,12 +90,12 @@ def compare(items: Sequence[Item], folder: str, tree: Tree) -> Changes:
 
 
 def new_bytes(items: Iterable[Item], tree: Tree) -> int:
-    """Bytes of those files whose content is nowhere in the repository, each content once."""
+    """Bytes of the contents that the repository does not have under any path, each counted once."""
     known = {file.sha256 for file in tree.files.values() if file.sha256}
     return sum({i.sha256: i.num_bytes for i in items if i.sha256 not in known}.values())
 
 
-def makes_a_lie(changes: Changes, folder: str, tree: Tree) -> bool:
-    """Whether the manifest that is in ``folder`` would speak of files that are changed under it."""
+def breaks_manifest(changes: Changes, folder: str, tree: Tree) -> bool:
+    """Whether the changes would make the manifest in ``folder`` wrong."""
     inside = [item.path for item in changes.send if item.path.startswith(f"{folder}/")]
     return f"{folder}/{MANIFEST_NAME}" in tree.files and bool(inside)

@@ -1,7 +1,7 @@
-"""The sha256 of the files of a converted directory, remembered, so that a push again computes none again.
+"""The sha256 of the files of a converted directory, cached for further pushes.
 
-The memory is in the client's cache, not in the directory. A file that has another size, time of change or
-inode is read again.
+The cache lies with that of the Hub client, not in the directory. A file is read again if its size,
+modification time or inode changed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> di
     Args:
         directory: a converted directory.
         paths: sizes by path.
-        progress: is told the bytes that are read.
+        progress: reports the bytes that are read.
     """
-    known = _Memory(directory)
+    known = _HashCache(directory)
     missing = [path for path in paths if known.get(path) is None]
     if missing:
         with progress.bar("sha256", sum(paths[path] for path in missing)) as advance:
@@ -49,8 +49,8 @@ def sha256s(directory: Path, paths: Mapping[str, int], progress: Progress) -> di
     return {path: known.get(path) or sha256_of(directory / path) for path in paths}
 
 
-class _Memory:
-    """What is known of the files of a directory."""
+class _HashCache:
+    """Cached hashes of the files of a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -64,14 +64,14 @@ class _Memory:
             self._entries = found if isinstance(found, dict) else {}
 
     def get(self, path: str) -> str | None:
-        """The sha256, if the file is the one that was read."""
+        """The sha256, unless the file changed since it was read."""
         entry = self._entries.get(path)
         if not isinstance(entry, list) or entry[:-1] != self._identity(path):
             return None
         return str(entry[-1])
 
     def put(self, path: str, sha256: str) -> None:
-        """Remember; what cannot be written is forgotten with this process."""
+        """Cache a hash; in memory only, if the cache cannot be written."""
         self._entries[path] = [*self._identity(path), sha256]
         with contextlib.suppress(OSError):
             write_text(self._file, json.dumps(self._entries))

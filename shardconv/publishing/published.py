@@ -1,4 +1,4 @@
-"""A converted directory that lies in a repository of the Hub."""
+"""A converted directory in a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class Published:
     """One of the converted directories of a repository."""
 
     path: str
-    """Where it is in the repository, as ``tp-8``."""
+    """Of its folder in the repository, as ``tp-8``."""
     manifest: Manifest
     plan: Plan

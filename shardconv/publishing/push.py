@@ -1,8 +1,8 @@
-"""A converted directory to a repository of the Hub, as ``tp-N/`` beside those for other numbers of ranks.
+"""Push a converted directory to a repository of the Hub, as ``tp-N/`` beside other numbers of ranks.
 
-``manifest.json`` comes with the last commit and makes the rest complete; where another content is replaced,
-the old manifest goes first. Whatever interrupts a push, there is no manifest that speaks of other files, and
-the same command goes on: what is in a commit is left, and what was uploaded without one the Hub knows.
+``manifest.json`` is in the last commit and makes the directory complete; before other content is replaced,
+the old manifest is removed. So an interrupted push never leaves a manifest that lists other files, and the
+same command continues it: files that were committed or uploaded are not sent again.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from shardconv_runtime.hub.tp_folders import numbers
 
 from ..reporting.progress import Advance, Progress, Silent
 from ..verifying.directories.verify import verify
-from .changes import Changes, Item, Tree, compare, is_there, makes_a_lie, new_bytes, text_item
+from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, new_bytes, text_item
 from .published import Published
 
 if TYPE_CHECKING:
     from .branch import Remote
 
 COMMIT_FILES, COMMIT_BYTES = 100, 20 * 10**9
-"""A commit is made after so many files, or so much; what is sent until then is not lost either."""
+"""Most files and bytes in one commit; files that were uploaded before a failed commit are not lost either."""
 
 README = "README.md"
 PICTURES = "shardconv"
-"""The folder of the pictures."""
+"""Folder of the pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a push has done, or with ``dry_run`` would do."""
+    """The result of a push, or with ``dry_run`` of one that was not made."""
 
     repo_id: str
     path: str
-    """Where the converted directory is in the repository, as ``tp-8``."""
+    """Folder of the converted directory in the repository, as ``tp-8``."""
     commit: str | None
-    """Id of the last commit; None: there is no repository (``dry_run``)."""
+    """Id of the last commit; None: the repository does not exist (``dry_run``)."""
     url: str
     sent: Mapping[str, int]
-    """Sizes of the files that were not there, by their paths in the repository."""
+    """Path in the repository -> size, of files that were missing or differed."""
     sent_bytes: int
-    """Of those whose content was nowhere in the repository, which is what is sent."""
+    """Bytes of the contents that the repository did not have under any path; only these are sent."""
     there: Mapping[str, int]
-    """Sizes of the files that were there."""
+    """Path -> size, of files that were already in place."""
     deleted: tuple[str, ...]
-    """Paths of files that were of another content of the same folder."""
+    """Paths in the same folder that do not belong to the directory."""
 
 
 def push(
@@ -69,21 +69,21 @@ def push(
 ) -> Pushed:
     """Publish a converted directory in a repository of the Hub.
 
-    The directory is verified first, and never changed. Run again after an interruption, it goes on.
+    The directory is verified first and never changed. A further call continues an interrupted push.
 
     Args:
         out: a converted directory.
-        repo_id: the repository, as ``user/name``; it is made if there is none.
+        repo_id: the repository, as ``user/name``; created if it does not exist.
         private: make it private.
-        revision: a branch, which is made if there is none; None: ``main``.
-        token: of an account that may write; None: that of the login.
-        dry_run: change nothing, only say what would be done.
+        revision: a branch, created if it does not exist; None: ``main``.
+        token: of an account that may write; None: the token of the Hub login.
+        dry_run: change nothing, only return what would be done.
         progress: where to report to.
 
     Raises:
-        DamagedError: the directory is not as it should be; nothing was sent.
-        CheckpointError: it is no converted directory.
-        SourceError: the Hub refuses, or cannot be reached.
+        DamagedError: the directory is damaged; nothing was sent.
+        CheckpointError: ``out`` is not a converted directory.
+        SourceError: the Hub refuses or cannot be reached.
 
     Example:
         >>> print(shardconv.push("out/", "user/model-tp").url)
@@ -109,26 +109,26 @@ def push(
 
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
-    """What ``push`` did, in lines for a person."""
+    """The result of ``push``, as lines to print."""
     from ..reporting.report import human_bytes
 
     if not pushed.sent and not pushed.deleted:
-        return [f"{pushed.url}: {pushed.path} is there already, nothing was sent"]
-    amount = f"{human_bytes(pushed.sent_bytes)} to send, {len(pushed.there)} files are there"
+        return [f"{pushed.url}: {pushed.path} is up to date, nothing was sent"]
+    amount = f"{human_bytes(pushed.sent_bytes)} to send, {len(pushed.there)} files are in place"
     if dry_run:
         lines = [f"would send    {path}  {human_bytes(size)}" for path, size in pushed.sent.items()]
-        lines += [f"is there      {path}  {human_bytes(size)}" for path, size in pushed.there.items()]
+        lines += [f"in place      {path}  {human_bytes(size)}" for path, size in pushed.there.items()]
         lines += [f"would delete  {path}" for path in pushed.deleted]
         return [*lines, f"{pushed.url}: {len(pushed.sent)} files, {amount}"]
     done = f"{len(pushed.sent)} files, {human_bytes(pushed.sent_bytes)}"
-    return [f"{pushed.url}: {pushed.path} is published ({done}; {len(pushed.there)} files were there)"]
+    return [f"{pushed.url}: {pushed.path} is published ({done}; {len(pushed.there)} files were in place)"]
 
 
 class _Push:
-    """One directory and one branch.
+    """The push of one directory to one branch.
 
     Args:
-        directory: a converted directory that was verified.
+        directory: a verified converted directory.
         remote: the branch.
         progress: where to report to.
     """
@@ -142,11 +142,15 @@ class _Push:
         self._drawn: dict[str, str] = {}
 
     def changes(self, tree: Tree) -> Changes:
-        """What is to be done, if this is what is there."""
+        """The changes to make, given the current files."""
         return compare([*self._items, *self._around(tree)], self._folder, tree)
 
     def carry_out(self) -> str:
-        """Do it; the id of the last commit."""
+        """Make the changes.
+
+        Returns:
+            The id of the last commit.
+        """
         tree = self._remote.tree()
         self._remove_manifest()
         last = {f"{self._folder}/{name}" for name in (MANIFEST_NAME, PLAN_NAME)}
@@ -159,18 +163,18 @@ class _Push:
         return self._remote.patiently(self._complete)
 
     def _send(self, title: str, items: Sequence[Item], advance: Advance) -> None:
-        """A commit of files that say nothing without their manifest."""
+        """Commit files that their manifest, which follows, will list."""
         from .branch import Meter
 
         meter = Meter(advance)
         self._remote.patiently(lambda: self._remote.commit(title, items, meter=meter))
 
     def _remove_manifest(self) -> None:
-        """Before files change that it speaks of."""
+        """Remove the manifest before files change that it lists."""
 
         def remove() -> None:
             tree = self._remote.tree()
-            if makes_a_lie(compare(self._items, self._folder, tree), self._folder, tree):
+            if breaks_manifest(compare(self._items, self._folder, tree), self._folder, tree):
                 path = f"{self._folder}/{MANIFEST_NAME}"
                 title = f"{self._folder} is being replaced"
                 self._remote.commit(title, [], [path], parent=tree.commit)
@@ -178,16 +182,16 @@ class _Push:
         self._remote.patiently(remove)
 
     def _complete(self) -> str:
-        """The last commit: manifest, plan, and what is outside of the folder."""
+        """The last commit: manifest, plan, and the files outside of the folder."""
         tree = self._remote.tree()
         changes = self.changes(tree)
-        if not changes:  # the answer to an earlier try was lost
+        if not changes:  # an earlier commit succeeded, but its answer was lost
             return str(tree.commit)
         title = f"{self._folder} of {self._own.manifest.source.name}"
         return self._remote.commit(title, changes.send, changes.delete, parent=tree.commit)
 
     def summary(self, changes: Changes, tree: Tree, commit: str | None) -> Pushed:
-        """What was done."""
+        """The result."""
         return Pushed(
             self._remote.repo_id,
             self._folder,
@@ -216,7 +220,7 @@ class _Push:
         ]
 
     def _around(self, tree: Tree) -> list[Item]:
-        """The files outside of the folder, if this is what is there."""
+        """The files outside of the folder, given the current ones."""
         from .card import model_card
         from .readme import merged
 
@@ -228,7 +232,7 @@ class _Push:
         return [*copies, text_item(README, card), *map(self._picture, variants)]
 
     def _picture(self, variant: Published) -> Item:
-        """Of a plan, drawn once."""
+        """The picture of a plan, drawn once."""
         from .picture import picture
 
         digest = variant.manifest.plan_sha256
@@ -238,12 +242,12 @@ class _Push:
 
     @cached_property
     def _base_card(self) -> str | None:
-        """The README.md of the model that was converted, where that is on the Hub."""
+        """The README.md of the converted model, if that is on the Hub."""
         source = self._own.manifest.source
         return self._remote.card_of(source.name, source.revision) if "/" in source.name else None
 
     def _others(self, tree: Tree) -> Iterator[Published]:
-        """The converted directories for other numbers of ranks that are complete."""
+        """Complete converted directories for other numbers of ranks."""
         for folder in (f"tp-{number}" for number in numbers(tree.files)):
             if folder != self._folder:
                 found = self._read(folder, tree)
@@ -265,7 +269,7 @@ class _Push:
 
 
 def _is_small(entry: FileEntry) -> bool:
-    """Whether a file of the directory is copied to the root, for tokenizers and configs to be found there."""
+    """Whether a file is copied to the root, where libraries look for tokenizers and configs."""
     return "/" not in entry.path and not entry.path.endswith((".safetensors", ".py"))
 
 
@@ -274,7 +278,7 @@ def _at_root(item: Item) -> Item:
 
 
 def _groups(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Files that come in one commit."""
+    """Files by commit."""
     group: list[Item] = []
     for item in items:
         if group and (len(group) >= COMMIT_FILES or sum(i.num_bytes for i in group) >= COMMIT_BYTES):

@@ -1,4 +1,4 @@
-"""The README.md of a repository: what shardconv writes, and around it what a person wrote."""
+"""The README.md of a repository: a section that shardconv writes, in the text of a person."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from huggingface_hub import ModelCard
 from shardconv_runtime.errors import SourceError
 
 BEGIN, END = "<!-- shardconv: begin -->", "<!-- shardconv: end -->"
-"""What stands between them is replaced by each push."""
+"""Each push replaces the text between them."""
 
 _OWN = re.compile(f"{BEGIN}(?:(?!{BEGIN}).)*?{END}", re.DOTALL)
 
 
 def merged(existing: str | None, card: str) -> str:
-    """The card, in the place of the one that is in ``existing``, where all else stays.
+    """Replace the card in ``existing``, and keep everything else.
 
-    In the metadata a key of ``existing`` keeps its value, but lists have the items of both.
+    Metadata in ``existing`` takes precedence; lists get the items of both.
 
     Args:
-        existing: the README.md that is there; None: there is none.
+        existing: the current README.md; None: there is none.
         card: a model card with metadata.
 
     Raises:
@@ -47,7 +47,7 @@ def merged(existing: str | None, card: str) -> str:
 
 
 def _section(text: str) -> str:
-    """The text between the two comments, with them."""
+    """The text between the two comments, including them."""
     inner = text.split(BEGIN, 1)[-1].rsplit(END, 1)[0] if BEGIN in text and END in text else text
     return f"{BEGIN}\n{inner.strip()}\n{END}"
 

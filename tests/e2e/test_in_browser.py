@@ -95,7 +95,7 @@ def test_pages_fit_and_ask_for_nothing(name: str, scheme: str, browser: Browser,
         assert browser.requests() == [page.as_uri()]
         assert browser.complaints() == []
     text = browser.value("document.body.innerText")
-    assert "How it is split" in text
+    assert "How it is sharded" in text
     assert plan.model.class_name.partition(":")[2] in text
     assert browser.value("document.querySelectorAll('script, link, img, iframe').length") == 0
     assert browser.value("document.querySelectorAll('table').length") >= 3

@@ -64,7 +64,7 @@ def test_what_a_reader_needs_is_there() -> None:
         "on 2 or 4 ranks",
         "torchrun --nproc-per-node 2 run.py",
         'model = shardconv_runtime.load("me/base-tp")',
-        "![How the weights are split over 4 ranks](shardconv/tp-4.svg)",
+        "![How the weights are sharded over 4 ranks](shardconv/tp-4.svg)",
         "`shardconv convert org/base --revision abc123 --tp 4 tp-4/`, with shardconv 0.1.0, torch 2.13.0",
         "shardconv verify tp-2/ --against org/base --revision abc123",
         "`tp-2` is for inference only.",
