@@ -1,4 +1,4 @@
-"""What a user may give: checked, and turned from text to numbers.
+"""Arguments of users: checked, and turned from text to numbers.
 
 Nothing here imports torch or transformers, so that a wrong argument is refused at once.
 """
@@ -14,7 +14,7 @@ from shardconv_runtime.format.plan_checks import EXPERT_MODES
 from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 
 MEMORY = 512 * 2**20
-"""Bytes for the buffers that weights pass through."""
+"""I/O buffer size in bytes."""
 
 MIN_MEMORY = 2**20
 
@@ -64,7 +64,7 @@ def require_seed(seed: int | None, *, random_init: bool) -> None:
         raise ShardconvError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     if not random_init:
         raise ShardconvError(
-            "a seed is of use for a model that is initialised at random only; add --random-init "
+            "a seed is of use for a model that is initialized at random only; add --random-init "
             "(random_init=True), or leave the seed out"
         )
 

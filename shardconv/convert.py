@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.hub_options import Hub
 
 from .arguments import (
     MAX_FILE_SIZE,
@@ -58,39 +59,39 @@ def convert(
 ) -> Plan:
     """Solve a model for ``tp`` ranks and write its shards and its plan to ``out``.
 
-    A run that was killed, or failed for want of space, say, is continued by the same call.
+    A run that was killed, or failed because the disk was full, is continued by the same call.
 
     Args:
         model: directory or Hub id of a transformers model.
-        out: directory to make; it must not exist, or be empty, unless ``overwrite``, or hold what an earlier
-            run left unfinished.
+        out: directory to make; it must not exist, be empty, or hold the unfinished files of an earlier run,
+            unless ``overwrite``.
         tp: number of ranks.
-        experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
-            whole experts on each rank.
-        sequence_parallel: solve for activations that are split over the sequence between the parallel blocks,
-            as well: for ``load(..., sequence_parallel=True)``. A model that has no such form is refused.
+        experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
+            full experts on each rank.
+        sequence_parallel: solve as well for activations that are sharded over the sequence between the
+            parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
-        memory: bytes for the buffers that weights pass through, or text.
-        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Each part may be written by
-            another machine, to one directory; the last one completes it.
-        stream: of a Hub repository, ask for the bytes that are written and keep none in the cache; if False,
-            download whole files to the cache. By default stream if ``ranks`` are given. What is in the cache
-            already is read there, and files that are not safetensors are downloaded.
-        random_init: write the weights of a newly initialised model, to be trained from scratch: ``model``
-            needs a config only, and weights that it has are not read.
-        seed: of the initialisation, by default 0; the same seed gives the same weights for any ``tp``.
+        memory: I/O buffer size in bytes, or text as ``"512MiB"``.
+        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Several machines may write
+            different ranks to one directory; the last one completes it.
+        stream: request the needed bytes of a Hub repository only, and keep none in the cache; if False,
+            download its files to the cache. By default stream if ``ranks`` are given. Cached files are not
+            downloaded again, and files that are not safetensors are always downloaded.
+        random_init: write the weights of a newly initialized model, to be trained from scratch: ``model``
+            needs a config only, and its weights are not read.
+        seed: of the initialization, by default 0; the same seed gives the same weights for any ``tp``.
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
-        check: prove the plan on numbers (ranks simulated in float64) before anything is written.
+        check: check the plan on numbers (ranks simulated in float64) before anything is written.
         progress: where to report to.
 
     Returns:
         The plan, as in ``out/plan.json``.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy. ``out`` is then as it was, but for its
+        ShardconvError: the message has the problem and the remedy. ``out`` is unchanged, but for its
             ``.partial``, from which the next run continues.
 
     Example:
@@ -105,7 +106,6 @@ def convert(
     from shardconv_runtime.checkpoint.checkpoint_weights import select
     from shardconv_runtime.checkpoint.resolve import resolve
     from shardconv_runtime.checkpoint.scaled import blocks_in, flatten
-    from shardconv_runtime.hub.access import Hub
 
     from .pipeline.stages import solve_plan
     from .writing.writer import write
@@ -120,7 +120,7 @@ def convert(
         need_weights=not random_init,
         stream=ranks is not None if stream is None else stream,
     )
-    origin, found = _initialised(spec, seed or 0, progress) if random_init else _read(spec, progress)
+    origin, found = _initialized(spec, seed or 0, progress) if random_init else _read(spec, progress)
     solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     write(
@@ -147,7 +147,7 @@ def _read(spec: ModelSpec, progress: Progress) -> tuple[Origin, dict[str, LazyTe
     return origin, lazy_weights(spec)
 
 
-def _initialised(
+def _initialized(
     spec: ModelSpec, seed: int, progress: Progress
 ) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a new model, and where they come from."""
@@ -183,18 +183,18 @@ def plan(
     Args:
         model: a directory, a Hub id or a transformers config object.
         tp: number of ranks.
-        experts: how mixture-of-experts layers are split: ``"tp"``, inside of each expert, or ``"ep"``,
-            whole experts on each rank.
-        sequence_parallel: solve for activations that are split over the sequence between the parallel blocks,
-            as well: for ``load(..., sequence_parallel=True)``. A model that has no such form is refused.
+        experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
+            full experts on each rank.
+        sequence_parallel: solve as well for activations that are sharded over the sequence between the
+            parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters; by default what the config says.
         trust_remote_code: import the repository's own Python code.
-        check: prove the plan too, as ``convert`` does.
+        check: check the plan on numbers too, as ``convert`` does.
         progress: where to report to.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy.
+        ShardconvError: the message has the problem and the remedy.
 
     Example:
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
@@ -202,7 +202,6 @@ def plan(
     options = SolveOptions(tp, experts, sequence_parallel, check)
 
     from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.hub.access import Hub
 
     from .pipeline.stages import solve_plan
 

@@ -1,13 +1,13 @@
 """A converted directory as torch's distributed checkpoint (DCP) and transformers read one, sharded.
 
-    DIR/shard-00001-model-00001-of-00002.safetensors    what rank 0 holds
+    DIR/shard-00001-model-00001-of-00002.safetensors    the shards of rank 0
     DIR/shard-00001-model-00002-of-00002.safetensors
-    DIR/shard-00002-model-00001-of-00001.safetensors    what rank 1 holds
+    DIR/shard-00002-model-00001-of-00001.safetensors    the shards of rank 1
     DIR/config.json ...
 
 A tensor lies there in **chunks**, boxes that cover each of its elements once; a file has no more than one
-chunk of a tensor, and says in its metadata where in the whole tensor that begins. The reader puts together
-what it needs of them, however many ranks it has and however its tensors are sharded.
+chunk of a tensor, and its metadata has the global position at which that begins. A reader assembles
+its tensors of them, however many ranks it has and however its tensors are sharded.
 
 The format is that of ``HuggingFaceStorageWriter(save_distributed=True)``, which torch has from 2.8 on and
 documents nowhere: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py and filesystem.py.
@@ -28,7 +28,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.format.shard_files import split
-from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
@@ -42,7 +42,7 @@ from ..writing.output import Output
 from ..writing.target import TargetFile, target_file
 from ..writing.workspace import Workspace, opened, refuse_if_busy
 from . import derived, shards
-from .shards import Converted, Part
+from .shards import Converted, OwnedPart
 
 FORMATS = ("dcp",)
 
@@ -61,7 +61,7 @@ _MAX_NUMBER = 99_999
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The files that were written."""
 
     num_tensors: int
     num_files: int
@@ -75,7 +75,7 @@ class Chunk:
     """A box of a tensor."""
 
     offsets: Shape
-    """Of its first element, in the whole tensor."""
+    """Of its first element, in the global tensor."""
     tensor: LazyTensor
 
 
@@ -93,19 +93,19 @@ def export(
     ``"dcp"`` is read by ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader``, into plain
     tensors or DTensors of any placement, and by ``from_pretrained`` of transformers. Names are those of
     ``model.state_dict()``, tied ones too; block-scaled float8 parameters are two tensors, values and factors.
-    Files stand for ranks, and hold what these do, but everything once. A run that was killed is continued by
-    the same call; until all is done, readers refuse the directory.
+    The files of a rank hold its shards; elements that several ranks hold are written once. A run that was
+    killed is continued by the same call; until it is complete, readers refuse the directory.
 
     Args:
         out: a converted directory; no code in it is run.
-        directory: to make; it must not exist, or be empty, or hold what an earlier run left.
+        directory: to make; it must not exist, or be empty, or hold the unfinished files of an earlier run.
         format: ``"dcp"``.
         max_file_size: bytes of a file, or text as ``"5GB"``; a chunk is never split.
-        memory: bytes for the buffers that weights pass through, or text.
+        memory: I/O buffer size in bytes, or text.
         progress: where to report to.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy.
+        ShardconvError: the message has the problem and the remedy.
 
     Example:
         >>> shardconv.export("out/", "sharded/", format="dcp")
@@ -160,28 +160,28 @@ def _chunks_of(found: Converted, name: str, entry: ParameterPlan) -> dict[int, l
     return {part.rank: list(_boxes(part)) for part in parts}
 
 
-def _num_boxes(part: Part) -> int:
-    return math.prod(map(len, part.places))
+def _num_boxes(part: OwnedPart) -> int:
+    return math.prod(map(len, part.ranges))
 
 
-def _boxes(part: Part) -> Iterator[Chunk]:
-    """What a rank holds, cut where it is not contiguous in the whole."""
-    for box in product(*map(_local_and_global, part.places)):
+def _boxes(part: OwnedPart) -> Iterator[Chunk]:
+    """The part of a rank in boxes that are contiguous in the global tensor."""
+    for box in product(*map(_local_and_global, part.ranges)):
         tensor = part.tensor
         for dim, (local, _) in enumerate(box):
             tensor = lazy.take(tensor, dim, (local,))
         yield Chunk(tuple(start for _, (start, _) in box), tensor)
 
 
-def _local_and_global(places: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _local_and_global(positions: Sequence[Range]) -> Iterator[tuple[Range, Range]]:
     done = 0
-    for start, stop in places:
+    for start, stop in positions:
         yield (done, done + stop - start), (start, stop)
         done += stop - start
 
 
 def _even_chunks(name: str, tensor: LazyTensor, tp: int) -> dict[int, list[Chunk]]:
-    """A whole tensor cut along its first dim into as many chunks as there are ranks.
+    """A global tensor in as many chunks of its first dim as there are ranks.
 
     The files of a rank then hold other elements than the rank, as where transformers saves what it has
     sharded in strides.
@@ -242,7 +242,7 @@ def _write(
 
 
 def _finish(workspace: Workspace, found: Converted) -> None:
-    """Move everything to its place, which is closed until the last shard is there."""
+    """Move everything to its directory, which is closed until the last shard is there."""
     assert workspace.checksums() is not None, "all of it was written"
     small = [entry.path for entry in derived.copy_small_files(found, workspace.path)]
     names = [file.path for file in workspace.files]
@@ -253,15 +253,15 @@ def _finish(workspace: Workspace, found: Converted) -> None:
 def _close(shard: Path) -> None:
     """Put an empty file where the last shard will be.
 
-    Readers of this format take the shards that they find for all, and leave what these do not cover as it
-    is in memory. But they open every file, and fail at one that is no safetensors file.
+    Readers of this format take the shards that they find for all, and leave elements that these do not cover
+    as they are in memory. But they open every file, and fail at one that is not a safetensors file.
     """
     shard.touch()
     fsync(shard.parent)
 
 
 def _open_again(path: Path) -> None:
-    """Remove what ``_close`` put there, where the run died before it moved anything."""
+    """Remove the file of ``_close``, where the run died before it moved anything."""
     state = read_state(path / PARTIAL)
     if state is None or "export" not in state.job or state.moves is not None:
         return

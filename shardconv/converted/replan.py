@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import Manifest
@@ -68,7 +68,7 @@ def replan(
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}
-    manifest.write(dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools), directory)
+    manifest_writing.write(dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools), directory)
     return new
 
 

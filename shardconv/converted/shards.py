@@ -1,4 +1,4 @@
-"""A converted directory read back: each rank's tensors, and the global ones put together, all lazy."""
+"""A converted directory read back: each rank's tensors, and the global ones assembled of them, all lazy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What of a rank's tensor is taken for the whole one."""
+class OwnedPart:
+    """The positions of a rank's tensor that the global one is assembled of.
+
+    Positions that several ranks hold belong to the part of one of them.
+    """
 
     rank: int
     tensor: LazyTensor
-    """Local positions, laid end to end."""
-    places: Sequence[Sequence[Range]]
-    """For each dim the global ranges that these are, in order; none is empty."""
+    """Local: these positions, laid end to end."""
+    ranges: Sequence[Sequence[Range]]
+    """For each dim, their global positions, in order; no range is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +42,42 @@ class Converted:
     manifest: Manifest
     plan: Plan
     tensors: Mapping[int | None, Mapping[str, LazyTensor]]
-    """What the files of each rank hold, local, by FQN; those of ``common/`` under None."""
+    """Local tensors in the files of each rank, by FQN; those of ``common/`` under None."""
 
     def weights(self) -> dict[str, LazyTensor]:
         """All stored tensors, global: parameters and persistent buffers by FQN, and factors of blocks."""
         return {name: self.weight(name, entry) for name, entry in stored_plans(self.plan).items()}
 
-    def parts(self, name: str, entry: ParameterPlan) -> Iterator[Part]:
-        """Parts of what the ranks hold of a tensor that is not common; together they are the whole, once."""
+    def parts(self, name: str, entry: ParameterPlan) -> Iterator[OwnedPart]:
+        """The parts of a tensor that is not common; together they cover the global one once."""
         owned = [_owned(dim, self.plan.mesh) for dim in entry.dims]
         for cell in product(*(part.items() for part in owned)):
             rank = sum(member for member, _ in cell)  # each has coordinates on axes of its dim only
             tensor = self.tensors[rank][name]
             for dim, (_, (held, _)) in enumerate(cell):
                 tensor = lazy.take(tensor, dim, held)
-            yield Part(rank, tensor, [places for _, (_, places) in cell])
+            yield OwnedPart(rank, tensor, [positions for _, (_, positions) in cell])
 
     def weight(self, name: str, entry: ParameterPlan) -> LazyTensor:
         """A stored tensor, global."""
         if is_common(entry):
             return self.tensors[None][name]
-        parts = ((part.tensor, part.places) for part in self.parts(name, entry))
+        parts = ((part.tensor, part.ranges) for part in self.parts(name, entry))
         return lazy.assemble(entry.dtype, global_shape(entry), parts)
 
 
 def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
-    """For ranks that differ on the dim's axes only: which local positions to take, and where they are.
+    """For ranks that differ on the dim's axes only: local positions to take, and their global positions.
 
-    Of a position that several ranks hold, one is taken.
+    A position that several ranks hold is taken from one of them.
     """
     members = group_of(mesh, axes_of(dim), 0)
     found: dict[int, tuple[list[Range], list[Range]]] = {}
     done = 0
     for member, start, stop in gather_index(dim, mesh).pieces:
-        held, places = found.setdefault(members[member], ([], []))
+        held, positions = found.setdefault(members[member], ([], []))
         held.append((start, stop))
-        places.append((done, done + stop - start))
+        positions.append((done, done + stop - start))
         done += stop - start
     return found
 
@@ -109,7 +112,7 @@ def _read_file(path: Path, entry: FileEntry, tp: int, layout: str) -> Iterator[t
     for name, tensor in shard.tensors.items():
         if tensor.dtype not in TORCH_NAME:
             raise CheckpointError(
-                f"{path}: {entry.path}: {name} has a dtype that torch has not: {tensor.dtype}"
+                f"{path}: {entry.path}: {name} has a dtype that torch lacks: {tensor.dtype}"
             )
         yield name, lazy.stored(shard.path, shard.start, shard.tensors[name])
 

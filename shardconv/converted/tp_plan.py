@@ -1,9 +1,9 @@
 """A plan as a transformers ``tp_plan``: ``{"model.layers.*.mlp.up_proj": "colwise", ...}``.
 
-Every module and parameter gets the style that does exactly what the plan says, or none is given: a rule
-that is nearly right gives wrong numbers. What a ``tp_plan`` lacks: it changes no attributes, gives each
-rank one equal block of a dim (or of each half of it), has one rule for all layers, and all ranks take
-part in each collective.
+Every module and parameter gets the style that does exactly the same as the plan, or the plan is refused: a
+rule that is nearly right gives wrong numbers. A ``tp_plan`` changes no attributes, gives each rank one equal
+block of a dim (or of each half of it), has one rule for all layers, and all ranks take part in each
+collective.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardconv_runtime.format.plan import (
     parameter_plans,
 )
 from shardconv_runtime.format.slices import Range, ranges
-from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
@@ -39,7 +39,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from ..planning.inference_only import inference_only
-from .tp_styles import IDENTITIES, LEAVE_ALONE, Inexpressible, Part, PlannedModule
+from .tp_styles import IDENTITIES, LEAVE_ALONE, EvenShards, Inexpressible, PlannedModule
 
 SHOWN_PROBLEMS = 4
 """How many modules an error names."""
@@ -47,7 +47,7 @@ SHOWN_PROBLEMS = 4
 _Held = tuple[tuple[Range, ...], ...]
 """The positions of a dim that each rank holds."""
 
-_QUANTISED = (
+_QUANTIZED = (
     "a tp_plan cannot express a plan of quantized weights: transformers puts modules of its own in place of "
     "those that were planned; use shardconv convert"
 )
@@ -56,7 +56,7 @@ _UNPLANNED = ModulePlan((), "boundary")
 
 
 def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
-    """The rules that make transformers' own tensor parallelism do exactly what the plan says.
+    """The rules that make transformers' own tensor parallelism do exactly the same as the plan.
 
     They are for ``DistributedConfig(tp_size=plan.tp, tp_plan=rules)``. Recent versions of transformers
     add them to the rules that the model's class has; where the plan leaves such a module alone, a rule
@@ -74,16 +74,16 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
     """
     if plan.experts == "ep":
         raise PlanError(
-            "a tp_plan cannot express --experts ep: its styles split every expert; use --experts tp"
+            "a tp_plan cannot express --experts ep: its styles shard every expert; use --experts tp"
         )
     if any(entry.block for entry in plan.parameters):
-        raise PlanError(_QUANTISED)
+        raise PlanError(_QUANTIZED)
     translation = _Translation(plan, model)
     rules = translation.rules()
     if plan.tp == 1:
         return {}
     if not rules:
-        raise PlanError(f"the plan splits nothing over {plan.tp} ranks: there is no tp_plan that says so")
+        raise PlanError(f"the plan shards nothing over {plan.tp} ranks: there is no tp_plan that says so")
     return rules | translation.left_alone(rules)
 
 
@@ -103,14 +103,14 @@ def skeleton(
 
     Args:
         model: directory, Hub id or config object.
-        hub, dtype, trust_remote_code: how to read it, see ``sources.resolve``.
+        hub, dtype, trust_remote_code: how to read it, see ``checkpoint.resolve``.
 
     Raises:
         ShardconvError: the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.blocks is not None:
-        raise PlanError(f"{spec.name}: {_QUANTISED}")
+        raise PlanError(f"{spec.name}: {_QUANTIZED}")
     return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
 
 
@@ -129,7 +129,7 @@ class _Translation:
         self._known: dict[Dim, _Held] = {}
 
     def rules(self) -> dict[str, str]:
-        """The rules for what the plan does.
+        """The rules that do the same as the plan.
 
         Raises:
             PlanError: see ``tp_plan``.
@@ -151,7 +151,7 @@ class _Translation:
         return {name: style for name, (style,) in found.items() if style is not None}
 
     def left_alone(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """What takes the place of each rule of the model's class that ``rules`` have no word on."""
+        """Rules in place of those of the model's class that ``rules`` lack."""
         parameters, modules = set(map(_starred, self._names)), set(map(_starred, self._modules))
         alone = next(style for style in LEAVE_ALONE if style in ALL_PARALLEL_STYLES)
         out: dict[str, str] = {}
@@ -162,12 +162,12 @@ class _Translation:
         return out
 
     def _unnameable(self) -> Iterator[tuple[str, str]]:
-        """What the plan does to things that no rule can name."""
+        """Entries of the plan that no rule can name."""
         for path in sorted(self._entries.keys() - self._modules.keys()):
             yield path, "it is one module under two names"
         for name in sorted(self._parameters.keys() - self._names):
             if any(map(axes_of, self._parameters[name].dims)):
-                yield name, "it is split, but not a parameter, or one under two names"
+                yield name, "it is sharded, but not a parameter, or one under two names"
 
     def _translated(self, path: str, module: nn.Module) -> Iterator[tuple[str, str | None]]:
         """The names and styles of a module and of its own parameters."""
@@ -184,14 +184,14 @@ class _Translation:
         _check_entry(entry, module)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         plans = {name: self._parameter(_joined(path, name), p) for name, p in parameters.items()}
-        parts = {name: self._part(name, found) for name, found in plans.items()}
-        split = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
+        shardings = {name: self._sharding(name, found) for name, found in plans.items()}
+        sharded = {self._held(dim) for found in plans.values() for dim in found.dims if axes_of(dim)}
         for step in (*entry.inputs, *entry.outputs):
-            self._check_step(step, split)
-        for name, part in parts.items():
-            if part is not None:
-                self._check_loading(_joined(path, name), part, parameters[name].dim())
-        return PlannedModule(module, entry, parts)
+            self._check_step(step, sharded)
+        for name, sharding in shardings.items():
+            if sharding is not None:
+                self._check_loading(_joined(path, name), sharding, parameters[name].dim())
+        return PlannedModule(module, entry, shardings)
 
     def _parameter(self, fqn: str, parameter: torch.Tensor) -> ParameterPlan:
         found = self._parameters.get(self._tied.get(fqn, fqn))
@@ -199,16 +199,16 @@ class _Translation:
             raise PlanError(f"{fqn}: the plan is not for this model; plan the model anew")
         return found
 
-    def _part(self, name: str, found: ParameterPlan) -> Part | None:
-        """Which part of a parameter each rank holds."""
+    def _sharding(self, name: str, found: ParameterPlan) -> EvenShards | None:
+        """How a parameter is sharded; None if it is replicated."""
         if found.partial:
-            raise Inexpressible(f"{name} is whole on one rank and zero on the others")
-        split = [i for i, dim in enumerate(found.dims) if axes_of(dim)]
-        if not split:
+            raise Inexpressible(f"{name} has its values on one rank and zeros on the others")
+        sharded = [i for i, dim in enumerate(found.dims) if axes_of(dim)]
+        if not sharded:
             return None
-        if len(split) > 1:
-            raise Inexpressible(f"{name} is split in {len(split)} dims")
-        return Part(len(found.dims) - split[0], self._is_of_halves(name, found.dims[split[0]]))
+        if len(sharded) > 1:
+            raise Inexpressible(f"{name} is sharded in {len(sharded)} dims")
+        return EvenShards(len(found.dims) - sharded[0], self._is_of_halves(name, found.dims[sharded[0]]))
 
     def _is_of_halves(self, name: str, dim: Dim) -> bool:
         """Whether each rank holds an equal block of each half of the dim; else one of the dim.
@@ -222,11 +222,11 @@ class _Translation:
                 return parts == 2
         counts = {sum(stop - start for start, stop in part) for part in held}
         if len(set(held)) < len(held):
-            why = f"several ranks hold the same part of {name}"
+            why = f"several ranks hold the same shard of {name}"
         elif len(counts) > 1:
-            why = f"the ranks hold uneven shares of {name}"
+            why = f"the ranks hold uneven shards of {name}"
         else:
-            why = f"what a rank holds of {name} is neither one block nor a block of each half"
+            why = f"the shards of {name} are neither one block nor a block of each half"
         raise Inexpressible(f"{why} ({to_text(dim)})")
 
     def _held(self, dim: Dim) -> _Held:
@@ -235,58 +235,58 @@ class _Translation:
             self._known[dim] = tuple(ranges(dim, mesh, rank) for rank in range(tp))
         return self._known[dim]
 
-    def _check_step(self, step: Boundary, split: set[_Held]) -> None:
-        """A style's steps are over all ranks, and about the dim that its parameters are split in."""
+    def _check_step(self, step: Boundary, sharded: set[_Held]) -> None:
+        """A style's steps are over all ranks, and about the dim that its parameters are sharded in."""
         if isinstance(step, AllReduceStep) and set(step.axes) != set(range(len(self._plan.mesh))):
             raise Inexpressible(f"only some of the ranks take part in the all_reduce at {step.slot}")
         layout = layout_of(step)
-        if layout is not None and ("?" in to_text(layout) or self._held(layout) not in split):
+        if layout is not None and ("?" in to_text(layout) or self._held(layout) not in sharded):
             raise Inexpressible(f"the {step.op} at {step.slot} is of a dim that none of its parameters has")
 
-    def _check_loading(self, fqn: str, part: Part, num_dims: int) -> None:
-        """A parameter that a checkpoint stores in another form is split right.
+    def _check_loading(self, fqn: str, sharding: EvenShards, num_dims: int) -> None:
+        """A parameter that a checkpoint stores in another form is sharded right.
 
-        transformers takes a rank's part of what is stored, before it makes the parameter from that.
+        transformers takes a rank's shard of the stored tensors, before it makes the parameter of them.
         """
         for converter in self._converters:
-            if _makes(converter, fqn) and not _keeps_parts(converter, part, num_dims):
+            if _makes(converter, fqn) and not _keeps_shards(converter, sharding, num_dims):
                 stored = " and ".join(converter.source_patterns)
                 raise Inexpressible(
-                    f"transformers takes a rank's part of {stored} before it makes {fqn.rpartition('.')[2]} "
-                    "from that, and gets another part"
+                    f"transformers takes a rank's shard of {stored} before it makes {fqn.rpartition('.')[2]} "
+                    "of that, and gets another shard"
                 )
 
 
 def _makes(converter: Any, fqn: str) -> bool:
-    """Whether a parameter may be what a conversion makes."""
+    """Whether a conversion may make a parameter."""
     patterns = [re.sub(r"\\\d|\*", ".*", target.strip("^$")) for target in converter.target_patterns]
     return any(re.search(pattern, fqn) for pattern in patterns)
 
 
-def _keeps_parts(converter: Any, part: Part, num_dims: int) -> bool:
-    """Whether converting the parts of what is stored gives the part of the parameter.
+def _keeps_shards(converter: Any, sharding: EvenShards, num_dims: int) -> bool:
+    """Whether converting the shards of the stored tensors gives the shard of the parameter.
 
-    So it is where tensors are laid end to end in a dim that is not split, and where they are stacked; of a
-    stack, each rank gets one block of a dim, and so of two stacks laid end to end a block of each half.
+    It does where tensors are laid end to end in a dim that is not sharded, and where they are stacked: each
+    rank gets one block of a dim of a stack, and of two stacks laid end to end a block of each half.
     """
-    dim = num_dims - part.from_end
+    dim = num_dims - sharding.from_end
     stacks = [op for op in converter.operations if isinstance(op, MergeModulelist)]
     joins = [op for op in converter.operations if isinstance(op, Concatenate)]
     if len(stacks) + len(joins) < len(converter.operations) or (stacks and dim == 0):
         return False
     if not any(op.dim % num_dims == dim for op in joins):
-        return not (stacks and part.of_halves)
-    return bool(stacks) and part.of_halves and len(converter.source_patterns) == 2
+        return not (stacks and sharding.of_halves)
+    return bool(stacks) and sharding.of_halves and len(converter.source_patterns) == 2
 
 
 def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
-    """Raises ``Inexpressible`` for what no style has at all."""
+    """Raises ``Inexpressible`` for an entry that no style can express."""
     if entry.edits:
         edit = entry.edits[0]
         local = " or ".join(map(str, sorted(set(edit.local))))
         raise Inexpressible(f"its {edit.attribute} must be {local} on a rank, and stays {edit.value}")
     if entry.norm is not None:
-        raise Inexpressible("it normalises a split dim, and the ranks must share a statistic")
+        raise Inexpressible("it normalizes a sharded dim, and the ranks must share a statistic")
     if entry.flags:
         raise Inexpressible("it needs more than steps and slices")
     first = next(iter(forward_signature(module).parameters), "")
@@ -296,7 +296,7 @@ def _check_entry(entry: ModulePlan, module: nn.Module) -> None:
 
 
 def _blocks(total: int, parts: int, tp: int) -> _Held | None:
-    """What each rank holds of a dim that is cut into equal parts, and each part into equal blocks."""
+    """The positions of each rank, of a dim in equal parts that are sharded in equal blocks."""
     block, rest = divmod(total, parts * tp)
     if rest:
         return None

@@ -9,14 +9,14 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.training.loss import has_parallel_loss
+from shardconv_runtime.training.model_losses import has_parallel_loss
 from torch import nn
 
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
 from ..verifying.plans.implementations import notes_on_others
 from ..verifying.plans.simulate import may_be_padded, simulate
-from ..verifying.simulation.shallow import Bypass
+from ..verifying.simulation.layer_bypass import Bypass
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..tracing.fold import fold
 from ..tracing.inputs import trace_inputs
-from ..verifying.simulation.shallow import find_bypasses
+from ..verifying.simulation.layer_bypass import find_bypasses
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem

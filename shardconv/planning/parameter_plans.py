@@ -13,8 +13,7 @@ from shardconv_runtime.parallel.build import stored_tensors
 from torch import Tensor, nn
 
 from ..dim_analysis.dim_trees import find, leaves
-from ..tracing.fold import prefixes
-from ..tracing.tape import Mark, Op, starred
+from ..tracing.tape import Mark, Op, prefixes, starred
 from .solution import Solution, stand_in
 
 

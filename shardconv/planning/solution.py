@@ -11,8 +11,8 @@ from shardconv_runtime.format.plan import NormInfo
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node
 from ..solving.gradients import Gradients, placement
-from ..tracing.fold import Folded, prefixes
-from ..tracing.tape import Mark, Op
+from ..tracing.fold import Folded
+from ..tracing.tape import Mark, Op, prefixes
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit
 

@@ -29,7 +29,7 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape
 from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.format.stored_layout import SUFFIX, stored_plans
-from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
 

@@ -28,12 +28,12 @@ from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
 from ...reporting.progress import Progress
 from ...reporting.report import human_bytes
-from ...tracing.fold import fold, prefixes
+from ...tracing.fold import fold
 from ...tracing.inputs import trace_inputs
-from ...tracing.tape import Tape
-from ..plans.simulate import Outcome, Simulation, Unprovable
-from ..simulation.memory import available_bytes
-from ..simulation.shallow import Bypass, find_bypasses, planned_alike
+from ...tracing.tape import Tape, prefixes
+from ..simulation.available_memory import available_bytes
+from ..simulation.layer_bypass import Bypass, find_bypasses, planned_alike
+from ..simulation.rank_simulation import Outcome, Simulation, Unprovable
 
 ITEM_BYTES = 8
 """Of float64."""
@@ -104,7 +104,7 @@ class _StoredWeights:
         self._dtypes: dict[str, torch.dtype] = {}
         self._common: dict[str, Tensor] = {}
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Those of the unsharded model."""
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         self._common = {}
@@ -171,7 +171,7 @@ def _what_does_not_fit(
 
 
 def _needed_bytes(plan: Plan) -> dict[str, int]:
-    """What each weight takes: whole in the unsharded model or, if that is more, in all ranks together."""
+    """What each weight takes: in the unsharded model or, if that is more, in all ranks together."""
     needed = {}
     for name, entry in parameter_plans(plan).items():
         shapes = [global_shape(entry)]

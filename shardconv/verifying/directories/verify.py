@@ -1,16 +1,17 @@
-"""Checks that a converted directory is whole and, if asked, that it is the model and computes the same."""
+"""Checks that a converted directory is intact and, if asked, that it is the model and computes the same."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format.fingerprint import check_code
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.hub_options import Hub
 
 from ...reporting.progress import Progress, Silent
 from ...reporting.report import human_bytes
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was checked of a directory that is as it should be."""
+    """The checks that a directory has passed."""
 
     num_files: int
     """Manifest and plan included."""
     num_bytes: int
     remarks: tuple[str, ...]
-    """What may be meant so: other files in the directory, an edited ``config.json``."""
+    """Differences that may be intended: other files in the directory, an edited ``config.json``."""
     num_tensors: int | None = None
     """How many were compared with the source; None: it was not asked for."""
     numerics: Numerics | None = None
@@ -42,7 +43,7 @@ class DamagedError(CheckpointError):
     Args:
         directory: the directory.
         problems: all that was found, each in one line; they are notes of the exception, too.
-        remarks: what may be meant so.
+        remarks: differences that may be intended.
     """
 
     def __init__(self, directory: Path, problems: Sequence[str], remarks: Sequence[str] = ()) -> None:
@@ -73,7 +74,7 @@ def verify(
 
     Args:
         out: a converted directory.
-        against: directory or Hub id of the model that it should be: every byte of every rank's part of every
+        against: directory or Hub id of the model that it should be: every byte of every rank's shard of every
             tensor is compared, cast as the plan says.
         numerics: run all ranks in this process in float64 on their real weights, as far as memory allows, and
             compare with the unsharded model.
@@ -83,7 +84,7 @@ def verify(
 
     Raises:
         DamagedError: with all problems.
-        CheckpointError: ``out`` is no converted directory, or its ranks compute something else.
+        CheckpointError: ``out`` is not a converted directory, or its ranks compute something else.
         ShardconvError: ``against`` cannot be had, or the model cannot be run here.
 
     Example:
@@ -91,7 +92,7 @@ def verify(
         291
     """
     progress, directory = progress or Silent(), Path(out)
-    hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only, "token": token}
+    hub = Hub(revision, cache_dir, local_files_only, token)
     _require_model(against, hub)
     contents = open_contents(directory)
     if contents.plan is not None and (numerics or against is not None):
@@ -115,7 +116,7 @@ def verify(
 
 
 def describe(out: str | os.PathLike[str], found: Verified, against: str | None) -> list[str]:
-    """What ``verify`` found, in lines for a person."""
+    """The results of ``verify``, in lines for a person."""
     size = human_bytes(found.num_bytes)
     lines = [f"{os.fspath(out)}: {found.num_files} files, {size}: all checksums are right"]
     if found.num_tensors is not None:
@@ -130,8 +131,8 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
 
 
-def _require_model(against: str | os.PathLike[str] | None, hub: Mapping[str, object]) -> None:
-    given = [name for name, value in hub.items() if value]
+def _require_model(against: str | os.PathLike[str] | None, hub: Hub) -> None:
+    given = [field.name for field in fields(hub) if getattr(hub, field.name)]
     if against is None and given:
         raise ShardconvError(
             f"{given[0]} says how to read a model to compare with, and none is named; add --against MODEL"
@@ -139,7 +140,7 @@ def _require_model(against: str | os.PathLike[str] | None, hub: Mapping[str, obj
 
 
 def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_code: bool) -> None:
-    """What would else be found out after hours of reading."""
+    """Problems that would otherwise come up after hours of reading."""
     if plan.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{directory} runs custom code; read its *.py files, then pass --trust-remote-code")
     if numerics:
@@ -159,19 +160,17 @@ def _require_source(directory: Path, contents: Contents) -> None:
 def _reference(
     model: str | os.PathLike[str],
     contents: Contents,
-    hub: Mapping[str, Any],
+    hub: Hub,
     trust_remote_code: bool,
     progress: Progress,
 ) -> Reference | None:
     """The model to compare with; None where the plan does not say how."""
     if contents.plan is None:
         return None
-    from shardconv_runtime.hub.access import Hub
-
     from .against import read_reference
 
     progress.stage(f"reading {os.fspath(model)}")
-    return read_reference(model, contents.plan, Hub(**hub), trust_remote_code=trust_remote_code)
+    return read_reference(model, contents.plan, hub, trust_remote_code=trust_remote_code)
 
 
 def _compare(
@@ -179,7 +178,7 @@ def _compare(
 ) -> int | None:
     """Add what differs; the number of tensors that were compared.
 
-    Where there are problems already, it is no news that something cannot be read.
+    Where there are problems already, files that cannot be read are not another one.
     """
     from ...converted import shards
     from .against import compare, compare_small_files

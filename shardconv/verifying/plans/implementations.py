@@ -15,26 +15,27 @@ from shardconv_runtime.format.plan import Plan
 from torch import nn
 
 from ...tracing.inputs import TraceInputs
-from ..simulation.shallow import Bypass
-from .simulate import MAX_SIMULATED_BYTES, Unprovable, simulate
+from ..simulation.layer_bypass import Bypass
+from ..simulation.rank_simulation import Unprovable
+from .simulate import MAX_SIMULATED_BYTES, simulate
 
 PLAIN = "eager"
 _SETTERS = {
     "attention": ("_attn_implementation", "set_attn_implementation"),
     "experts": ("_experts_implementation", "set_experts_implementation"),
 }
-"""What is chosen -> where a config says how, and the method of a model that chooses."""
+"""Kind -> the attribute of a config that names its implementation, and the method of a model that sets it."""
 
 
 def notes_on_others(
     plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]
 ) -> tuple[str, ...]:
-    """What the plan must say of implementations under which it does not hold; nothing if it does.
+    """Notes for the plan on the implementations under which it does not hold.
 
     Args:
         plan: proven for the implementations of the model's config.
         model: the global model, on meta; it is copied.
-        inputs: what it is called with.
+        inputs: of the simulated calls.
         bypassed: layers to leave out.
     """
     kinds = [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]

@@ -82,14 +82,14 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
     """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
-        plan: what the ranks' models are built from.
+        plan: of the ranks' models.
         layouts: expected dims of every tensor of the global tape.
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
 
     Returns:
         An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
-        all ranks compute what they should.
+        the tapes of all ranks agree.
 
     Raises:
         PlanError: a parameter has another dtype in the plan than in the model.
@@ -133,11 +133,11 @@ def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
 def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     """Sharded leaves that may be why a module's code failed on a rank.
 
-    Those of what the module computes itself; where that is nothing (its code may check an attribute, or
-    build other modules from a config), those around attributes that were edited, or of modules in it.
+    Those of the tensors that the module computes itself; where there are none (its code may check an
+    attribute, or build other modules from a config), those around edited attributes, or of modules in it.
     """
     edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
-    inside = f"{fqn}."  # of the model itself, the name of its class: there the last test is meant
+    inside = f"{fqn}."  # for the model itself this is the name of its class, which only the last test matches
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == fqn,
         lambda name: name in edited,
@@ -221,7 +221,7 @@ class _Comparison:
         return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
-        """Events of each module call; of replaced modules, only what they return."""
+        """Events of each module call; of replaced modules, only those of their outputs."""
         out: dict[tuple[str, int], list[Op | Mark]] = {}
         for event in tape.events:
             call = tape.calls[event.call]

@@ -1,7 +1,7 @@
 """A float64 model that computes in float64 throughout.
 
-Model code casts to float32 in places (norms, softmax, rotary tables). There, a sum over ranks and a sum
-over the whole differ by float32 rounding, which would hide small mistakes. Under ``Float64`` such casts
+Model code casts to float32 here and there (norms, softmax, rotary tables). There, a sum over ranks and a
+sum on one device differ by float32 rounding, which would hide small mistakes. Under ``Float64`` such casts
 keep float64, so that a sharded model must agree with the unsharded one to float64 rounding.
 """
 
@@ -28,7 +28,7 @@ class Float64(TorchFunctionMode):
 
 
 class WithoutDropout(TorchFunctionMode):
-    """While active, dropout drops nothing: what is compared must not depend on random masks."""
+    """While active, dropout drops nothing: results must not depend on random masks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -25,7 +25,7 @@ class _Stopped(Exception):
 
 @dataclass
 class _Meeting:
-    """One collective of one group: what came, and the result once all are there."""
+    """One collective of one group: the tensors handed in, and the result once all are there."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
     kinds: set[tuple[object, ...]] = field(default_factory=set)
@@ -73,7 +73,7 @@ class _Board:
         kind: str,
         combine: Callable[[list[Tensor]], Tensor],
     ) -> Tensor:
-        """Hand in ``x``, wait for the other ``members``, take a copy of what all made of it."""
+        """Hand in ``x``, wait for the other ``members``, take a copy of the result."""
         with self._changed:
             meeting = self._meetings.setdefault(key, _Meeting())
             meeting.tensors[rank] = x
@@ -90,7 +90,7 @@ class _Board:
             raise RanksDisagree(f"rank {rank} waits in {kind} for ranks {members}, of which one has ended")
 
     def leave(self, rank: int, failed: bool) -> None:
-        """This rank's function has ended: nobody need wait for it any more."""
+        """This rank's function has ended: others do not wait for it any more."""
         with self._changed:
             self._gone.add(rank)
             self._failed |= failed
@@ -131,12 +131,12 @@ class ThreadCommunicator(Communicator):
 def run_ranks(mesh: Mesh, function: Callable[[Communicator], T]) -> list[T]:
     """Run ``function`` once for each rank of ``mesh``, in turns, and return the results by rank.
 
-    Each thread has the caller's grad and inference mode and random state. What ``function`` shares
-    between the ranks (a model, say) it must not change.
+    Each thread has the caller's grad and inference mode and random state. ``function`` must not change
+    anything that the ranks share, such as a model.
 
     Raises:
         RanksDisagree: ranks ran different collectives, or some ran fewer.
-        Exception: what the lowest failing rank raised; the others are stopped.
+        Exception: that of the lowest failing rank; the others are stopped.
     """
     num_ranks = torch.Size(mesh).numel()
     board, turns = _Board(), _Turns()

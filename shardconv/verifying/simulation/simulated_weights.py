@@ -1,4 +1,4 @@
-"""Weights for simulations: made up or cut, and put into models on meta."""
+"""Weights for simulations: drawn, sliced, and put into models on meta."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class Weights(Protocol):
     """Where the numbers of a simulation come from."""
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
 
         Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
@@ -35,13 +35,13 @@ class RandomWeights:
         self._plan = plan
         self._made: dict[str, Tensor] = {}
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Draw them."""
         self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
         return self._made
 
     def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Cut them."""
+        """Slice them."""
         return local_weights(self._made, self._plan, rank)
 
 
@@ -56,7 +56,7 @@ def _random(name: str, tensor: Tensor) -> Tensor:
 
 
 def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """A rank's part of every weight (global shapes to local ones), in the dtype that it has."""
+    """A rank's shard of every weight (global shapes to local ones), in the dtype that it has."""
     entries = parameter_plans(plan)
     parts = {}
     for name, weight in weights.items():
@@ -94,16 +94,16 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = Fals
         tensors: by name.
         gradients: parameters require gradients if they did before; else none does.
     """
-    aliases: dict[int, list[tuple[nn.Module, str]]] = {}
+    aliases: dict[nn.Parameter | None, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
-            aliases.setdefault(id(parameter), []).append((module, attribute))
+            aliases.setdefault(parameter, []).append((module, attribute))
     for name, tensor in tensors.items():
         owner, attribute = owner_of(model, name)
         if attribute in owner._parameters:
             replaced = owner._parameters[attribute]
             real = nn.Parameter(tensor, gradients and replaced is not None and replaced.requires_grad)
-            for module, alias in aliases[id(replaced)]:
+            for module, alias in aliases[replaced]:
                 module._parameters[alias] = real
         else:
             owner._buffers[attribute] = tensor

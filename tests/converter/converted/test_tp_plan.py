@@ -32,8 +32,8 @@ from tp_plan_cases import (
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from shardconv import cli
-from shardconv.converted.tp_plan import ALL_PARALLEL_STYLES, _keeps_parts, skeleton, to_json, tp_plan
-from shardconv.converted.tp_styles import Inexpressible, Part, PlannedModule
+from shardconv.converted.tp_plan import ALL_PARALLEL_STYLES, _keeps_shards, skeleton, to_json, tp_plan
+from shardconv.converted.tp_styles import EvenShards, Inexpressible, PlannedModule
 
 ENDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 """Rules around the layers; configs have those of the layers."""
@@ -132,14 +132,14 @@ class TestRules:
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
-    "uneven heads": ("llama", 3, {}, ("self_attn.q_proj: ", "uneven shares of weight", "(4@0*16)", "more")),
+    "uneven heads": ("llama", 3, {}, ("self_attn.q_proj: ", "uneven shards of weight", "(4@0*16)", "more")),
     "uneven vocabulary": ("llama", 2, {"vocab_size": 61}, ("model.embed_tokens: ", "uneven", "lm_head: ")),
-    "few key/value heads": ("llama", 8, {}, ("k_proj: several ranks hold the same part of weight (4@0*8)",)),
+    "few key/value heads": ("llama", 8, {}, ("k_proj: several ranks hold the same shard of weight (4@0*8)",)),
     "fused, unequal": ("phi3", 2, {}, ("must be 4 on a rank, and stays 8", "qkv_proj: what a rank holds")),
     "edits": ("gpt2", 2, {}, ("transformer.h.*.attn: its split_size must be 32 on a rank, and stays 64",)),
-    "sharded norm": ("olmo2", 2, {}, ("q_norm: it normalises a split dim",)),
+    "sharded norm": ("olmo2", 2, {}, ("q_norm: it normalizes a sharded dim",)),
     "deferred sum": ("cohere", 2, {}, ("no style is for a CohereLayerNorm with all_reduce at input",)),
-    "partial bias of experts": ("gpt_oss", 2, {}, ("down_proj_bias is whole on one rank and zero",)),
+    "partial bias of experts": ("gpt_oss", 2, {}, ("down_proj_bias has its values on one rank and zeros",)),
     "bare parameter": ("gpt_oss", 2, {}, ("self_attn: no style is for a GptOssAttention with sinks",)),
     "layers differ": (
         "qwen2_moe",
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
         "hrm_text",
         2,
         {},
-        ("q_proj: transformers takes a rank's part of attn.gqkv_proj",),
+        ("q_proj: transformers takes a rank's shard of attn.gqkv_proj",),
     ),
     "whole experts": ("mixtral", 2, {"experts": "ep"}, ("--experts ep",)),
 }
@@ -197,7 +197,7 @@ class TestRefusals:
     def test_a_plan_that_splits_nothing(self) -> None:
         plan = solved("llama", 2)
         plan = replace(plan, modules=(), parameters=tuple(map(whole, plan.parameters)))
-        assert "splits nothing over 2 ranks" in refusal(plan, built("llama"))
+        assert "shards nothing over 2 ranks" in refusal(plan, built("llama"))
 
 
 def _reduced(*axes: int) -> Callable[[ModulePlan], ModulePlan]:
@@ -215,7 +215,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
             "down_proj.weight",
             lambda e: replace(e, dims=(Leaf(HIDDEN, (1,)), Leaf(MLP, (0,)))),
         ),
-        "weight is split in 2 dims",
+        "weight is sharded in 2 dims",
     ),
     "a gather in the middle": (
         lambda p: change_modules(
@@ -235,7 +235,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
                 m, inputs=(boundary("input.input", "all_gather", dim=-1, layout=Leaf(MLP, (0,))),)
             ),
         ),
-        "no style is for a Linear with weight split in dim -2; all_gather at input.input",
+        "no style is for a Linear with weight sharded in dim -2; all_gather at input.input",
     ),
     "an edit": (
         lambda p: change_modules(p, "q_proj", lambda m: replace(m, edits=(Edit("size", 8, (3, 3, 1, 1)),))),
@@ -250,11 +250,11 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "a flag": (lambda p: change_modules(p, "o_proj", lambda m: replace(m, flags=("x",))), "more than steps"),
     "a matrix that is whole": (
         lambda p: change_parameters(p, "o_proj.weight", whole),
-        "it computes with a split parameter of another module",
+        "it computes with a sharded parameter of another module",
     ),
     "a split norm that nobody knows of": (
         lambda p: change_parameters(p, "model.norm.weight", lambda e: replace(e, dims=(Leaf(HIDDEN, (0,)),))),
-        "no style is for a LlamaRMSNorm with weight split in dim -1",
+        "no style is for a LlamaRMSNorm with weight sharded in dim -1",
     ),
     "an unknown module": (
         lambda p: replace(p, modules=(*p.modules, ModulePlan(("model.other",), "column"))),
@@ -275,38 +275,38 @@ class TestStyles:
 
     reduce = (boundary("output", "all_reduce", axes=(0,)),)
 
-    def styles(self, linear: nn.Module, category: str, **parts: Part | None) -> tuple[str | None, Any]:
+    def styles(self, linear: nn.Module, category: str, **parts: EvenShards | None) -> tuple[str | None, Any]:
         outputs = self.reduce if category == "row" else ()
         return PlannedModule(linear, ModulePlan((), category, outputs=outputs), parts).styles()
 
     def test_a_bias_in_rows(self) -> None:
         linear = nn.Linear(8, 8)
-        assert self.styles(linear, "column", weight=Part(2), bias=Part(1)) == ("colwise", {})
+        assert self.styles(linear, "column", weight=EvenShards(2), bias=EvenShards(1)) == ("colwise", {})
         with pytest.raises(Inexpressible):
-            self.styles(linear, "row", weight=Part(2), bias=None)
+            self.styles(linear, "row", weight=EvenShards(2), bias=None)
 
     def test_halves_have_no_style_for_a_bias(self) -> None:
-        linear, halves = nn.Linear(8, 8), Part(2, of_halves=True)
+        linear, halves = nn.Linear(8, 8), EvenShards(2, of_halves=True)
         assert self.styles(nn.Linear(8, 8, bias=False), "column", weight=halves) == ("packed_colwise", {})
-        assert self.styles(linear, "column", weight=halves, bias=Part(1)) == ("packed_colwise", {})
+        assert self.styles(linear, "column", weight=halves, bias=EvenShards(1)) == ("packed_colwise", {})
         with pytest.raises(Inexpressible, match="halves of dim -2"):
-            self.styles(linear, "column", weight=halves, bias=Part(1, of_halves=True))
+            self.styles(linear, "column", weight=halves, bias=EvenShards(1, of_halves=True))
 
     def test_a_bias_of_a_sum_is_added_once(self) -> None:
         """The module's own code would add it on every rank, before the sum."""
-        halves = Part(1, of_halves=True)
+        halves = EvenShards(1, of_halves=True)
         plain = self.styles(nn.Linear(8, 8, bias=False), "row", weight=halves)
         assert plain == ("moe_tp_experts", {"weight": "packed_rowwise"})
         with pytest.raises(Inexpressible):
             self.styles(nn.Linear(8, 8), "row", weight=halves, bias=None)
-        assert self.styles(nn.Linear(8, 8), "row", weight=Part(1), bias=None) == ("rowwise", {})
+        assert self.styles(nn.Linear(8, 8), "row", weight=EvenShards(1), bias=None) == ("rowwise", {})
 
     def test_other_classes_run_their_own_code(self) -> None:
         """The styles of linear layers know how these compute, and nothing of other classes."""
         other = nn.Module()
         other.register_parameter("weight", nn.Parameter(torch.zeros(8, 8)))
-        assert self.styles(other, "column", weight=Part(2)) == ("local_params", {"weight": "colwise"})
-        assert self.styles(other, "row", weight=Part(1)) == ("moe_tp_experts", {"weight": "rowwise"})
+        assert self.styles(other, "column", weight=EvenShards(2)) == ("local_params", {"weight": "colwise"})
+        assert self.styles(other, "row", weight=EvenShards(1)) == ("moe_tp_experts", {"weight": "rowwise"})
 
     def test_a_parameter_by_the_name_of_bias(self) -> None:
         """``rowwise`` keeps it whole, whatever its shape."""
@@ -314,8 +314,8 @@ class TestStyles:
         experts.register_parameter("bias", nn.Parameter(torch.zeros(4, 8)))
         entry = ModulePlan((), "experts", outputs=self.reduce)
         with pytest.raises(Inexpressible):
-            PlannedModule(experts, entry, {"bias": Part(1)}).styles()
-        assert PlannedModule(experts, entry, {"bias": Part(2)}).styles()[1] == {"bias": "colwise"}
+            PlannedModule(experts, entry, {"bias": EvenShards(1)}).styles()
+        assert PlannedModule(experts, entry, {"bias": EvenShards(2)}).styles()[1] == {"bias": "colwise"}
 
 
 STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
@@ -324,25 +324,25 @@ STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
 @pytest.mark.parametrize(
     ("num_sources", "operations", "part", "num_dims", "keeps"),
     [
-        (1, [STACK], Part(1), 3, True),
-        (1, [STACK], Part(2, of_halves=True), 3, False),
-        (1, [STACK], Part(3), 3, False),
-        (2, [STACK, JOIN], Part(2, of_halves=True), 3, True),
-        (2, [STACK, JOIN], Part(2), 3, False),
-        (2, [STACK, JOIN], Part(1), 3, True),
-        (3, [STACK, JOIN], Part(2, of_halves=True), 3, False),
-        (2, [Concatenate(dim=0)], Part(2, of_halves=True), 2, False),
-        (2, [Concatenate(dim=-2)], Part(2, of_halves=True), 2, False),
-        (2, [Concatenate(dim=0)], Part(1), 2, True),
-        (1, [Chunk(dim=0)], Part(1), 2, False),
+        (1, [STACK], EvenShards(1), 3, True),
+        (1, [STACK], EvenShards(2, of_halves=True), 3, False),
+        (1, [STACK], EvenShards(3), 3, False),
+        (2, [STACK, JOIN], EvenShards(2, of_halves=True), 3, True),
+        (2, [STACK, JOIN], EvenShards(2), 3, False),
+        (2, [STACK, JOIN], EvenShards(1), 3, True),
+        (3, [STACK, JOIN], EvenShards(2, of_halves=True), 3, False),
+        (2, [Concatenate(dim=0)], EvenShards(2, of_halves=True), 2, False),
+        (2, [Concatenate(dim=-2)], EvenShards(2, of_halves=True), 2, False),
+        (2, [Concatenate(dim=0)], EvenShards(1), 2, True),
+        (1, [Chunk(dim=0)], EvenShards(1), 2, False),
     ],
 )
 def test_conversions_on_load(
-    num_sources: int, operations: list[Any], part: Part, num_dims: int, keeps: bool
+    num_sources: int, operations: list[Any], part: EvenShards, num_dims: int, keeps: bool
 ) -> None:
     sources = [f"layers.*.w{i}.weight" for i in range(num_sources)]
     converter = WeightConverter(sources, ["layers.w"], operations)
-    assert _keeps_parts(converter, part, num_dims) is keeps
+    assert _keeps_shards(converter, part, num_dims) is keeps
 
 
 class TestCommand:

@@ -1,12 +1,19 @@
-"""Attribute edits: found where they exist, and where none does the dim stays whole, with the reason."""
+"""Attribute edits: found where they exist; where none does, the dim stays replicated, with the reason."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import models
 import pytest
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf, to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+
+from shardconv.pipeline import plain_form
+from shardconv.planning import localize
+from shardconv.planning.obstacle import Obstacle
 
 
 def edits(plan: Plan, fqn: str) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -67,7 +74,7 @@ def test_more_ranks_than_heads_that_are_repeated_by_an_attribute() -> None:
 
 
 def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> None:
-    """The weights are split all the same: attention is a fifth of this model."""
+    """The weights are sharded all the same: attention is a fifth of this model."""
     plan = models.plan_of(models.LiteralModel, 2)
     entry = parameter_plans(plan)["stack.0.mixer.alpha.weight"]
     assert [to_text(d) for d in entry.dims] == ["8@0*6", "64"]
@@ -78,7 +85,7 @@ def test_what_a_number_in_the_code_needs_is_gathered_and_the_plan_says_so() -> N
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_rows_that_the_length_is_compared_with_are_whole(tp: int) -> None:
+def test_rows_that_the_length_is_compared_with_are_replicated(tp: int) -> None:
     """The trace is short, and would not show that a rank with fewer rows refuses longer inputs."""
     entries = parameter_plans(models.plan_of(models.PlacedModel, tp))
     assert entries["places.weight"].dims[0] == Leaf(128)
@@ -87,6 +94,27 @@ def test_rows_that_the_length_is_compared_with_are_whole(tp: int) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_numbers_in_the_code_never_fail(tp: int) -> None:
     models.plan_of(models.LiteralModel, tp)
+
+
+def test_the_number_of_trials_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sets of edits there are: here one for each subset of five attributes, and more."""
+    seen: list[tuple[Any, ...]] = []
+    tried: list[Mapping[Any, int]] = []
+    holds = localize._Localizer._holds
+
+    def holds_under_no_edit(self: Any, call: Any, edits: Mapping[Any, int]) -> bool:
+        if edits:
+            tried.append(edits)
+        return not edits and holds(self, call, edits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
+        models.plan_of(models.FusedModel, 2)
+    _, layouts, *_ = seen[-1]
+    monkeypatch.setattr(localize, "MAX_TRIALS", 10)
+    monkeypatch.setattr(localize._Localizer, "_holds", holds_under_no_edit)
+    assert isinstance(localize.localize(layouts), Obstacle)
+    assert len(tried) == 10
 
 
 def test_a_model_that_fails_on_meta_is_named() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.verifying.simulation.memory import available_bytes
+from shardconv.verifying.simulation.available_memory import available_bytes
 
 GB = 10**9
 

@@ -42,8 +42,8 @@ from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.retrace import _unlike_ranks, retrace
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.simulation.float64 import Float64
+from shardconv.verifying.simulation.layer_bypass import Bypass
 from shardconv.verifying.simulation.rank_threads import run_ranks
-from shardconv.verifying.simulation.shallow import Bypass
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))
 """Corrupted plans of each model; many more for a long search."""

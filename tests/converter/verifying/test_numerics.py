@@ -189,7 +189,7 @@ def test_a_second_precision_gets_weights_of_its_own(converted: Path) -> None:
     weights = numerics._StoredWeights(opened, opened.weights())
     for dtype in (torch.float64, torch.float32):
         shapes = {name: torch.empty(t.shape, dtype=dtype) for name, t in opened.weights().items()}
-        whole = weights.whole(shapes)
+        whole = weights.unsharded(shapes)
         assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in shapes.items()}
         for rank in range(4):
             local = weights.local(rank)

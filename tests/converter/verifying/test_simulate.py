@@ -19,7 +19,8 @@ from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.retrace import retrace
-from shardconv.verifying.plans.simulate import TOLERANCE, simulate
+from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.simulation.model_runs import TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Leaves out layers that others stand for, so that a deep model can be run on numbers.
 
 A layer that takes the previous layer's output as one of its inputs and returns one tensor can be
-bypassed by returning that input. It is, if the plan says of it what it says of the layer that stands for it.
+bypassed by returning that input. It is bypassed if it is planned as the layer that stands for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
-from ...tracing.fold import prefixes
-from ...tracing.tape import Mark, Tape
+from ...tracing.tape import Mark, Tape, prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     """How each of these layers is bypassed; empty unless all of them can be.
 
     Args:
-        tape: of the whole model, not folded.
+        tape: of all layers, not folded.
         layers: FQNs of layers of a stack, each with the layer that stands for it; each one follows
             another layer of that stack.
     """
