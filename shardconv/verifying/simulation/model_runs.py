@@ -1,0 +1,130 @@
+"""One run of a model on numbers: what it returns, its gradients, and how far these are from others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from textwrap import shorten
+
+import torch
+from torch import Tensor, nn
+
+from ...tracing.inputs import TraceInputs
+from ...tracing.trace import results
+from .float64 import Float64, WithoutDropout
+
+TOLERANCE = 1e-9
+"""Largest difference of the outputs, relative to the largest output, in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtype in which models are compared, and what may differ there by rounding."""
+
+    dtype: torch.dtype
+    tolerance: float
+    """Relative to the largest output."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """In float64, casts to float32 inside of the model are left out."""
+        return Float64() if self.dtype == torch.float64 else nullcontext()
+
+
+PRECISIONS = (Precision(torch.float64, TOLERANCE), Precision(torch.float32, 1e-4))
+"""The second is for the few models whose code insists on float32 somewhere."""
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """What a model gives."""
+
+    outputs: list[Tensor]
+    """All tensors that it returns, global: logits ``[B, S, V]`` and what else there is."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of its parameters by FQN, in their shapes."""
+
+
+def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
+    """All tensors that a model returns in evaluation.
+
+    Args:
+        model: unsharded, or of one rank, in the dtype of ``precision``.
+        inputs: global, as ``input_ids [B, S]``.
+        precision: to compute in.
+    """
+    inputs = inputs.to(precision.dtype)
+    with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
+        result = model(**inputs.tensors, **inputs.options)
+    return results(model, result)
+
+
+def with_gradients(
+    model: nn.Module, inputs: TraceInputs, precision: Precision, outputs: list[Tensor]
+) -> tuple[ModelRun, str | None]:
+    """What the unsharded model gives, and why it has no usable gradients; None if it has.
+
+    Args:
+        model: unsharded, in the dtype of ``precision``; its parameters' ``grad`` are set.
+        inputs: global.
+        precision: to compute in.
+        outputs: what the model returned before.
+    """
+    try:
+        gradients = gradients_of(model, inputs, precision)
+    except Exception as error:
+        return ModelRun(outputs), f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
+    run = ModelRun(outputs, gradients)
+    if not gradients:
+        return run, "no output of the unsharded model has a gradient"
+    if infinite := [name for name, g in gradients.items() if not g.isfinite().all()]:
+        return run, f"the gradient of {infinite[0]} is not finite in the unsharded model"
+    return run, None
+
+
+def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> dict[str, Tensor]:
+    """Run forward in training mode, without dropout, and backward from a random gradient of every output.
+
+    Args:
+        model: unsharded, or of one rank.
+        inputs: global.
+        precision: to compute in.
+
+    Returns:
+        By FQN, in the shapes of the model's parameters: local ones of a rank.
+    """
+    inputs = inputs.to(precision.dtype)
+    model.train()
+    with torch.enable_grad(), precision.computing(), WithoutDropout(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = results(model, model(**inputs.tensors, **inputs.options))
+        torch.manual_seed(1)
+        terms = [
+            (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()
+            for t in outputs
+            if t.requires_grad and t.dtype == precision.dtype
+        ]
+        if terms:
+            torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
+    """Of lists of tensors, each relative to its largest value; infinite if their shapes differ."""
+    if [t.shape for t in got] != [t.shape for t in want]:
+        return math.inf
+    return max((_relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)), default=0.0)
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    """Largest difference over the largest value; the same infinity or NaN is no difference."""
+    finite = y.isfinite()
+    if y.numel() == 0:
+        return 0.0
+    if not finite.any():
+        return math.inf  # nothing to compare: nothing is proven
+    same = (x == y) | (x.isnan() & y.isnan())
+    error = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+    return float(error.max() / y[finite].abs().max().clamp_min(1e-30))
