@@ -2,14 +2,14 @@
 """The write phase of a conversion against ``cp`` and against slicing with safetensors: time and memory.
 
 A llama checkpoint of real shape (random bfloat16 numbers) is copied with ``cp -r``, converted, and sliced the
-naive way (``safe_open`` and ``save_file``, a whole rank in memory), in turn, from a warm and from a cold page
-cache. Before each of them the output of the one before is removed and the disk is synced.
+naive way (``safe_open`` and ``save_file``, all tensors of a rank in memory), alternately, from a warm and
+from a cold page cache. Before each of them the previous output is removed and the disk is synced.
 
 - The write phase goes from the entry of the converter's bar "writing" to the end of the conversion.
 - "+ sync": until all files that were made are on the disk. The naive way is not synced.
 - Ratios are of neighbors in time; every number is a median, with the lowest and the highest in brackets.
-- "Peak above start" is what the write phase held in memory beyond what the process held when it began; pages
-  of files that are mapped count.
+- "Peak above start" is the largest memory of the write phase beyond that of the process when it began,
+  including pages of mapped files.
 
     python benchmarks/convert.py [--gigabytes 4] [--tp 2 8] [--runs 3] [--markdown FILE]
     python benchmarks/convert.py --memory-only [--sizes 1 16]
@@ -48,7 +48,7 @@ Sample = dict[str, Any]
 
 @dataclass
 class Bench:
-    """A scratch directory, what the converter is told, and what the reader of the tables must know."""
+    """A scratch directory, options of the converter, and notes for the reader of the tables."""
 
     scratch: Path
     convert_options: list[str]
@@ -60,7 +60,7 @@ class Bench:
         return self.scratch / "out"
 
     def note(self, text: str) -> None:
-        """Say it once, now and under the table."""
+        """Print a note once, now and under the table."""
         if text not in self.notes:
             self.notes.append(text)
             print(f"note: {text}", file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ class Bench:
         os.sync()
 
     def convert(self, source: Path, tp: int, *options: str, tell_cached: bool = False) -> Sample:
-        """Convert without the proof of the plan, which is no part of writing."""
+        """Convert without the numerical check, which does not belong to writing."""
         arguments = [
             str(source),
             str(self.out),
@@ -167,12 +167,12 @@ def _tools(bench: Bench, source: Path, tp: int, *, with_naive: bool) -> dict[str
     naive: dict[str, Callable[[], Sample]] = {"naive": lambda: bench.naive(source, tp)}
     return {
         "cp": lambda: copy(source, bench.out),
-        "convert": lambda: _whole_conversion(bench, source, tp),
+        "convert": lambda: _full_conversion(bench, source, tp),
         **(naive if with_naive else {}),
     }
 
 
-def _whole_conversion(bench: Bench, source: Path, tp: int) -> Sample:
+def _full_conversion(bench: Bench, source: Path, tp: int) -> Sample:
     sample = bench.convert(source, tp, tell_cached=True)
     written, wanted = weight_bytes(bench.out), weight_bytes(source)
     if written < wanted * 0.999:  # the headers differ
@@ -266,7 +266,7 @@ def memory_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, st
         bench.note(f"{size}: {describe(shape)}")
         for tp in options.tp:
             bench.clear()
-            sample = _whole_conversion(bench, source, tp)
+            sample = _full_conversion(bench, source, tp)
             rows.append(memory_row(size, tp, sample))
             tell(str(rows[-1]))
         shutil.rmtree(source)
@@ -278,7 +278,7 @@ def sparse_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, st
     """A very large source, of holes, planned and converted for one rank."""
     shape = shape_of_size(options.sparse * 1e9, (LLAMA_405B,))
     tp, rank = options.sparse_tp, options.rank
-    expected = 1.2 * shape.num_bytes / tp  # a little more than its part: what cannot be split so far
+    expected = 1.2 * shape.num_bytes / tp  # more than its part, for replicated tensors
     if expected > MAX_SPARSE_OUTPUT:
         raise SystemExit(f"error: a rank of {tp} is {expected / 1e9:.1f} GB; raise --sparse-tp")
     require_room(bench.scratch, expected)

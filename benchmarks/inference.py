@@ -3,12 +3,12 @@
 
 Two tables. **Loading**: a checkpoint of real shape is converted, and loaded in fresh processes, one for each
 rank: by the runtime, by ``safetensors.torch.load_file`` (the same files of the same rank), by transformers'
-``from_pretrained`` whole, and by the same with tensor parallelism. From a cold and from a warm page cache;
-the order changes from round to round. Most of them map files, so that seconds are given until it returns
-and until a byte of every page was read. Imports were done before, and the ranks have met.
+``from_pretrained`` unsharded, and by the same with tensor parallelism. Loads are from a cold and from a warm
+page cache, in an order that changes from round to round. Most of them map files, so that seconds are given
+until the load returns and until a byte of every page was read, without imports and the start of the group.
 
 **Steps**: prefill and decode on the CPU over gloo, of the runtime and of transformers' tensor parallelism, in
-the same processes and in turn, step by step; then of a model that was converted for one rank beside the whole
+the same processes, alternately step by step; then of a model converted for one rank beside the unsharded
 one. Every number is a median, with the lowest and the highest in brackets; ratios compare neighbors in time.
 
     python benchmarks/inference.py [--gigabytes 3.5] [--tp 2 4] [--rounds 3] [--markdown FILE]
@@ -44,7 +44,7 @@ VARIANTS = {
     "shardconv": "shardconv_runtime.load",
     "plan": "shardconv_runtime.load by a plan, not converted",
     "safetensors": "safetensors load_file",
-    "whole": "from_pretrained, whole",
+    "unsharded": "from_pretrained, unsharded",
     "tensor parallel": "from_pretrained, tensor parallelism",
 }
 TIME_LIMIT_S = 1200
@@ -53,20 +53,20 @@ Sample = dict[str, Any]
 
 @dataclass
 class Bench:
-    """A scratch directory, and what the reader of the tables must know."""
+    """A scratch directory, and notes for the reader of the tables."""
 
     scratch: Path
     threads: int
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        """Say it once, now and under the table."""
+        """Print a note once, now and under the table."""
         if text not in self.notes:
             self.notes.append(text)
             tell(f"note: {text}")
 
     def convert(self, source: Path, tp: int) -> Path:
-        """The converted directory, on the disk; the proof of the plan has no part in this."""
+        """The converted directory, synced to disk; without the numerical check."""
         out = source.with_name(f"{source.name}-tp{tp}")
         if not out.exists():
             command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp), str(out)]
@@ -79,7 +79,7 @@ class Bench:
         return out
 
     def ranks(self, tp: int, *arguments: str, result: int) -> list[Sample]:
-        """What each rank measured; argument number ``result`` is where it writes that."""
+        """The measurements of each rank, which it writes to argument number ``result``."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -88,7 +88,7 @@ class Bench:
         for rank, file in enumerate(files):
             file.unlink(missing_ok=True)
             command = [sys.executable, str(RANK), *arguments[:result], str(file), *arguments[result:]]
-            env = {**_environment(), **_place(rank, tp, port), "OMP_NUM_THREADS": str(self.threads)}
+            env = {**_environment(), **_rank_variables(rank, tp, port), "OMP_NUM_THREADS": str(self.threads)}
             with file.with_suffix(".txt").open("w") as errors:
                 children.append(subprocess.Popen(command, stderr=errors, env=env))
         self._wait(children, files)
@@ -113,7 +113,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _place(rank: int, tp: int, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, tp: int, port: int) -> dict[str, str]:
     """As torchrun sets it; a process alone has none."""
     if tp == 1:
         return {}
@@ -129,7 +129,7 @@ def _last_line(text: str) -> str:
 
 
 def load_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]]:
-    """How long a rank takes to have its weights, and what is read for it."""
+    """The time in which a rank gets its weights, and the bytes read for it."""
     shape = shape_of_size(options.gigabytes * 1e9)
     require_room(bench.scratch, (1.1 + 1.1 * len(options.tp)) * shape.num_bytes)
     source = bench.scratch / "load"
@@ -138,13 +138,13 @@ def load_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]
     bench.note(f"loading: llama, bfloat16, {shape.num_bytes / 1e9:.2f} GB, {describe(shape)}")
     converted = {tp: bench.convert(source, tp) for tp in options.tp}
     samples: dict[tuple[int, str, str], list[Sample]] = defaultdict(list)
-    for turn in range(options.rounds):
+    for number in range(options.rounds):
         for tp, cache in ((tp, cache) for tp in options.tp for cache in CACHES):
-            for variant in sorted(VARIANTS, reverse=turn % 2 == 1):
-                ranks = 1 if variant == "whole" else tp
+            for variant in sorted(VARIANTS, reverse=number % 2 == 1):
+                ranks = 1 if variant == "unsharded" else tp
                 sample = _load(bench, variant, source, converted[tp], ranks, cache)
                 samples[tp, cache, variant].append(sample)
-                tell(f"round {turn + 1}, tp {tp}, {cache}: {variant} {sample['touched_s']:.2f} s")
+                tell(f"round {number + 1}, tp {tp}, {cache}: {variant} {sample['touched_s']:.2f} s")
     shutil.rmtree(source)
     for directory in converted.values():
         shutil.rmtree(directory)
@@ -183,9 +183,9 @@ def _load_row(
     own = variant in ("shardconv", "plan")
     cold = cache == "cold"
     return {
-        "tp": "1" if variant == "whole" else str(tp),
+        "tp": "1" if variant == "unsharded" else str(tp),
         "cache": cache,
-        "what loads": VARIANTS[variant],
+        "loader": VARIANTS[variant],
         "returns, s": spread([s["returned_s"] for s in samples], 3),
         "of that reading, s": spread([s["reading_s"] for s in samples], 3) if own else "",
         "every page touched, s": spread([s["touched_s"] for s in samples], 3),
@@ -202,7 +202,7 @@ def _load_row(
 
 
 def steps_table(bench: Bench, options: argparse.Namespace) -> list[dict[str, str]]:
-    """Prefill and decode, with two ranks beside transformers' own, with one beside the whole model."""
+    """Prefill and decode: two ranks beside transformers' own two, one rank beside the unsharded model."""
     shape = SMALL_SHAPE if options.small else STEPS_SHAPE
     shape = replace(shape, layers=options.layers or shape.layers)
     source = bench.scratch / "steps"
@@ -252,7 +252,7 @@ def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
     return {
         "tp": str(tp),
         "step": name,
-        "beside": "transformers, tensor parallelism" if tp > 1 else "transformers, whole model",
+        "beside": "transformers, tensor parallelism" if tp > 1 else "transformers, unsharded model",
         "shardconv, ms": _milliseconds(ours),
         "transformers, ms": _milliseconds(theirs),
         "ratio": spread([a / b for a, b in zip(ours, theirs, strict=True)], 3) if both else "",
@@ -298,10 +298,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What was run, without the places of files."""
-    places = {str(place) for place in (options.directory, options.markdown) if place}
-    words = [word for word in sys.argv[1:] if word not in places | {"--directory", "--markdown"}]
-    return " ".join(["python", "benchmarks/inference.py", *words])
+    """The command line without paths."""
+    paths = {str(path) for path in (options.directory, options.markdown) if path}
+    arguments = [text for text in sys.argv[1:] if text not in paths | {"--directory", "--markdown"}]
+    return " ".join(["python", "benchmarks/inference.py", *arguments])
 
 
 def main() -> None:

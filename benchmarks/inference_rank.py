@@ -69,7 +69,7 @@ def model_class(directory: Path) -> Any:
 
 
 def load_converted(directory: Path, plan: Path | None) -> tuple[Any, float]:
-    """This rank's model, cut by a plan if it is not converted, and the seconds of reading."""
+    """This rank's model, sharded by a plan if it is not converted, and the seconds of reading."""
     from shardconv_runtime.loading import load, rank_files
 
     seconds = 0.0
@@ -96,7 +96,7 @@ def load_safetensors(directory: Path) -> dict[str, Tensor]:
 
 
 def load_transformers(directory: Path, *, parallel: bool) -> Any:
-    """transformers' own way, whole or with its tensor parallelism."""
+    """The model of transformers, unsharded or with its own tensor parallelism."""
     options: dict[str, Any] = {}
     if parallel:
         options["distributed_config"] = _tensor_parallel()
@@ -106,7 +106,7 @@ def load_transformers(directory: Path, *, parallel: bool) -> Any:
 def _tensor_parallel() -> Any:
     from transformers.distributed import DistributedConfig
 
-    return DistributedConfig(tp_plan="auto")  # what ``tp_plan="auto"`` is called since it is deprecated
+    return DistributedConfig(tp_plan="auto")  # replaces the deprecated ``tp_plan="auto"``
 
 
 def rank_paths(directory: Path) -> list[Path]:
@@ -117,7 +117,7 @@ def rank_paths(directory: Path) -> list[Path]:
 
 
 def measure_load(variant: str, directory: Path, plan: Path | None) -> dict[str, Any]:
-    """Seconds until the load returns and until every page was touched, and what the system read for it."""
+    """Seconds until the load returns and until every page is touched, and the bytes that the system read."""
     from_shards = variant in ("shardconv", "safetensors")
     files = rank_paths(directory) if from_shards else sorted(directory.glob("*.safetensors"))
     _import_everything(directory)
@@ -153,7 +153,7 @@ def _import_everything(directory: Path) -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    with torch.device("meta"):  # and what building a model imports
+    with torch.device("meta"):  # imports the modules for building a model
         model_class(directory)(model_class(directory).config_class(num_hidden_layers=1))
 
 
@@ -199,7 +199,7 @@ class Subject:
         self.compiled = compiled
 
     def prefill(self, ids: Tensor, num_logits: int) -> Step:
-        """The whole prompt in one pass, for the last logits alone (1), as in ``generate``, or for all (0)."""
+        """The full prompt in one pass, for the last logits only (1), as in ``generate``, or for all (0)."""
         return lambda: self.model(ids, use_cache=False, logits_to_keep=num_logits).logits
 
     def decode(self, ids: Tensor, kind: str, num_steps: int) -> Step:
@@ -233,7 +233,7 @@ class Subject:
 
 
 def load_pair(converted: Path, source: Path, mode: str) -> dict[str, Subject]:
-    """Our model and transformers' one: with its tensor parallelism, or whole where there is one process."""
+    """Our model and that of transformers: with its tensor parallelism, or unsharded for a single process."""
     import shardconv_runtime
 
     compiled = mode == "compiled"
@@ -246,7 +246,7 @@ def load_pair(converted: Path, source: Path, mode: str) -> dict[str, Subject]:
 
 
 def rows(mode: str, prompt: Tensor, options: argparse.Namespace) -> Iterator[tuple[str, Any, int]]:
-    """The lines of the table: what is done, how a step of a subject is made, how many are measured."""
+    """The lines of the table: their name, the maker of a subject's step, and the number of steps."""
     yield "prefill", lambda subject: subject.prefill(prompt, 1), options.prefills
     if mode == "eager":
         yield "prefill, all logits", lambda subject: subject.prefill(prompt, 0), options.prefills
@@ -272,7 +272,7 @@ def measure_steps(converted: Path, source: Path, options: argparse.Namespace) ->
 
 
 def _interleaved(subjects: dict[str, Subject], make: Callable[[Subject], Step], count: int) -> dict[str, Any]:
-    """Steps of all subjects in turn, so that what else the machine does hits them alike."""
+    """Alternate steps of all subjects, so that other load of the machine affects them alike."""
     steps: dict[str, Step] = {}
     found: dict[str, Any] = {}
     outputs: dict[str, Tensor] = {}
@@ -284,8 +284,8 @@ def _interleaved(subjects: dict[str, Subject], make: Callable[[Subject], Step], 
         except Exception as error:
             found[name] = _why(error)
         found[f"{name} first_s"] = time.perf_counter() - start
-    for turn in range(count):
-        for name in sorted(steps, reverse=turn % 2 == 1):
+    for number in range(count):
+        for name in sorted(steps, reverse=number % 2 == 1):
             found[name].append(_seconds(steps[name]))
     if len(outputs) == len(subjects):
         ours, theirs = outputs.values()
@@ -295,9 +295,9 @@ def _interleaved(subjects: dict[str, Subject], make: Callable[[Subject], Step], 
 
 def _warmed_up(step: Step, outputs: dict[str, Tensor], name: str) -> Step:
     """Compile, and fault in; the first output of each subject is kept, for comparison."""
-    for turn in range(WARM_UP_STEPS):
+    for number in range(WARM_UP_STEPS):
         out = step()
-        if turn == 0:
+        if number == 0:
             outputs[name] = out.detach().clone()
     return step
 

@@ -1,4 +1,4 @@
-"""What ``convert.py`` times in a process of its own; prints one line of JSON.
+"""The measured processes of ``convert.py``; each prints one line of JSON.
 
 python measured.py convert ARGUMENTS     of ``shardconv convert``
 python measured.py naive MODEL OUT TP    slice with safe_open, save with save_file, rank by rank
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from disk import resident_share
-from synthetic import split_dim
+from synthetic import sharded_dim
 
 from shardconv.reporting import progress
 from shardconv.reporting.progress import Advance, Silent
@@ -78,7 +78,7 @@ def _reset_peak() -> bool:
 
 
 class Recorder(Silent):
-    """Begins the phase when the bar of the write phase is entered, and notes what of ``files`` is cached."""
+    """Begins the phase when the bar of the write phase is entered; records the cached share of ``files``."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
@@ -102,7 +102,7 @@ class Recorder(Silent):
 
 
 def convert(arguments: list[str]) -> dict[str, Any]:
-    """Run ``shardconv convert`` here; what is measured goes from the entry of its bar to its end."""
+    """Run ``shardconv convert`` in this process, measured from the entry of its write bar to its end."""
     start = time.perf_counter()
     tell_cached = arguments[0] == "--cached"
     arguments = arguments[tell_cached:]
@@ -121,7 +121,7 @@ def convert(arguments: list[str]) -> dict[str, Any]:
 
 
 def naive(model: Path, out: Path, tp: int) -> dict[str, Any]:
-    """Slice and save a checkpoint of ``synthetic.py``, a whole rank in memory; imports do not count."""
+    """Slice and save a checkpoint of ``synthetic.py``, all tensors of a rank in memory; without imports."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -132,13 +132,13 @@ def naive(model: Path, out: Path, tp: int) -> dict[str, Any]:
         for file in sorted(model.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118, not a mapping
-                    tensors[name] = _local(opened.get_slice(name), split_dim(name), rank, tp)
+                    tensors[name] = _local(opened.get_slice(name), sharded_dim(name), rank, tp)
         save_file(tensors, out / f"rank-{rank:05}-of-{tp:05}.safetensors", {"format": "pt"})
     return phase.end()
 
 
 def _local(tensor: Any, dim: int | None, rank: int, tp: int) -> Any:
-    """What ``rank`` holds of a global tensor whose split dim is a multiple of ``tp``."""
+    """The local part of a global tensor sharded evenly over ``dim``, or replicated if that is None."""
     if dim is None:
         return tensor[:]
     size, remainder = divmod(tensor.get_shape()[dim], tp)

@@ -1,4 +1,4 @@
-"""What a training step allocates, keeps and sends, seen from inside of the process."""
+"""Observers, inside of the process, of the memory and the communication of a training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Private, but what CommDebugMode is made of.
+# Private, but CommDebugMode is built on it.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -30,27 +30,27 @@ _KINDS: Mapping[Kind, tuple[str, bool]] = {
     ("c10d", "allreduce_"): (_REDUCE, False),
     ("c10d", "_allgather_base_"): (_GATHER, False),
 }
-"""Operator: the collective, and whether its whole tensor is the result rather than the first argument."""
+"""Operator: the collective, and whether its full tensor is the result rather than the first argument."""
 
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
 
 
 def wire_bytes(collective: str, payload: float, num_ranks: int) -> float:
-    """What each rank sends in a ring.
+    """Bytes that each rank sends in a ring.
 
     Args:
         collective: one of ``COLLECTIVES``.
-        payload: bytes of the whole tensor: summed, gathered, or before it is scattered.
+        payload: bytes of the full tensor: summed, gathered, or before it is scattered.
         num_ranks: of the group.
     """
     return payload * (2 if collective == _REDUCE else 1) * (num_ranks - 1) / num_ranks
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts collectives, and the bytes of their whole tensors, by phase.
+    """Counts collectives, and the bytes of their full tensors, by phase.
 
     Attributes:
-        phase: under which name they are counted from now on.
+        phase: the name under which they are counted.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (func.namespace, name) not in _KINDS:
                 raise NotImplementedError(f"{func.namespace}::{name} is in no table of {__file__}")
             collective, of_result = _KINDS[func.namespace, name]
-            whole = out if of_result else args[0]
-            num_bytes = sum(x.nbytes for x in tree_leaves(whole) if isinstance(x, Tensor))
+            full = out if of_result else args[0]
+            num_bytes = sum(x.nbytes for x in tree_leaves(full) if isinstance(x, Tensor))
             self._sizes[self.phase, collective].append(num_bytes)
         return out
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the living storages that operators returned; what they use inside is not seen.
+    """Bytes of the living storages that operators returned, without their internal allocations.
 
     Args:
         known: tensors that were there before, which do not count.
@@ -112,16 +112,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, found: torch.UntypedStorage) -> None:
         if found.device.type == "meta" or not found.nbytes():
             return  # DTensor asks shapes of tensors that have no memory
-        place, num_bytes = found.data_ptr(), found.nbytes()
-        if place in self._known or place in self._alive:
+        address, num_bytes = found.data_ptr(), found.nbytes()
+        if address in self._known or address in self._alive:
             return
-        self._alive.add(place)
+        self._alive.add(address)
         self._bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        weakref.finalize(found, self._free, place, num_bytes)
+        weakref.finalize(found, self._free, address, num_bytes)
 
-    def _free(self, place: int, num_bytes: int) -> None:
-        self._alive.discard(place)
+    def _free(self, address: int, num_bytes: int) -> None:
+        self._alive.discard(address)
         self._bytes -= num_bytes
 
 
@@ -143,7 +143,7 @@ class Saved:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """For a forward pass; what it saves stays alive, so that a place in memory is one storage."""
+        """Watch a forward pass; saved tensors stay alive, so that an address identifies a storage."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x):
             yield
 
@@ -155,7 +155,7 @@ class Saved:
 
 
 def storage(x: Tensor) -> torch.UntypedStorage:
-    """Of a tensor; of the local part of a distributed one, and of what a pending one waits for."""
+    """The storage of a tensor: of the local part of a distributed one, of the result of a pending one."""
     while is_traceable_wrapper_subclass(x):
         names, _ = x.__tensor_flatten__()
         x = getattr(x, names[0])
@@ -163,7 +163,7 @@ def storage(x: Tensor) -> torch.UntypedStorage:
 
 
 def _has_wrapped(types: Iterable[type]) -> bool:
-    """Whether a call has distributed tensors: it comes again, as what it does to the local ones."""
+    """Whether a call has distributed tensors; it is dispatched again on the local ones."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 

@@ -43,17 +43,17 @@ STAGES = {
     ("weights", "read"): "read",
     ("loading", "prepare_generation"): "generation config",
 }
-"""Functions of the runtime, which ``load`` calls one after the other, and what their lines are called."""
+"""Functions of the runtime that ``load`` calls one after the other, and the names of their lines."""
 
 
 class Marks:
-    """Seconds by stage; what is between the stages is the last line but one."""
+    """Seconds by stage; the time between the stages is the last line but one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def timed(self, stage: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returns; its time is added to that of the stage."""
+        """The result of a function; its time is added to that of the stage."""
         begin = time.perf_counter()
         try:
             return function(*args, **kwargs)
@@ -81,10 +81,10 @@ def start(directory: str, profile: bool) -> None:
     profiler = cProfile.Profile()
     load = profiler.runcall if profile else lambda function, *args, **kwargs: function(*args, **kwargs)
     model = marks.timed("load", load, loading.load, directory, device="cpu")
-    whole = marks.seconds.pop("load")
-    marks.seconds["rest of load"] = before + whole - sum(marks.seconds.values())
+    total = marks.seconds.pop("load")
+    marks.seconds["rest of load"] = before + total - sum(marks.seconds.values())
     marks.timed("first forward pass", _first_token, model)
-    marks.seconds["whole"] = time.monotonic() - began
+    marks.seconds["total"] = time.monotonic() - began
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(marks.seconds))
         if profile:
@@ -106,14 +106,14 @@ def _first_token(model: Any) -> None:
 
 
 def floor() -> None:
-    """Import what no way to load the model can do without."""
+    """Import the modules that every way to load the model needs."""
     importlib.import_module("torch")
     importlib.import_module(MODELING)
-    print(json.dumps({"whole": time.monotonic() - float(os.environ["STARTED"])}))
+    print(json.dumps({"total": time.monotonic() - float(os.environ["STARTED"])}))
 
 
 def run(arguments: list[str], num_ranks: int) -> tuple[dict[str, float], str]:
-    """Start a process for each rank; what rank 0 printed."""
+    """Start a process for each rank; return the output of rank 0."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "STARTED": str(time.monotonic())}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start compiles nothing
     if num_ranks > 1:
@@ -151,7 +151,7 @@ def convert(directory: Path, layers: int, tp: int) -> Path:
 def table(starts: list[dict[str, float]], floors: list[dict[str, float]]) -> str:
     """Medians; shares are those of the medians."""
     rows = {stage: statistics.median(s[stage] for s in starts) for stage in starts[0]}
-    rows["floor: import torch and the model's file"] = statistics.median(f["whole"] for f in floors)
+    rows["floor: import torch and the model's file"] = statistics.median(f["total"] for f in floors)
     lines = ["| stage | ms |", "|---|---|"]
     return "\n".join([*lines, *(f"| {stage} | {1000 * seconds:.0f} |" for stage, seconds in rows.items())])
 

@@ -1,6 +1,6 @@
 """Synthetic llama checkpoints of real shape, as sharded safetensors files: random bytes, or holes.
 
-Files are streamed: of a checkpoint no more than a block of random bytes is ever in memory.
+Files are streamed: only a block of random bytes is in memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import BinaryIO
 NOISE_BYTES = 1 << 26
 BLOCK_BYTES = 1 << 23
 ITEM_BYTES = 2
-COLUMN_SPLIT = ("o_proj.weight", "down_proj.weight")
-"""Split along dim 1, the strided slices; every other matrix is split along dim 0."""
+SHARDED_COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""Sharded over dim 1, in strided slices; every other matrix is sharded over dim 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,11 @@ def tensor_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape) * ITEM_BYTES
 
 
-def split_dim(name: str) -> int | None:
-    """The dim along which tensor parallelism splits a tensor; None for norms, which stay whole."""
+def sharded_dim(name: str) -> int | None:
+    """The dim over which tensor parallelism shards a tensor; None for norms, which are replicated."""
     if name.endswith("norm.weight"):
         return None
-    return 1 if name.endswith(COLUMN_SPLIT) else 0
+    return 1 if name.endswith(SHARDED_COLUMNS) else 0
 
 
 def shape_of_size(num_bytes: float, candidates: tuple[Shape, ...] = SMALLER) -> Shape:
@@ -122,7 +122,7 @@ def write_checkpoint(shape: Shape, directory: Path, *, shard_bytes: int, sparse:
     Args:
         shape: of the model.
         directory: to make; it must not exist.
-        shard_bytes: after which a new weight file is begun; a tensor is never split.
+        shard_bytes: after which a new weight file is begun; each tensor stays in one file.
         sparse: leave holes where the tensors are, which take no room on disk and read as zeros, instead of
             random finite numbers.
     """
@@ -171,7 +171,7 @@ def _extend(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _noise() -> Callable[[BinaryIO, int], None]:
-    """Writes random finite bfloat16 numbers: pieces of one buffer from random places, so blocks differ."""
+    """Writes random finite bfloat16 numbers: pieces of one buffer from random offsets, so blocks differ."""
     generator = random.Random(0)
     buffer = bytearray(generator.randbytes(NOISE_BYTES))
     finite = bytes(

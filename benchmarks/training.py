@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
-"""What a training step keeps in memory, sends and takes, beside transformers' own tensor parallelism.
+"""Memory, communication and time of a training step, beside transformers' own tensor parallelism.
 
 A llama is made and converted, and takes steps in processes of torchrun: gloo on the CPU, and nccl where
 there is a GPU for each rank. Every variant is measured with and without activation checkpointing
 (``gradient_checkpointing_enable``), and its gradients are compared with those of the unsharded float32
 model. Two tables:
 
-**Memory and time.** *Saved* is what the forward pass keeps for the backward pass: distinct storages, but
-for those of parameters. *Peak above the weights* is of a whole step, gradients included: as CUDA counts it,
-on the CPU the storages that operators return (what they allocate inside is not seen). Times are medians of
-rounds in which the variants take turns.
+**Memory and time.** *Saved* is the memory that the forward pass keeps for the backward pass: distinct
+storages other than those of parameters. *Peak above the weights* is of a full step, including gradients: as
+CUDA counts it, on the CPU the storages that operators return, without their internal allocations. Times are
+medians of rounds in which the variants alternate.
 
-**Communication.** Calls and bytes of each collective, by rank and step. *Payload* is the whole tensor:
-summed, gathered, or before it is scattered. *On the wire* is what a rank sends in a ring: ``2 (p - 1) / p``
-of that for all_reduce, ``(p - 1) / p`` for the others. *Expected* comes from the shape of the model alone.
+**Communication.** Calls and bytes of each collective, by rank and step. *Payload* is the full tensor:
+summed, gathered, or before it is scattered. *On the wire* is the number of bytes that a rank sends in a ring:
+``2 (p - 1) / p`` of the payload for all_reduce, ``(p - 1) / p`` for the others. *Expected* comes from the
+shape of the model alone.
 
     python benchmarks/training.py [--tp 2] [--dtypes float32 bfloat16] [--markdown FILE] [--json FILE]
     python benchmarks/training.py --small        to see that everything comes out
@@ -41,16 +42,16 @@ from convert import describe, render, spread, tell
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from synthetic import Shape
-from training_rank import OURS, THEIRS, WHOLE, key
+from training_rank import OURS, THEIRS, UNSHARDED, key
 
 RANK = Path(__file__).with_name("training_rank.py")
 SHAPE = Shape(hidden=512, intermediate=1536, heads=8, kv_heads=4, vocab=32768, layers=4)
 SMALL_SHAPE = Shape(hidden=64, intermediate=160, heads=8, kv_heads=4, vocab=256, layers=2)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS_BYTES = 3 * 4
-"""Of a token, that each rank gives to the others for a loss from shards of the logits."""
+"""Of a token, exchanged by each rank for a loss of sharded logits."""
 TIME_LIMIT_S = 3600
 Sample = dict[str, Any]
 Sent = Mapping[str, Mapping[str, Sequence[int]]]
@@ -59,26 +60,26 @@ Sent = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True)
 class Job:
-    """What all rows of one launch have in common."""
+    """The settings of all rows of one launch."""
 
     device: str
     dtype: str
     tp: int
     shape: Shape
     num_tokens: int
-    """Of the whole batch."""
+    """Of the full batch."""
 
 
 @dataclass
 class Bench:
-    """A scratch directory, the options, and what the reader of the tables must know."""
+    """A scratch directory, the options, and notes for the reader of the tables."""
 
     scratch: Path
     options: argparse.Namespace
     notes: list[str] = field(default_factory=list)
 
     def launch(self, job: Job, kind: str, num_ranks: int, *arguments: str) -> list[dict[str, Sample]]:
-        """What each rank measured."""
+        """The measurements of each rank."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(num_ranks), str(RANK), kind, str(self.scratch / "model")]
         command += [str(self.scratch), *arguments, "--device", job.device, "--dtype", job.dtype]
@@ -89,7 +90,7 @@ class Bench:
         return [json.loads((self.scratch / f"{kind}-{rank}.json").read_text()) for rank in range(num_ranks)]
 
     def convert(self, tp: int) -> Path:
-        """The model for ``tp`` ranks, and checked, since an unchecked plan has no loss from shards."""
+        """The model for ``tp`` ranks, with the numerical check, which a loss of sharded logits requires."""
         out = self.scratch / f"tp{tp}"
         if not out.exists():
             command = [sys.executable, "-m", "shardconv", "convert", str(self.scratch / "model")]
@@ -100,7 +101,7 @@ class Bench:
 
 def without_parallel_loss(converted: Path) -> Path:
     """The same directory with a plan whose logits are gathered for the model's own loss."""
-    out = converted.with_name(f"{converted.name}-whole-logits")
+    out = converted.with_name(f"{converted.name}-gathered-logits")
     if out.exists():
         return out
     shutil.copytree(converted, out, copy_function=os.link)
@@ -112,7 +113,7 @@ def without_parallel_loss(converted: Path) -> Path:
     for name in (manifest.PLAN_NAME, manifest.MANIFEST_NAME):
         (out / name).unlink()  # it is the same file as that of the other directory
     (out / manifest.PLAN_NAME).write_text(text)
-    manifest.write(replace(found, plan_sha256=plan_json.sha256(text)), out)
+    manifest_writing.write(replace(found, plan_sha256=plan_json.sha256(text)), out)
     return out
 
 
@@ -120,13 +121,13 @@ def without_parallel_loss(converted: Path) -> Path:
 
 
 def expected(job: Job, name: str, recompute: bool) -> dict[str, dict[str, list[int]]]:
-    """What a rank sends in a step, from the shape of the model alone.
+    """The bytes that a rank sends in a step, from the shape of the model alone.
 
     Activations pass 2 L + 1 times from a block that reduces (the embedding, then attention and MLP of each
     layer) to the one that needs the sum (attention and MLP of each layer, then the logits).
 
     Args:
-        job: what is trained.
+        job: the model and its batch.
         name: of the variant.
         recompute: layers are computed again, up to the last tensor that is needed: not their last reduction.
 
@@ -163,7 +164,7 @@ def expected(job: Job, name: str, recompute: bool) -> dict[str, dict[str, list[i
 
 
 def memory_row(job: Job, name: str, samples: Sequence[Sample], plain: Sample | None) -> dict[str, str]:
-    """One line; of several ranks, what is largest."""
+    """One line; of several ranks, the largest values."""
     first = samples[0]
     row = {"device": job.device, "dtype": job.dtype, "tp": str(len(samples)), "model": name}
     failed = first.get("error", "")
@@ -202,34 +203,35 @@ def _mb(num_bytes: float) -> str:
 
 
 def measure(bench: Bench, job: Job) -> tuple[list[dict[str, str]], list[dict[str, str]], list[Sample]]:
-    """Lines of both tables, and all that was measured."""
-    whole = bench.launch(job, "whole", 1)
+    """Lines of both tables, and all measurements."""
+    unsharded = bench.launch(job, "unsharded", 1)
     converted = bench.convert(job.tp)
-    places = ["--converted", str(converted), "--whole-logits", str(without_parallel_loss(converted))]
-    found = bench.launch(job, "ranks", job.tp, *places, "--variants", *bench.options.variants)
+    gathered = str(without_parallel_loss(converted))
+    paths = ["--converted", str(converted), "--gathered-logits", gathered]
+    found = bench.launch(job, "ranks", job.tp, *paths, "--variants", *bench.options.variants)
     memory, traffic, samples = [], [], []
-    names = [(WHOLE, whole), *((name, found) for name in bench.options.variants)]
+    names = [(UNSHARDED, unsharded), *((name, found) for name in bench.options.variants)]
     for name, ranks in names:
         for recompute in (False, True):
             row = key(name, recompute)
             if row not in ranks[0]:
-                continue  # it failed, and is there once
+                continue  # it failed, and has a single row
             alike = [rank[row] for rank in ranks]
             memory.append(memory_row(job, row, alike, found[0].get("plain")))
             samples.append(
                 {"device": job.device, "dtype": job.dtype, "tp": job.tp, "model": row, "ranks": alike}
             )
-            if "error" in alike[0] or name == WHOLE:
+            if "error" in alike[0] or name == UNSHARDED:
                 continue
             if any(other["sent"] != alike[0]["sent"] for other in alike):
-                bench.notes.append(f"{row}: the ranks do not send alike, rank 0 is shown")
+                bench.notes.append(f"{row}: the ranks send different bytes, rank 0 is shown")
             traffic += traffic_rows(job, name, recompute, alike[0]["sent"])
             samples[-1]["expected"] = expected(job, name, recompute)
     return memory, traffic, samples
 
 
 def absent(job: Job, rows: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """A line that says that nothing was measured."""
+    """A line without measurements."""
     known = {"device": job.device, "dtype": job.dtype, "tp": str(job.tp), "model": "no GPU was available"}
     return {column: known.get(column, "") for column in rows[0]}
 
@@ -250,7 +252,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="of steps that are timed (default 3)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1)")
     parser.add_argument("--small", action="store_true", help="tiny sizes")
-    parser.add_argument("--directory", type=Path, help="for what is made (default: temporary files)")
+    parser.add_argument("--directory", type=Path, help="for the models (default: temporary files)")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file too")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     options = parser.parse_args()
@@ -274,12 +276,12 @@ def main() -> None:
         source = bench.scratch / "model"
         tell(f"making a float32 model: {describe(shape)}")
         subprocess.run([sys.executable, "-c", SAVE, json.dumps(shape.config()), str(source)], check=True)
-        missing = []
+        without_gpus = []
         for device in ("cpu", "cuda"):
             for dtype, tp in ((dtype, tp) for dtype in options.dtypes for tp in options.tp):
                 job = Job(device, dtype, tp, shape, options.batch * options.tokens)
                 if device == "cuda" and torch.cuda.device_count() < tp:
-                    missing.append(job)
+                    without_gpus.append(job)
                     continue
                 lines = measure(bench, job)
                 memory += lines[0]
@@ -292,8 +294,8 @@ def main() -> None:
             "thread(s) each rank; collectives as calls: payload in MB, MB of 1e6 bytes",
             f"load of the machine {load:.1f} before; {time.monotonic() - start:.0f} s in all",
         ]
-    memory += [absent(job, memory) for job in missing]
-    traffic += [absent(job, traffic) for job in missing]
+    memory += [absent(job, memory) for job in without_gpus]
+    traffic += [absent(job, traffic) for job in without_gpus]
     text = "\n\n".join([render(memory, ()).rstrip(), render(traffic, bench.notes)])
     print(text)
     if options.markdown:

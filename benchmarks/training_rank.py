@@ -1,7 +1,7 @@
-"""What the processes of ``training.py`` measure; each writes a JSON file. torchrun starts them.
+"""The ranks of ``training.py``, started by torchrun; each writes its measurements to a JSON file.
 
-training_rank.py whole SOURCE RESULTS OPTIONS    the unsharded model; its gradients are kept in RESULTS
-training_rank.py ranks SOURCE RESULTS OPTIONS --converted A --whole-logits B --variants ...
+training_rank.py unsharded SOURCE RESULTS OPTIONS    the unsharded model; its gradients are kept in RESULTS
+training_rank.py ranks SOURCE RESULTS OPTIONS --converted A --gathered-logits B --variants ...
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-WHOLE = "whole model"
+UNSHARDED = "unsharded model"
 THEIRS = "transformers"
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +35,7 @@ OURS: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, loss from shards": {"sequence_parallel": True, "parallel_loss": True},
 }
-"""What each is loaded with; without ``parallel_loss``, from a plan that has none."""
+"""Options of ``load``; without ``parallel_loss``, the plan has no loss of sharded logits."""
 
 GRADIENTS = "gradients.safetensors"
 SEED = 1
@@ -55,14 +55,14 @@ class Subject:
         self.held = [*model.parameters(), *model.buffers(), ids]
 
     def recompute(self, wanted: bool) -> None:
-        """Whether layers are computed again in the backward pass."""
+        """Enable or disable recomputation of layers in the backward pass."""
         if wanted:
             self.model.gradient_checkpointing_enable()
         else:
             self.model.gradient_checkpointing_disable()
 
     def loss(self) -> Tensor:
-        """Forward."""
+        """The loss of a forward pass."""
         loss: Tensor = self.model(self.ids, labels=self.ids, use_cache=False).loss
         return loss
 
@@ -71,14 +71,14 @@ class Subject:
         self.loss().backward()  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
-        """Gradients."""
+        """Free the gradients."""
         self.model.zero_grad(set_to_none=True)
 
 
 def observe(subject: Subject) -> dict[str, Any]:
-    """One step, of which all but the time is taken; its gradients stay.
+    """Measure one step, except its time; its gradients stay.
 
-    The peak is that above the weights: as CUDA counts it, else of results of operators.
+    The peak is above the weights: as CUDA counts it, else of the results of operators.
     """
     traffic, saved, live = Traffic(), Saved(subject.held), LiveStorages(subject.held)
     is_cuda = subject.ids.is_cuda
@@ -104,7 +104,7 @@ def observe(subject: Subject) -> dict[str, Any]:
 
 
 def seconds(subject: Subject) -> float:
-    """Of one step, from the moment when all ranks are ready."""
+    """Seconds of one step, after a barrier of the ranks."""
     gc.collect()
     synchronize(subject.ids.device)
     if dist.is_initialized():
@@ -118,7 +118,7 @@ def seconds(subject: Subject) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
+    """Wait for the kernels of a device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -127,7 +127,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter's, as this rank has it; those of distributed tensors whole."""
+    """The local gradient of each parameter; the full one of a distributed tensor."""
     for name, parameter in model.named_parameters():
         found = parameter.grad
         if isinstance(found, DTensor):
@@ -140,18 +140,19 @@ def gradient_difference(model: Any, file: Path, rank: int) -> tuple[float, str]:
     worst = (0.0, "")
     with safe_open(file, "pt") as opened:
         for name, found in gradients(model):
-            whole = opened.get_slice(name)
-            wanted = whole[_own(whole.get_shape(), list(found.shape), rank)].to(found.device)
+            unsharded = opened.get_slice(name)
+            own = _own(unsharded.get_shape(), list(found.shape), rank)
+            wanted = unsharded[own].to(found.device)
             error = float((found.float() - wanted).norm() / wanted.norm())
             worst = max(worst, (math.inf if math.isnan(error) else error, name))
     return worst
 
 
-def _own(whole: list[int], local: list[int], rank: int) -> tuple[slice, ...]:
-    """What a rank has of evenly split dims."""
+def _own(full: list[int], local: list[int], rank: int) -> tuple[slice, ...]:
+    """The slice of a rank in evenly sharded dims."""
     return tuple(
         slice(None) if n == size else slice(rank * n, (rank + 1) * n)
-        for size, n in zip(whole, local, strict=True)
+        for size, n in zip(full, local, strict=True)
     )
 
 
@@ -165,12 +166,12 @@ def load(name: str, options: argparse.Namespace, device: torch.device) -> Any:
     import shardconv_runtime
 
     chosen = dict(OURS[name])
-    directory = options.converted if chosen.pop("parallel_loss", False) else options.whole_logits
+    directory = options.converted if chosen.pop("parallel_loss", False) else options.gathered_logits
     return shardconv_runtime.load(directory, device=device, dtype=options.dtype, training=True, **chosen)
 
 
 def load_theirs(options: argparse.Namespace, device: torch.device, *, parallel: bool) -> Any:
-    """transformers' own way, whole or with its tensor parallelism."""
+    """The model of transformers, unsharded or with its own tensor parallelism."""
     chosen: dict[str, Any] = {}
     if parallel:
         from transformers.distributed import DistributedConfig
@@ -182,11 +183,11 @@ def load_theirs(options: argparse.Namespace, device: torch.device, *, parallel: 
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Of each variant, with and without recomputation, what it allocates, keeps, sends and takes."""
+    """Memory, communication and time of each variant, with and without recomputation."""
     vocab = json.loads((options.source / "config.json").read_text())["vocab_size"]
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocab, (options.batch, options.tokens), generator=generator).to(device)
-    names = [WHOLE] if options.kind == "whole" else options.variants
+    names = [UNSHARDED] if options.kind == "unsharded" else options.variants
     subjects: dict[str, Subject] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -199,12 +200,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
                 raise
             found[name] = {"error": why(error)}
             subjects.pop(name, None)
-    for turn in range(options.rounds):
-        for name in sorted(subjects, reverse=turn % 2 == 1):
+    for number in range(options.rounds):
+        for name in sorted(subjects, reverse=number % 2 == 1):
             for recompute in (False, True):
                 subjects[name].recompute(recompute)
                 found[key(name, recompute)]["seconds"].append(seconds(subjects[name]))
-        tell(f"round {turn + 1}")
+        tell(f"round {number + 1}")
     return found
 
 
@@ -214,7 +215,7 @@ def _described(name: str, subject: Subject, options: argparse.Namespace) -> dict
     for recompute in (False, True):
         subject.recompute(recompute)
         seen = observe(subject)
-        if options.kind == "whole" and not file.exists():
+        if options.kind == "unsharded" and not file.exists():
             save_file({n: g.float().cpu().contiguous() for n, g in gradients(subject.model)}, file)
         difference, where = gradient_difference(subject.model, file, int(os.environ["RANK"]))
         subject.forget()
@@ -233,7 +234,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def key(name: str, recompute: bool) -> str:
-    """Of a row."""
+    """The key of a row."""
     return f"{name}, recomputed" if recompute else name
 
 
@@ -244,18 +245,18 @@ def why(error: BaseException) -> str:
 
 
 def tell(text: str) -> None:
-    """Once, on the terminal."""
+    """Print a line on rank 0."""
     if os.environ["RANK"] == "0":
         print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("whole", "ranks"))
+    parser.add_argument("kind", choices=("unsharded", "ranks"))
     parser.add_argument("source", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--converted", type=Path)
-    parser.add_argument("--whole-logits", type=Path)
+    parser.add_argument("--gathered-logits", type=Path)
     parser.add_argument("--variants", nargs="+", default=[*OURS, THEIRS])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")

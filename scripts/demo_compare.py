@@ -32,7 +32,7 @@ def main(source: str, converted: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     if difference > TOLERANCE or tokens != expected_tokens:
-        sys.exit("error: the sharded model does not compute what the original computes")
+        sys.exit("error: the sharded model differs from the original")
 
 
 def count(model: Any) -> int:

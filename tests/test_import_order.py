@@ -41,6 +41,7 @@ CONVERTER_ORDER = (
 RUNTIME_ORDER = (
     "errors",
     "wording",
+    "hub_options",
     "format",
     "comm",
     "loaded",

@@ -5,6 +5,8 @@ A message names the problem, where it is (FQN, file, rank), its cause, and the r
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class ShardconvError(Exception):
     """Base of all errors of the project. The command line prints it in one line and exits with 2."""
@@ -38,3 +40,17 @@ def brief(error: BaseException, limit: int = 200) -> str:
     """An error's message in one line of at most ``limit`` characters, or its type's name."""
     text = " ".join(str(error).split()).rstrip(".:;")
     return (text if len(text) <= limit else text[:limit] + "...") or type(error).__name__
+
+
+def missing(names: Collection[str], noun: str, owner: str, holder: str) -> str:
+    """``"3 parameters of the plan are missing from the model, e.g. X"``.
+
+    Args:
+        names: that are missing, at least one.
+        noun: of one of them, such as ``"parameter"``.
+        owner: has them, such as ``"the plan"``.
+        holder: lacks them, such as ``"the model"``.
+    """
+    if len(names) == 1:
+        return f"1 {noun} of {owner} is missing from {holder}: {min(names)}"
+    return f"{len(names)} {noun}s of {owner} are missing from {holder}, e.g. {min(names)}"

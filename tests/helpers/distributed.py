@@ -65,7 +65,7 @@ def run_outcomes(
     processes, pipes = [], []
     for rank in range(num_processes):
         reader, writer = context.Pipe(duplex=False)
-        variables = {**_torchrun_env(rank, num_processes, port), **(env or {})}
+        variables = {**torchrun_env(rank, num_processes, port), **(env or {})}
         process = context.Process(
             target=_child, args=(writer, variables, joined, function, args), daemon=True
         )
@@ -89,7 +89,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
+def torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank on this host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

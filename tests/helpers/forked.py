@@ -19,7 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from distributed import free_port, torchrun_env
+
 POLL_S = 0.005
+
+subprocess_run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+"""Also where ``run_python`` is in its place."""
 
 
 class Forked:
@@ -102,6 +107,48 @@ def run_script(path: Path) -> None:
 
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def run_python(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """In place of ``subprocess.run``: do what a command of this interpreter does, in forked processes.
+
+    Args:
+        command: of Python code (``-c``), of shardconv, of a script, or of torchrun on this host.
+        options: ``env`` counts; the others are about streams and times, and what is printed is printed here.
+
+    Raises:
+        subprocess.CalledProcessError: it failed, and ``check`` is set.
+    """
+    if command[0] != sys.executable:
+        return subprocess_run(command, **options)
+    match command[1:]:
+        case ["-c", code, *rest]:
+            children = [(exec, (code, {"__name__": "__main__"}), ["-c", *rest], {})]
+        case ["-m", "shardconv", *rest]:
+            from shardconv import cli
+
+            children = [(cli.main, (), ["shardconv", *rest], {})]
+        case ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, script, *rest]:
+            port = free_port()
+            children = [
+                (run_script, (Path(script),), [script, *rest], torchrun_env(rank, int(count), port))
+                for rank in range(int(count))
+            ]
+        case [script, *rest]:
+            children = [(run_script, (Path(script),), [script, *rest], {})]
+        case _:
+            raise ValueError(f"{command}: no command of Python")
+    env = options.get("env") or os.environ
+    begun = [Forked(do, *args, argv=argv, env={**env, **more}) for do, args, argv, more in children]
+    for child in begun:
+        for stream, text in zip(
+            (sys.stdout, sys.stderr), child.communicate(options.get("timeout", 600)), strict=True
+        ):
+            stream.write(text)
+    codes = [child.returncode or 0 for child in begun]
+    if any(codes) and options.get("check"):
+        raise subprocess.CalledProcessError(max(codes, key=abs), list(command))
+    return subprocess.CompletedProcess(list(command), max(codes, key=abs))
 
 
 def _become_a_command(

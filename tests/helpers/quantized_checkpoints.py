@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.format.block_scales import SUFFIX, dequantized
+from shardconv_runtime.format.block_scales import dequantized
+from shardconv_runtime.format.stored_layout import SUFFIX
 
 BLOCK = 16
 PLAIN = ("lm_head", "embed", "norm", "mlp.gate.", "bias")

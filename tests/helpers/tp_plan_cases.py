@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -126,7 +126,15 @@ def on_two_axes(plan: Plan, axes: tuple[int, int] = (0, 1)) -> Plan:
         return type(dim)(parts)
 
     def steps(found: tuple[Boundary, ...]) -> tuple[Boundary, ...]:
-        return tuple(replace(b, axes=axes if b.axes else (), layout=split(b.layout)) for b in found)
+        return tuple(map(step, found))
+
+    def step(found: Boundary) -> Boundary:
+        changes = {
+            "axes": axes if getattr(found, "axes", ()) else (),
+            "layout": split(getattr(found, "layout", None)),
+        }
+        known = {field.name for field in fields(found)}
+        return replace(found, **{name: value for name, value in changes.items() if name in known})
 
     return replace(
         plan,

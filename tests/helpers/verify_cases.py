@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.dtypes import TORCH_NAME
-from shardconv_runtime.format.header import ShardFile, read_header
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format.header import TORCH_NAME, ShardFile, read_header
 from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
 from torch import Tensor
@@ -40,7 +39,7 @@ def describe_again(out: Path, path: str) -> None:
             return entry
         return dataclasses.replace(entry, num_bytes=len(data), checksum=f"crc32:{zlib.crc32(data):08x}")
 
-    manifest.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)
+    manifest_writing.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)
 
 
 def change_tensors(out: Path, path: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -71,4 +70,4 @@ def set_element(out: Path, path: str, name: str, index: tuple[int, ...], value: 
 def change_plan(out: Path, change: Callable[[Plan], Plan]) -> None:
     """Change the plan, and the manifest with it."""
     digest = plan_json.write(change(plan_json.read(out / "plan.json")), out / "plan.json")
-    manifest.write(dataclasses.replace(manifest.read(out), plan_sha256=digest), out)
+    manifest_writing.write(dataclasses.replace(manifest.read(out), plan_sha256=digest), out)

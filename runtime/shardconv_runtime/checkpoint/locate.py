@@ -9,10 +9,11 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from ..errors import SourceError
-from ..hub.access import Hub, require_repo_id
+from ..hub.access import require_repo_id
 from ..hub.hub_errors import explain
 from ..hub.remote_files import RemoteFile, remote_files
 from ..hub.time_limits import bounded
+from ..hub_options import Hub
 from .weight_files import LAYOUTS, wanted_weights
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.spm", "tokenizer*")

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from ..errors import SourceError
-from ..hub.access import Hub
+from ..hub_options import Hub
 from .locate import locate
 from .model_spec import ModelSpec, is_custom
 from .quantized import block_shape_of, without_quantization

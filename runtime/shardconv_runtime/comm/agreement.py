@@ -6,16 +6,14 @@ collective (``agree``), so that each of them raises and none hangs.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .mesh import Launch, control_group, rank
+from .mesh import Launch
 
 T = TypeVar("T")
 
@@ -85,53 +83,6 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
     return values
-
-
-def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``make`` returns on rank 0, on every rank; the others wait for it as long as it takes.
-
-    For what only one process can have: a prompt that a person types, a request from the network.
-
-    Args:
-        make: called on rank 0 alone; what it returns is pickled.
-        group: the processes that take part; by default all.
-
-    Raises:
-        Exception: on rank 0 what ``make`` raised.
-        LaunchError: on the others, if ``make`` raised or rank 0 ended.
-
-    Example:
-        >>> prompt = shardconv_runtime.from_rank_0(lambda: input("> "))
-    """
-    group = group or (dist.group.WORLD if dist.is_initialized() else None)
-    if group is None or dist.get_world_size(group) == 1:
-        return make()
-    if rank(group) != 0:
-        return cast(T, _received(group))
-    try:
-        value = make()
-        pickled = pickle.dumps(value)
-    except BaseException as error:
-        _send(group, (b"", f"{type(error).__name__}: {error}"))
-        raise
-    _send(group, (pickled, None))
-    return value
-
-
-def _send(group: dist.ProcessGroup, message: tuple[bytes, str | None]) -> None:
-    dist.broadcast_object_list([message], group_src=0, group=control_group(group))
-
-
-def _received(group: dist.ProcessGroup) -> Any:
-    received: list[Any] = [None]
-    try:
-        dist.broadcast_object_list(received, group_src=0, group=control_group(group))
-    except (RuntimeError, LaunchError) as error:
-        raise LaunchError(f"rank 0 ended; its own output says why ({str(error).splitlines()[0]})") from error
-    pickled, failure = received[0]
-    if failure is not None:
-        raise LaunchError(f"rank 0: {failure}")
-    return pickle.loads(pickled)
 
 
 def share_rng_state(start: Launch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from ..errors import PlanError
-from ..format.dims import Dim, axes_of, segments, size
-from ..format.slices import Mesh, group_of, local_size
-from .parts import parts_of
+from ..format.dims import Dim, Leaf, axes_of, segments
+from ..format.slices import Mesh, group_of
+
+if TYPE_CHECKING:
+    from .parts import Parts
 
 _functional = torch.ops._c10d_functional
 
@@ -245,7 +247,7 @@ class Resharding(ABC):
     ) -> None:
         self.comm = comm
         self.dim = dim
-        self.parts = parts_of(layout, comm.mesh, comm.rank)
+        self.parts = _parts_of(layout, comm.mesh, comm.rank)
         self.axes = self.parts.axes
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
@@ -287,6 +289,17 @@ class Resharding(ABC):
 
     def _own_in_zeros(self, x: Tensor) -> Tensor:
         return self.parts.own_in_zeros(x, self.dim % x.dim())
+
+
+def _parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
+    """How ``rank`` of ``mesh`` splits a dim of this layout."""
+    if isinstance(layout, Leaf) and not layout.size:
+        from .open_parts import OpenParts
+
+        return OpenParts(layout, mesh, rank)
+    from .parts import KnownParts  # one rank alone needs none
+
+    return KnownParts(layout, mesh, rank)
 
 
 class Gather(Resharding):
@@ -332,71 +345,6 @@ class ReduceScatter(Resharding):
 
     def _backward(self, gradient: Tensor) -> Tensor:
         return self._gather(gradient)
-
-
-class GradReduce:
-    """The step ``grad_all_reduce`` of a plan: the value passes; its gradient, a Partial, is summed.
-
-    (Megatron-LM's f, arXiv 1909.08053, section 3.)
-    """
-
-    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
-        self.comm = comm
-        self.axes = comm.real(axes)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, unchanged, self._backward) if self.axes else x
-
-    def _backward(self, gradient: Tensor) -> Tensor:
-        return self.comm.all_reduce(gradient, self.axes)
-
-
-class GradDivide:
-    """The step ``grad_divide`` of a plan: the value passes; its gradient, the same on all ranks, becomes a
-    Partial, of which each rank has an equal part."""
-
-    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
-        self._count = comm.num_ranks(axes)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, unchanged, self._backward)
-
-    def _backward(self, gradient: Tensor) -> Tensor:
-        return gradient / self._count
-
-
-class Inner:
-    """A step on the known part of a dim whose outer or inner factor only the input decides.
-
-    Args:
-        step: makes the step for a dim and its layout.
-        dim: the tensor dim.
-        outer: known outer factors; the open one is between.
-        inner: known inner factors.
-    """
-
-    def __init__(
-        self,
-        step: type[Resharding],
-        comm: Communicator,
-        dim: int,
-        outer: Dim,
-        inner: Dim,
-        grad_axes: Axes | None = None,
-        local_grad_axes: Axes = (),
-    ) -> None:
-        self.dim = dim
-        on_outer = bool(axes_of(outer))
-        place = (0, outer) if on_outer else (2, inner)
-        self._step = step(comm, *place, grad_axes, local_grad_axes)
-        known = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
-        self._sizes = (known[0], -1, known[1])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        dim = self.dim % x.dim()
-        split = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
-        split = split.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
-        return self._step(split).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
 
 
 def refuse_gradient(x: Tensor) -> None:

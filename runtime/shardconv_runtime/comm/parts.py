@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import PlanError
-from ..format.dims import Dim, Leaf, axes_of, to_text
-from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
+from ..format.dims import Dim, axes_of, to_text
+from ..format.slices import Mesh, Range, gather_index, group_of, ranges
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
@@ -104,7 +104,7 @@ class KnownParts(Parts):
     def padded(self, x: Tensor, dim: int) -> Tensor:
         """See ``Parts``."""
         self._require(x, dim, self._local)
-        return _padded(x, dim, self._largest)
+        return padded_to(x, dim, self._largest)
 
     def unpadded(self, x: Tensor, dim: int) -> Tensor:
         """See ``Parts``."""
@@ -119,67 +119,18 @@ class KnownParts(Parts):
     def separated(self, x: Tensor, dim: int) -> list[Tensor]:
         """See ``Parts``."""
         self._require(x, dim, self._size)
-        return [_padded(Select(held)(x, dim), dim, self._largest) for held in self._members]
+        return [padded_to(Select(held)(x, dim), dim, self._largest) for held in self._members]
 
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
         """See ``Parts``."""
+        from ..format.dim_segments import local_segments  # only gradients are divided
+
         wanted = frozenset(axes)
         pieces = [
             x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - split)
             for (start, stop), split in local_segments(self._layout, self._mesh, self._rank)
         ]
         return torch.cat(pieces, dim) if pieces else x
-
-
-class OpenParts(Parts):
-    """Equal parts of a dim whose size only the input decides; the ranks' number divides it."""
-
-    def __init__(self, layout: Leaf, mesh: Mesh, rank: int) -> None:
-        super().__init__(layout, mesh)
-        self._count = math.prod(mesh[a] for a in self.axes)
-        self._index = 0
-        for axis in self.axes:
-            self._index = self._index * mesh[axis] + coordinates(mesh, rank)[axis]
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """See ``Parts``."""
-        share = self._share(x, dim)
-        return x.narrow(dim, self._index * share, share).contiguous()
-
-    def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
-        """See ``Parts``."""
-        share = x.shape[dim]
-        before, after = self._index * share, (self._count - self._index - 1) * share
-        return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (before, after))
-
-    def padded(self, x: Tensor, dim: int) -> Tensor:
-        """See ``Parts``."""
-        return x
-
-    def unpadded(self, x: Tensor, dim: int) -> Tensor:
-        """See ``Parts``."""
-        return x
-
-    def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
-        """See ``Parts``."""
-        return torch.cat(members, dim)
-
-    def separated(self, x: Tensor, dim: int) -> list[Tensor]:
-        """See ``Parts``."""
-        return list(torch.split(x, self._share(x, dim), dim))
-
-    def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
-        """See ``Parts``."""
-        return x
-
-    def _share(self, x: Tensor, dim: int) -> int:
-        size = x.shape[dim]
-        if size % self._count:
-            raise PlanError(
-                f"a sequence of {size} positions cannot be split evenly over {self._count} ranks; the model "
-                "was called in a way in which its inputs were not padded"
-            )
-        return size // self._count
 
 
 class Select:
@@ -219,14 +170,8 @@ class Select:
         return self._index
 
 
-def parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
-    """How ``rank`` of ``mesh`` splits a dim of this layout."""
-    if isinstance(layout, Leaf) and not layout.size:
-        return OpenParts(layout, mesh, rank)
-    return KnownParts(layout, mesh, rank)
-
-
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+def padded_to(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` with zeros at the end of a dim, up to ``size`` positions."""
     if x.shape[dim] == size:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))

@@ -9,46 +9,20 @@ end between blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from .dims import Dim, Leaf, Sum, leaves, segments, size, to_text
-from .plan import ParameterPlan, Plan, by_name
+from .dims import Dim, size, to_text
+from .plan import ParameterPlan
 from .slices import Mesh, Range, ranges
+from .stored_layout import block_dim
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SUFFIX = "_scale_inv"
 
 VALUES_DTYPE = "float8_e4m3fn"
-
-
-def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
-    """What the files hold: the parameters, each followed by its factors if it has blocks."""
-    for entry in plan.parameters:
-        yield entry
-        if entry.block:
-            yield factors_entry(entry)
-
-
-def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
-    """The entry of each tensor in the files by its name.
-
-    Raises:
-        PlanError: two entries claim one name, or the patterns stand for too many names.
-    """
-    return by_name("parameters", tuple(stored_entries(plan)))
-
-
-def factors_entry(entry: ParameterPlan) -> ParameterPlan:
-    """How the factors of a parameter with blocks are laid out."""
-    dims = tuple(map(_block_dim, entry.dims, entry.block))
-    names = tuple(name + SUFFIX for name in entry.names)
-    return replace(entry, names=names, dims=dims, dtype=entry.block_dtype, block=(), block_dtype="")
 
 
 def check_blocks(entry: ParameterPlan, mesh: Mesh) -> None:
@@ -67,7 +41,7 @@ def check_blocks(entry: ParameterPlan, mesh: Mesh) -> None:
 
 def is_split_between(dim: Dim, block: int, mesh: Mesh) -> bool:
     """Whether each rank's part of a dim, and each of its segments, begins and ends between blocks."""
-    factors = _block_dim(dim, block)
+    factors = block_dim(dim, block)
     return size(factors) == math.ceil(size(dim) / block) and all(
         _positions(ranges(factors, mesh, rank), block, size(dim)) == ranges(dim, mesh, rank)
         for rank in range(math.prod(mesh))
@@ -88,17 +62,6 @@ def dequantized(values: Tensor, factors: Tensor, block: tuple[int, ...], dtype: 
         if length > 1:
             factors = factors.repeat_interleave(length, dim).narrow(dim, 0, values.shape[dim])
     return (values.float() * factors).to(dtype)
-
-
-def _block_dim(dim: Dim, block: int) -> Dim:
-    """The blocks of a dim, as a dim; only a split that ``check_blocks`` accepts is the same split."""
-    if block == 1:
-        return dim
-    blocks = []
-    for segment in segments(dim):
-        axes = dict.fromkeys(axis for leaf in leaves(segment) for axis in leaf.axes)
-        blocks.append(Leaf(math.ceil(size(segment) / block), tuple(axes)))
-    return blocks[0] if len(blocks) == 1 else Sum(tuple(blocks))
 
 
 def _positions(spans: tuple[Range, ...], block: int, extent: int) -> tuple[Range, ...]:

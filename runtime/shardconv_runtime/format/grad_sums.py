@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
+from .dim_segments import local_segments
 from .dims import Dim
 from .plan import ParameterPlan
-from .slices import Mesh, Range, local_segments
+from .slices import Mesh, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Sum:
 
     axes: tuple[int, ...]
     positions: tuple[tuple[Range, ...], ...]
-    is_whole: bool
+    is_full: bool
 
 
 def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[Sum, ...]:

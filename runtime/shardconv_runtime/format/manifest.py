@@ -16,16 +16,16 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PlanError
 from . import plan_json as codec
 from .header import StoredTensor, read_header
 from .plan import Plan
 from .plan_checks import check_tp, is_sha256
-from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
+from .typed_json import MalformedError, load_document, read_text
 
 VERSION = 2
 FORMAT = "shardconv.manifest"
@@ -98,7 +98,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     """Sorted by path."""
     sha256: str = ""
-    """Of this document with the field left out, in hex; ``dumps`` fills it in, ``is_intact`` checks it."""
+    """Of this document with the field left out, in hex; ``manifest_writing`` fills it in and checks it."""
     version: int = field(default=VERSION, kw_only=True)
 
     def files_of(self, rank: int) -> Iterator[FileEntry]:
@@ -132,27 +132,6 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
         "shardconv.tp": str(tp),
         "shardconv.layout": layout_sha256,
     }
-
-
-def dumps(manifest: Manifest) -> str:
-    """The manifest as deterministic JSON, with its own checksum.
-
-    Raises:
-        CheckpointError: ``loads`` would refuse it.
-    """
-    plain = dump_document(replace(manifest, sha256=""), FORMAT)
-    text = dump_document(replace(manifest, sha256=codec.sha256(plain)), FORMAT)
-    loads(text)
-    return text
-
-
-def is_intact(text: str) -> bool:
-    """Whether a manifest is, to the byte, as ``dumps`` wrote it.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
-    return dumps(loads(text)) == text
 
 
 def loads(text: str) -> Manifest:
@@ -215,15 +194,13 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
             f"{where}: {PLAN_NAME} is not the plan that the files were written for "
             f"(its sha256 is not that in {MANIFEST_NAME}); {_REMEDY}"
         )
-    plan = codec.loads(text)
+    try:
+        plan = codec.loads(text)
+    except PlanError as error:
+        raise PlanError(f"{where}: {PLAN_NAME}: {error}") from error
     if plan.tp != manifest.tp:
         raise CheckpointError(f"{where}: tp is {plan.tp} in {PLAN_NAME} and {manifest.tp} in {MANIFEST_NAME}")
     return plan
-
-
-def write(manifest: Manifest, directory: str | os.PathLike[str]) -> None:
-    """Write the manifest of a directory, whole or not at all; the last step of a conversion."""
-    write_text(Path(directory) / MANIFEST_NAME, dumps(manifest))
 
 
 def sha256_checksum(path: str | os.PathLike[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, product
 
 from ..errors import PlanError
@@ -20,41 +20,10 @@ MAX_NAMES = 2**19
 MAX_NAME_LENGTH = 256
 """Most characters of a name that a pattern stands for."""
 
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _ITEM = re.compile(r"(0|[1-9][0-9]{0,8})(?:\.\.(0|[1-9][0-9]{0,8}))?")
-_FORBIDDEN = re.compile(r"[{}/\\\x00-\x1f\x7f]")
+FORBIDDEN = re.compile(r"[{}/\\\x00-\x1f\x7f]")
 _COMPONENT = re.compile(r"\{[^{}]*\}|[^.{}/\\\x00-\x1f\x7f]+")
-
-_Numbers = tuple[int, ...]
-_Key = tuple[tuple[int, int, str], ...]
-
-
-def natural_key(name: str) -> _Key:
-    """Sorts names by component, numbers by value: ``h.2`` before ``h.10``."""
-    return tuple((0, int(c), "") if _NUMBER.fullmatch(c) else (1, 0, c) for c in name.split("."))
-
-
-def compress(names: Iterable[str]) -> tuple[str, ...]:
-    """The patterns that stand for exactly these names, in natural order of their first names.
-
-    Names that differ only in numbers share a pattern where they are a full product of numbers;
-    otherwise they are split on the outermost number.
-
-    Raises:
-        PlanError: a name has an empty component, a brace, a slash or a control character.
-    """
-    groups: dict[tuple[str | None, ...], set[_Numbers]] = {}
-    for name in names:
-        _check_name(name)
-        components = name.split(".")
-        skeleton = tuple(None if _NUMBER.fullmatch(c) else c for c in components)
-        groups.setdefault(skeleton, set()).add(tuple(int(c) for c in components if _NUMBER.fullmatch(c)))
-    patterns = [
-        (natural_key(_fill(skeleton, [values[:1] for values in grid])), _fill(skeleton, grid))
-        for skeleton, rows in groups.items()
-        for grid in _products(frozenset(rows))
-    ]
-    return tuple(pattern for _, pattern in sorted(patterns))
 
 
 def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
@@ -64,9 +33,7 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
         PlanError: the pattern is malformed, or stands for more than ``limit`` names or for long ones.
     """
     components = _components(pattern)
-    too_long = PlanError(
-        f"a name of the pattern {_shown(pattern)} has more than {MAX_NAME_LENGTH} characters"
-    )
+    too_long = PlanError(f"a name of the pattern {shown(pattern)} has more than {MAX_NAME_LENGTH} characters")
     if len(components) > MAX_NAME_LENGTH:
         raise too_long
     choices = [_choices(pattern, component) for component in components]
@@ -75,7 +42,7 @@ def expand(pattern: str, limit: int = MAX_NAMES) -> list[str]:
     count = math.prod(sum(map(len, choice)) for choice in choices)
     if count > limit:
         raise PlanError(
-            f"the name pattern {_shown(pattern)} stands for {_count(count)} names, more than {limit}"
+            f"the name pattern {shown(pattern)} stands for {_count(count)} names, more than {limit}"
         )
     return [".".join(name) for name in product(*(list(map(str, chain(*choice))) for choice in choices))]
 
@@ -90,50 +57,6 @@ def expand_all(patterns: Iterable[str], limit: int = MAX_NAMES) -> list[str]:
     for pattern in patterns:
         names.extend(expand(pattern, limit - len(names)))
     return names
-
-
-def _check_name(name: str) -> None:
-    if name and (_FORBIDDEN.search(name) or "" in name.split(".")):
-        raise PlanError(
-            f"the name {_shown(name)} has an empty component, a brace, a slash or a control character"
-        )
-
-
-def _products(rows: frozenset[_Numbers]) -> Iterator[list[_Numbers]]:
-    """Split equally long rows into full products, given as one list of values for each column."""
-    if rows == {()}:
-        yield []
-        return
-    tails: dict[int, set[_Numbers]] = {}
-    for first, *rest in rows:
-        tails.setdefault(first, set()).add(tuple(rest))
-    alike: dict[frozenset[_Numbers], list[int]] = {}
-    for first in sorted(tails):
-        alike.setdefault(frozenset(tails[first]), []).append(first)
-    for tail, firsts in alike.items():
-        for grid in _products(tail):
-            yield [tuple(firsts), *grid]
-
-
-def _fill(skeleton: tuple[str | None, ...], grid: list[_Numbers]) -> str:
-    values = iter(grid)
-    return ".".join(_braces(next(values)) if text is None else text for text in skeleton)
-
-
-def _braces(values: _Numbers) -> str:
-    if len(values) == 1:
-        return str(values[0])
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and runs[-1][-1] == value - 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    return "{" + ",".join(_run(run) for run in runs) + "}"
-
-
-def _run(run: list[int]) -> str:
-    return f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
 
 
 def _components(pattern: str) -> list[str]:
@@ -163,7 +86,7 @@ def _choices(pattern: str, component: str) -> Sequence[Sequence[str | int]]:
             raise _malformed(pattern)
         first, last = int(match[1]), int(match[2] or match[1])
         if (match[2] and first == last) or first > last or (spans and first <= spans[-1][-1]):
-            raise PlanError(f"the numbers in the name pattern {_shown(pattern)} do not ascend")
+            raise PlanError(f"the numbers in the name pattern {shown(pattern)} do not ascend")
         spans.append(range(first, last + 1))
     return spans
 
@@ -173,8 +96,9 @@ def _count(count: int) -> str:
 
 
 def _malformed(pattern: str) -> PlanError:
-    return PlanError(f"malformed name pattern {_shown(pattern)}: one reads like 'h.{{0,2..5}}.attn'")
+    return PlanError(f"malformed name pattern {shown(pattern)}: one reads like 'h.{{0,2..5}}.attn'")
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """A name or pattern for an error, cut to a readable length."""
     return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from ..errors import PlanError
-from .block_scales import VALUES_DTYPE, check_blocks
 from .dims import Dim, Leaf, axes_of, open_parts, to_text
-from .dtypes import STORED_NAME
-from .names import MAX_NAME_LENGTH, expand_all
+from .header import STORED_NAME
+from .names import MAX_NAME_LENGTH
 from .plan import (
     AllReduceStep,
     Boundary,
-    DrawPlan,
     Edit,
     GradAllReduceStep,
     GradDivideStep,
@@ -23,12 +21,10 @@ from .plan import (
     LocalRowsStep,
     LogitsInfo,
     ModulePlan,
-    NormInfo,
     ParameterPlan,
     Plan,
     Resharding,
     ZeroOutOfShardStep,
-    by_name,
     module_plans,
     parameter_plans,
 )
@@ -81,7 +77,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def check_plan(plan: Plan) -> None:
-    """Check all rules of ``docs/plan-format.md`` that the types do not express.
+    """Check the rules of ``docs/plan-format.md`` that the types do not express, but for those of training.
 
     Raises:
         MalformedError: naming the place in the plan.
@@ -93,11 +89,12 @@ def check_plan(plan: Plan) -> None:
         _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
     _check_ranges(plan)
     for index, module in enumerate(plan.modules):
-        _check_module(f"modules[{index}]", module, plan)
+        check_module(f"modules[{index}]", module, plan)
     _check_experts(plan)
+    if plan.training is not None and plan.inference_only:
+        fail("inference_only", "the plan has what training needs")
     _check_tied(plan.tied, parameter_plans(plan))
     modules = module_plans(plan)
-    _check_training(plan)
     if plan.logits is not None:
         _check_logits(plan.logits, modules)
 
@@ -110,24 +107,24 @@ def is_sha256(text: str) -> bool:
 def _check_head(plan: Plan) -> None:
     check_tp(plan.tp)
     if len(plan.mesh) > MAX_MESH_AXES:
-        _fail("mesh", f"more than {MAX_MESH_AXES} axes")
+        fail("mesh", f"more than {MAX_MESH_AXES} axes")
     if any(extent < 1 for extent in plan.mesh) or math.prod(plan.mesh) != plan.tp:
-        _fail("mesh", f"the product of {list(plan.mesh)} must be tp = {plan.tp}")
+        fail("mesh", f"the product of {list(plan.mesh)} must be tp = {plan.tp}")
     module, _, name = plan.model.class_name.partition(":")
-    if not _is_importable(module) or not _is_step(name) or not name.isidentifier():
-        _fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
-    _check_dtype("model.dtype", plan.model.dtype)
+    if not _is_importable(module) or not is_step(name) or not name.isidentifier():
+        fail("model.class_name", f'expected "module:Class", got {plan.model.class_name!r}')
+    check_dtype("model.dtype", plan.model.dtype)
     if plan.model.num_parameters < 0:
-        _fail("model.num_parameters", "must not be negative")
+        fail("model.num_parameters", "must not be negative")
     if len(plan.code.sources) > MAX_SOURCES:
-        _fail("code.sources", f"more than {MAX_SOURCES} modules")
+        fail("code.sources", f"more than {MAX_SOURCES} modules")
     for index, source in enumerate(plan.code.sources):
         if not _is_importable(source):
-            _fail(f"code.sources[{index}]", f"{source!r} is not the name of a module")
+            fail(f"code.sources[{index}]", f"{source!r} is not the name of a module")
     if list(plan.code.sources) != sorted(set(plan.code.sources)):
-        _fail("code.sources", "must be sorted, each name once")
+        fail("code.sources", "must be sorted, each name once")
     if not is_sha256(plan.code.fingerprint):
-        _fail("code.fingerprint", "expected 64 hex digits in lower case")
+        fail("code.fingerprint", "expected 64 hex digits in lower case")
 
 
 def check_tp(tp: int) -> None:
@@ -137,7 +134,7 @@ def check_tp(tp: int) -> None:
         MalformedError: it is none that a plan or a manifest may have.
     """
     if not 1 <= tp <= MAX_TP:
-        _fail("tp", f"must be 1 or more, and at most {MAX_TP}, got {tp}")
+        fail("tp", f"must be 1 or more, and at most {MAX_TP}, got {tp}")
 
 
 def _check_texts(plan: Plan) -> None:
@@ -147,14 +144,14 @@ def _check_texts(plan: Plan) -> None:
     texts |= {f"parameters[{index}].reason": entry.reason for index, entry in enumerate(plan.parameters)}
     for where, text in texts.items():
         if len(text) > MAX_TEXT_LENGTH:
-            _fail(where, f"more than {MAX_TEXT_LENGTH} characters")
+            fail(where, f"more than {MAX_TEXT_LENGTH} characters")
 
 
 def _check_ranges(plan: Plan) -> None:
     """What is done for each rank's part of each entry is bounded."""
     count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
     if count * plan.tp > MAX_RANGES_IN_ALL:
-        _fail(
+        fail(
             "parameters",
             f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: split outer dims",
         )
@@ -163,53 +160,58 @@ def _check_ranges(plan: Plan) -> None:
 def _check_blocks(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if not entry.block:
         if entry.block_dtype:
-            _fail(f"{where}.block_dtype", "only a parameter with blocks has it")
+            fail(f"{where}.block_dtype", "only a parameter with blocks has it")
         return
+    from .block_scales import VALUES_DTYPE, check_blocks  # few plans have blocks
+
     if entry.dtype != VALUES_DTYPE or len(entry.block) != len(entry.dims) or min(entry.block) < 1:
-        _fail(f"{where}.block", f"blocks of {VALUES_DTYPE} have one size for each dim, 1 or more")
-    _check_dtype(f"{where}.block_dtype", entry.block_dtype)
+        fail(f"{where}.block", f"blocks of {VALUES_DTYPE} have one size for each dim, 1 or more")
+    check_dtype(f"{where}.block_dtype", entry.block_dtype)
     check_blocks(entry, mesh)
 
 
 def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if not entry.names or "" in entry.names:
-        _fail(f"{where}.names", "a parameter needs a name")
-    _check_dtype(f"{where}.dtype", entry.dtype)
+        fail(f"{where}.names", "a parameter needs a name")
+    check_dtype(f"{where}.dtype", entry.dtype)
     if len(entry.dims) > MAX_TENSOR_DIMS:
-        _fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
+        fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
     _check_dims(f"{where}.dims", entry.dims, mesh)
     _check_blocks(where, entry, mesh)
-    _check_axes(f"{where}.partial", entry.partial, mesh)
-    _check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
+    check_axes(f"{where}.partial", entry.partial, mesh)
+    check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
     if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:
-        _fail(f"{where}.grad_levels", "there are not so many modules around the parameter")
+        fail(f"{where}.grad_levels", "there are not so many modules around the parameter")
     if both := sorted(set(entry.partial).intersection(_all_axes(entry.dims))):
-        _fail(
+        fail(
             f"{where}.partial", f"mesh axis {both[0]} also splits a dim; it can be Partial or Shard, not both"
         )
 
 
-def _check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
+def check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
+    """Check an entry of ``modules``.
+
+    Raises:
+        MalformedError: naming the place, which begins with ``where``.
+    """
     if not entry.names:
-        _fail(f"{where}.names", "a module entry needs a name")
+        fail(f"{where}.names", "a module entry needs a name")
     if entry.category not in CATEGORY_FIELDS:
-        _fail(f"{where}.category", _one_of(entry.category, CATEGORY_FIELDS))
+        fail(f"{where}.category", one_of(entry.category, CATEGORY_FIELDS))
     for field in ("gather_output", "input_is_parallel", "reduce_output", "norm", "flags"):
         if getattr(entry, field) and field not in CATEGORY_FIELDS[entry.category]:
-            _fail(f"{where}.{field}", f'a module of the category "{entry.category}" has none')
+            fail(f"{where}.{field}", f'a module of the category "{entry.category}" has none')
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
         for index, step in enumerate(steps):
             _check_boundary(f"{where}.{side}s[{index}]", step, side, plan.mesh)
     for field, ops in FLAG_STEPS.items():
         if getattr(entry, field) and not any(_has_op(entry.outputs, op) for op in ops):
-            _fail(f"{where}.{field}", f"there is no {' or '.join(ops)} among the outputs")
+            fail(f"{where}.{field}", f"there is no {' or '.join(ops)} among the outputs")
     _check_out_of_shard(where, entry)
     _check_flags(where, entry)
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
-    if entry.category == "norm":
-        if entry.norm is None:
-            _fail(where, 'the key "norm" is missing')
-        _check_norm(f"{where}.norm", entry.norm, plan.mesh)
+    if entry.category == "norm" and entry.norm is None:
+        fail(where, 'the key "norm" is missing')
 
 
 def _check_out_of_shard(where: str, entry: ModulePlan) -> None:
@@ -217,76 +219,43 @@ def _check_out_of_shard(where: str, entry: ModulePlan) -> None:
     remembers = False
     for index, step in enumerate(entry.inputs):
         if isinstance(step, ZeroOutOfShardStep) and not remembers:
-            _fail(f"{where}.inputs[{index}]", f"{step.op} needs a local_rows before it")
+            fail(f"{where}.inputs[{index}]", f"{step.op} needs a local_rows before it")
         remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
-        _fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
+        fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
 
 
 def _check_flags(where: str, entry: ModulePlan) -> None:
     if flags := [flag for flag in entry.flags if not flag.isidentifier() or flag.startswith("__")]:
-        _fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
+        fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
     if len(set(entry.flags)) < len(entry.flags):
-        _fail(f"{where}.flags", "an attribute is named twice")
-
-
-def _check_training(plan: Plan) -> None:
-    if plan.training is None:
-        return
-    if plan.inference_only:
-        _fail("inference_only", "the plan has what training needs")
-    _check_draws("training.draws", plan.training.draws, plan.mesh)
-    sequence = plan.training.sequence
-    if sequence is None:
-        return
-    _check_draws("training.sequence.draws", sequence.draws, plan.mesh)
-    for index, module in enumerate(sequence.modules):
-        _check_module(f"training.sequence.modules[{index}]", module, plan)
-    by_name("training.sequence.modules", sequence.modules)
-    known = parameter_plans(plan)
-    for index, entry in enumerate(sequence.gradients):
-        where = f"training.sequence.gradients[{index}]"
-        _check_axes(f"{where}.axes", entry.axes, plan.mesh)
-        if unknown := [name for name in expand_all(entry.names) if name not in known]:
-            _fail(f"{where}.names", f"there is no parameter {unknown[0]!r}")
-    by_name("training.sequence.gradients", sequence.gradients)
-
-
-def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
-    for index, entry in enumerate(draws):
-        if not entry.names:
-            _fail(f"{where}[{index}].names", "needs the name of a module")
-        _check_axes(f"{where}[{index}].axes", entry.axes, mesh)
-        _check_axes(f"{where}[{index}].afterwards", entry.afterwards or (), mesh)
-        if entry.mixed and entry.axes:
-            _fail(f"{where}[{index}].mixed", "such a module has no axes")
-    by_name(where, draws)
+        fail(f"{where}.flags", "an attribute is named twice")
 
 
 def _check_experts(plan: Plan) -> None:
     if plan.experts not in EXPERT_MODES:
-        _fail("experts", _one_of(plan.experts, EXPERT_MODES))
+        fail("experts", one_of(plan.experts, EXPERT_MODES))
     has_experts = any(entry.category == "experts" for entry in plan.modules)
     if plan.experts == "ep" and plan.tp > 1 and not has_experts:
-        _fail("experts", 'it is "ep", but no module has the category "experts"')
+        fail("experts", 'it is "ep", but no module has the category "experts"')
 
 
 def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
     _check_slot(f"{where}.slot", step.slot, side)
     if step.per_token < 0:
-        _fail(f"{where}.per_token", "must not be negative")
+        fail(f"{where}.per_token", "must not be negative")
     if isinstance(step, AllReduceStep | GradAllReduceStep | GradDivideStep):
         if not step.axes:
-            _fail(f"{where}.axes", f"{step.op} needs a mesh axis")
-        _check_axes(f"{where}.axes", step.axes, mesh)
+            fail(f"{where}.axes", f"{step.op} needs a mesh axis")
+        check_axes(f"{where}.axes", step.axes, mesh)
         _check_grad_axes(where, step, frozenset(step.axes), mesh)
     elif isinstance(step, LocalRowsStep | LocalRowsOrEndStep):
         if side != "input":
-            _fail(f"{where}.op", f"{step.op} is for an input only")
+            fail(f"{where}.op", f"{step.op} is for an input only")
         _check_layout(f"{where}.layout", step, mesh)
     elif not isinstance(step, ZeroOutOfShardStep):
         if not -MAX_TENSOR_DIMS <= step.dim < MAX_TENSOR_DIMS:
-            _fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
+            fail(f"{where}.dim", f"{step.dim} is not a tensor dim")
         _check_layout(f"{where}.layout", step, mesh)
         _check_grad_axes(where, step, axes_of(step.layout), mesh)
 
@@ -295,16 +264,16 @@ def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Me
     """Gradients are partial over no other mesh axes than the step's own."""
     for field in ("grad_axes", "local_grad_axes"):
         axes = getattr(step, field, ())
-        _check_axes(f"{where}.{field}", axes, mesh)
+        check_axes(f"{where}.{field}", axes, mesh)
         if outside := sorted(set(axes) - moved):
-            _fail(f"{where}.{field}", f"{step.op} does nothing over mesh axis {outside[0]}")
+            fail(f"{where}.{field}", f"{step.op} does nothing over mesh axis {outside[0]}")
 
 
 def _check_slot(where: str, slot: str, side: str) -> None:
     first, *path = slot.split(".")
     if first != side or not _is_path(path) or (side == "input" and not path):
         example = "input.hidden_states" if side == "input" else "output.0"
-        _fail(where, f'not a slot of an {side}: {slot!r}; one reads like "{example}"')
+        fail(where, f'not a slot of an {side}: {slot!r}; one reads like "{example}"')
 
 
 def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
@@ -313,50 +282,27 @@ def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
         place = f"{where}[{index}]"
         first, *path = edit.attribute.split(".")
         if not (first.isidentifier() and _is_public_path([first, *path])):
-            _fail(f"{place}.attribute", f"not the path of an attribute: {edit.attribute!r}")
+            fail(f"{place}.attribute", f"not the path of an attribute: {edit.attribute!r}")
         if edit.attribute in seen:
-            _fail(f"{place}.attribute", f"{edit.attribute!r} is edited twice")
+            fail(f"{place}.attribute", f"{edit.attribute!r} is edited twice")
         seen.add(edit.attribute)
         if edit.value < 1 or any(value < 1 for value in edit.local):
-            _fail(place, "the values must be 1 or more")
+            fail(place, "the values must be 1 or more")
         if max(edit.local, default=0) > edit.value:
-            _fail(place, "a local value is larger than the global one")
+            fail(place, "a local value is larger than the global one")
         if len(edit.local) not in (1, tp):
-            _fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
-
-
-GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
-"""What may be applied to the gate of a gated norm: functions of ``torch.nn.functional``, or nothing."""
-
-
-def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
-    if norm.kind not in ("rms", "layer"):
-        _fail(f"{where}.kind", _one_of(norm.kind, ("rms", "layer")))
-    if norm.eps < 0:
-        _fail(f"{where}.eps", "must not be negative")
-    if norm.size < 1:
-        _fail(f"{where}.size", "must be 1 or more")
-    _check_axes(f"{where}.axes", norm.axes, mesh)
-    if len(norm.groups) not in (1, math.prod(mesh)) or any(n < 1 for n in norm.groups):
-        _fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
-    if norm.gate and (norm.gate_activation not in GATE_ACTIVATIONS or not norm.input):
-        _fail(f"{where}.gate", "needs an input and a known gate_activation")
-    for field, name in (("weight", norm.weight), ("bias", norm.bias)):
-        if name and not _is_step(name):
-            _fail(f"{where}.{field}", f"not the name of a parameter: {name!r}")
-    if norm.compute_dtype != "input":
-        _check_dtype(f"{where}.compute_dtype", norm.compute_dtype)
+            fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
 
 
 def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, ParameterPlan]) -> None:
     seen: set[str] = set()
     for index, (alias, name) in enumerate(tied):
         if name not in parameters:
-            _fail(f"tied[{index}]", f"there is no parameter {name!r} that {alias!r} could be tied to")
+            fail(f"tied[{index}]", f"there is no parameter {name!r} that {alias!r} could be tied to")
         if alias in parameters or alias in seen:
-            _fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
+            fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
         if not 1 <= len(alias) <= MAX_NAME_LENGTH:
-            _fail(f"tied[{index}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
+            fail(f"tied[{index}]", f"an alias needs a name of at most {MAX_NAME_LENGTH} characters")
         seen.add(alias)
 
 
@@ -364,9 +310,9 @@ def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None
     _check_slot("logits.slot", logits.slot, "output")
     entry = modules.get(logits.module)
     if entry is None:
-        _fail("logits.module", f"there is no module entry for {logits.module!r}")
+        fail("logits.module", f"there is no module entry for {logits.module!r}")
     if not any(step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs):
-        _fail("logits", f"{logits.module!r} gathers nothing at {logits.slot!r}")
+        fail("logits", f"{logits.module!r} gathers nothing at {logits.slot!r}")
 
 
 def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
@@ -385,26 +331,32 @@ def _check_layout(where: str, step: Resharding | LocalRowsStep | LocalRowsOrEndS
         raise MalformedError(where, str(error)) from error
     if isinstance(layout, Leaf) and not layout.size:
         if is_lookup:
-            _fail(where, f"{to_text(layout)}: an open dim is not possible here")
-        _check_axes(where, layout.axes, mesh)
+            fail(where, f"{to_text(layout)}: an open dim is not possible here")
+        check_axes(where, layout.axes, mesh)
     else:
         if parts is not None and (is_lookup or all(map(axes_of, parts))):
-            _fail(where, f"{to_text(layout)}: an open factor is not possible here")
+            fail(where, f"{to_text(layout)}: an open factor is not possible here")
         _check_dims(where, parts or (layout,), mesh)
     if not axes_of(layout):
-        _fail(where, f"no mesh axis splits it, so that {step.op} would do nothing")
+        fail(where, f"no mesh axis splits it, so that {step.op} would do nothing")
 
 
-def _check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:
+def check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:
+    """Check that mesh axes are of the mesh, each named once.
+
+    Raises:
+        MalformedError: naming ``where``.
+    """
     if outside := [a for a in axes if not 0 <= a < len(mesh)]:
-        _fail(where, f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}")
+        fail(where, f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}")
     if len(set(axes)) < len(axes):
-        _fail(where, "a mesh axis is named twice")
+        fail(where, "a mesh axis is named twice")
 
 
-def _check_dtype(where: str, dtype: str) -> None:
+def check_dtype(where: str, dtype: str) -> None:
+    """Check that a dtype is one that a shard can hold."""
     if dtype not in STORED_NAME:
-        _fail(where, _one_of(dtype, STORED_NAME))
+        fail(where, one_of(dtype, STORED_NAME))
 
 
 def _all_axes(dims: Iterable[Dim]) -> frozenset[int]:
@@ -415,7 +367,7 @@ def _has_op(steps: Iterable[Boundary], op: str) -> bool:
     return any(step.op == op for step in steps)
 
 
-def _is_step(text: str) -> bool:
+def is_step(text: str) -> bool:
     """One component of a path to an attribute or a slot: an identifier, no dunder, or an index."""
     is_index = text.isascii() and text.isdigit() and len(text) <= 9
     is_name = text.isidentifier() and not text.startswith("__") and len(text) <= MAX_STEP_LENGTH
@@ -423,7 +375,7 @@ def _is_step(text: str) -> bool:
 
 
 def _is_path(steps: Sequence[str]) -> bool:
-    return len(steps) <= MAX_PATH_STEPS and all(map(_is_step, steps))
+    return len(steps) <= MAX_PATH_STEPS and all(map(is_step, steps))
 
 
 def _is_public_path(steps: Sequence[str]) -> bool:
@@ -434,9 +386,11 @@ def _is_importable(text: str) -> bool:
     return len(text) <= MAX_NAME_LENGTH and _IMPORTABLE.fullmatch(text) is not None
 
 
-def _one_of(got: str, known: Iterable[str]) -> str:
+def one_of(got: str, known: Iterable[str]) -> str:
+    """The problem with a text that is none of the known ones."""
     return f"expected one of {', '.join(known)}; got {got[:60]!r}"
 
 
-def _fail(where: str, problem: str) -> NoReturn:
+def fail(where: str, problem: str) -> NoReturn:
+    """Refuse the plan for a problem at a place in it."""
     raise MalformedError(where, problem)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import PlanError
 from .plan import FORMAT, VERSION, Plan
 from .plan_checks import check_plan
-from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
+from .typed_json import MalformedError, load_document, read_text
 
 MAX_BYTES = 16 * 2**20
 """Largest plan or manifest that is read."""
@@ -30,6 +30,8 @@ def dumps(plan: Plan) -> str:
     Raises:
         PlanError: ``loads`` would refuse it.
     """
+    from .json_writing import dump_document
+
     try:
         text = dump_document(plan, FORMAT)
     except (TypeError, ValueError) as error:
@@ -52,7 +54,7 @@ def loads(text: str) -> Plan:
         if text.count("*") + text.count("+") > MAX_SIGNS:
             raise MalformedError("", f"the dims of the plan have more than {MAX_SIGNS} '*' and '+' in all")
         plan = load_document(Plan, text, FORMAT, VERSION, MAX_BYTES, _OTHER_VERSION)
-        check_plan(plan)
+        _check(plan)
     except MalformedError as error:
         raise PlanError(str(error)) from error
     return plan
@@ -76,6 +78,8 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
     Raises:
         PlanError: see ``dumps``.
     """
+    from .json_writing import write_text
+
     text = dumps(plan)
     write_text(Path(path), text)
     return sha256(text)
@@ -84,3 +88,16 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
 def sha256(text: str) -> str:
     """sha256 (hex) of a document as it is on disk; of a plan, its identity."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _check(plan: Plan) -> None:
+    """All checks; what few plans need is imported for these."""
+    check_plan(plan)
+    if any(entry.norm is not None for entry in plan.modules):
+        from .norm_checks import check_norms
+
+        check_norms("modules", plan.modules, plan.mesh)
+    if plan.training is not None and (plan.training.sequence or plan.training.draws):
+        from .training_checks import check_training
+
+        check_training(plan)

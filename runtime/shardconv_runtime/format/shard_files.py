@@ -14,11 +14,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .block_scales import stored_plans
-from .dtypes import STORED_BITS, STORED_NAME
-from .layout_hash import is_common, layout_sha256
+from .header import STORED_BITS, STORED_NAME
 from .manifest import shard_metadata, shard_path
 from .plan import Plan, local_shape
+from .stored_layout import is_common, layout_sha256, stored_plans
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of so many bytes, a cache line where they are mapped: headers are padded with

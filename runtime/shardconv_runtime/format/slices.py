@@ -30,44 +30,6 @@ Range = tuple[int, int]
 """Half-open ``[start, stop)``."""
 
 
-def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
-    """Local positions of a dim in ranges that are split by the same axes, and these axes; none is empty."""
-    out: list[tuple[Range, frozenset[int]]] = []
-    done = 0
-    for length, axes in _local_runs(dim, mesh, rank):
-        if length:
-            out.append(((done, done + length), axes))
-        done += length
-    return out
-
-
-def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
-    """Lengths of runs of local positions, and the axes that split each; neighbors differ."""
-    if isinstance(dim, Leaf):
-        return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
-    children = dim.factors if isinstance(dim, Product) else dim.segments
-    runs = [_local_runs(child, mesh, rank) for child in children]
-    if isinstance(dim, Sum):
-        return _merged(run for part in runs for run in part)
-    out = runs[-1]
-    for outer in reversed(runs[:-1]):
-        if len(out) == 1:
-            ((length, axes),) = out
-            out = _merged((n * length, a | axes) for n, a in outer)
-        else:
-            out = _merged((m, a | b) for n, a in outer for _ in range(n) for m, b in out)
-    return out
-
-
-def _merged(runs: Iterable[tuple[int, frozenset[int]]]) -> list[tuple[int, frozenset[int]]]:
-    out: list[tuple[int, frozenset[int]]] = []
-    for length, axes in runs:
-        if out and out[-1][1] == axes:
-            length += out.pop()[0]
-        out.append((length, axes))
-    return out
-
-
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Coordinates of ``rank`` on each mesh axis."""
     out = []
@@ -191,16 +153,6 @@ class GatherIndex:
     """Local size of each member, in coordinate order."""
     pieces: tuple[Piece, ...]
     """Laid end to end they are the global dim. Of positions that several members hold, one is taken."""
-
-    @property
-    def is_even(self) -> bool:
-        """All members hold equally many positions."""
-        return len(set(self.sizes)) == 1
-
-    @property
-    def is_trivial(self) -> bool:
-        """The concatenation of equal local pieces is the global dim already: nothing to reorder."""
-        return self.is_even and self.ranges() == ((0, sum(self.sizes)),)
 
     def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
         """Positions in the concatenated local pieces which, in this order, are the global dim.

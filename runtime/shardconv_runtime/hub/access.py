@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..errors import SourceError
-
-
-@dataclass(frozen=True, slots=True)
-class Hub:
-    """How to reach the Hub; the fields are those of ``huggingface_hub``."""
-
-    revision: str | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-    local_files_only: bool = False
-    token: str | bool | None = None
 
 
 def looks_like_path(text: str) -> bool:

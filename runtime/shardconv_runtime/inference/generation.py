@@ -14,7 +14,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.agreement import exchange, share_rng_state
@@ -38,7 +37,9 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
     model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but where each criterion comes by, wherever it was asked for.
-        model._get_stopping_criteria = MethodType(_criteria_of_rank_0(start), model)  # type: ignore[assignment]
+        from .stopping import criteria_of_rank_0
+
+        model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
 
 
 def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
@@ -115,40 +116,3 @@ class _Silent:
 
     def end(self) -> None:
         """Nothing."""
-
-
-def _criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
-    def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers import StoppingCriteriaList, generation
-
-        alike = (
-            generation.MaxLengthCriteria,
-            generation.EosTokenCriteria,
-            generation.StopStringCriteria,
-            generation.ConfidenceCriteria,
-        )
-        found = type(self)._get_stopping_criteria(self, *args, **kwargs)
-        return StoppingCriteriaList(c if isinstance(c, alike) else _DecidedByRank0(c, start) for c in found)
-
-    return criteria
-
-
-class _DecidedByRank0:
-    """A criterion that may see other things on other ranks, such as a clock: rank 0's word counts.
-
-    Args:
-        criterion: of transformers' form.
-        start: the ranks.
-    """
-
-    def __init__(self, criterion: Callable[..., Any], start: Launch) -> None:
-        self._criterion = criterion
-        self._start = start
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which sequences are done, bool ``[B]``; a broadcast of as many bytes."""
-        done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
-        if self._start.rank == 0:
-            done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
-        dist.broadcast(done, group_src=0, group=self._start.group)
-        return done.to(input_ids.device, torch.bool)

@@ -17,13 +17,13 @@ from ..checkpoint.resolve import resolve
 from ..checkpoint.scaled import flatten
 from ..errors import PlanError
 from ..format import plan_json as codec
-from ..format.block_scales import stored_plans
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.small_files import entry_of, files_to_copy
-from ..hub.access import Hub
+from ..format.stored_layout import stored_plans
 from ..hub.fetch import plan_path
 from ..hub.library_logging import without_library_logging
+from ..hub_options import Hub
 from ..tensors.copying import read_tensors
 from ..tensors.lazy_tensor import LazyTensor
 from .windows import Windows

@@ -17,9 +17,10 @@ from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator
 from ..comm.mesh import Launch
-from ..errors import CheckpointError, PlanError, ShardconvError
+from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
 from ..format.plan import Plan
+from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember
 from ..parallel.build import parallelize
@@ -112,11 +113,13 @@ def load(
         >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
     if mesh is not None:
-        group = launching.tp_group(mesh, group)
+        from ..comm.tp_dim import tp_group
+
+        group = tp_group(mesh, group)
     wanted = _Wanted(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
-        (revision, cache_dir, local_files_only, token),
+        Hub(revision, cache_dir, local_files_only, token),
         trust_remote_code,
         _dtype(dtype),
         training,
@@ -156,8 +159,7 @@ class _Wanted:
 
     path: str
     plan: str | None
-    hub: tuple[str | None, str | os.PathLike[str] | None, bool, str | bool | None]
-    """The fields of ``hub.access.Hub``."""
+    hub: Hub
     trust_remote_code: bool
     dtype: torch.dtype | None
     training: bool
@@ -189,7 +191,7 @@ class _Checked:
 def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     """Everything that takes little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
-    found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted)
+    found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
     directory, solved = found.directory, found.plan
     if solved.model.trust_remote_code and not wanted.trust_remote_code:
         raise PlanError(
@@ -224,26 +226,16 @@ def _converted(wanted: _Wanted, world_size: int) -> _Checked:
         directory = manifest.variant(directory, world_size)
         found = manifest.read(directory)
         return _Checked(directory, found, manifest.read_plan(directory, found))
-    from ..hub.access import Hub, looks_like_path
-    from ..hub.fetch import find
+    from .from_hub import find_converted
 
-    if directory.exists() or looks_like_path(wanted.path) or "/" not in wanted.path:
-        raise CheckpointError(
-            f"{wanted.path}: no such directory; give the directory that `shardconv convert` wrote, or the id "
-            "of a repository on the Hub"
-        )
-    repository, found = find(wanted.path, Hub(*wanted.hub), world_size)
-    return _Checked(repository.directory, found, manifest.read_plan(repository.directory, found), repository)
+    return _Checked(*find_converted(wanted.path, wanted.hub, world_size))
 
 
-def _ordinary(wanted: _Wanted) -> _Checked:
+def _ordinary(wanted: _Wanted, plan: str) -> _Checked:
     """An ordinary model, to be sharded by a plan while it is read."""
-    from ..hub.access import Hub
     from .by_plan import ordinary
 
-    assert wanted.plan is not None
-    hub = Hub(*wanted.hub)
-    found = ordinary(wanted.path, wanted.plan, hub, trust_remote_code=wanted.trust_remote_code)
+    found = ordinary(wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code)
     return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
 
 

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..format.block_scales import SUFFIX, dequantized, stored_plans
-from ..format.dtypes import STORED_NAME
-from ..format.header import ShardFile, StoredTensor
-from ..format.layout_hash import is_common, layout_sha256
+from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -27,6 +24,7 @@ from ..format.manifest import (
     sha256_checksum,
 )
 from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..format.stored_layout import SUFFIX, is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from .reading import mapped
@@ -148,6 +146,8 @@ def _parameters(stored: Generator[tuple[str, Tensor]], plan: Plan) -> Generator[
     scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
     partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
     waiting: dict[str, Tensor] = {}
+    if scaled:
+        from ..format.block_scales import dequantized
     with closing(stored) as found_tensors:
         for name, tensor in found_tensors:
             if name not in partner:

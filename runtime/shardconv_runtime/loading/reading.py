@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..format.dtypes import TORCH_NAME
-from ..format.header import ShardFile, StoredTensor
+from ..format.header import TORCH_NAME, ShardFile, StoredTensor
 
 REMEDY = "copy the directory again, or convert the model again"
 

@@ -17,16 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import (
-    Communicator,
-    Gather,
-    GradDivide,
-    GradReduce,
-    Inner,
-    Reduce,
-    ReduceScatter,
-    Slice,
-)
+from ..comm.collectives import Communicator, Gather, Reduce, ReduceScatter, Slice
 from ..comm.collectives import Resharding as CommResharding
 from ..errors import PlanError
 from ..format.dims import Dim, open_parts, size
@@ -77,10 +68,11 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step
     match boundary:
         case AllReduceStep():
             return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
-        case GradAllReduceStep():
-            return GradReduce(comm, boundary.axes)
-        case GradDivideStep():
-            return GradDivide(comm, boundary.axes)
+        case GradAllReduceStep() | GradDivideStep():
+            from ..comm.gradient_steps import GradDivide, GradReduce
+
+            kind = GradReduce if isinstance(boundary, GradAllReduceStep) else GradDivide
+            return kind(comm, boundary.axes)
         case AllGatherStep() | SliceStep():
             grad_axes = boundary.grad_axes if training else None
             return _resharding(boundary, comm, grad_axes, boundary.local_grad_axes)
@@ -99,6 +91,8 @@ def _resharding(
     kind = _RESHARDING[type(boundary)]
     parts = open_parts(boundary.layout)
     if parts is not None:
+        from ..comm.inner_dims import Inner
+
         return Inner(kind, comm, boundary.dim, *parts, grad_axes, local_grad_axes)
     return kind(comm, boundary.dim, boundary.layout, grad_axes, local_grad_axes)
 

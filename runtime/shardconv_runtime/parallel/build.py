@@ -33,7 +33,6 @@ from ..format.plan import (
     parameter_plans,
 )
 from .boundary import RowIds, Step, attach, forward_signature, in_use, step
-from .edits import apply_edits, raise_flags
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, refuse
 
@@ -113,9 +112,12 @@ def _convert_modules(
     """Edit, replace and wrap the modules that the plan speaks of."""
     targets = {fqn: submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
-        with _at(fqn):
-            apply_edits(targets[fqn], entry.edits, comm.rank)
-            raise_flags(targets[fqn], entry.flags)
+        if entry.edits or entry.flags:
+            from .edits import apply_edits, raise_flags
+
+            with _at(fqn):
+                apply_edits(targets[fqn], entry.edits, comm.rank)
+                raise_flags(targets[fqn], entry.flags)
     replaced = {}
     for fqn, entry in modules.items():
         with _at(fqn):

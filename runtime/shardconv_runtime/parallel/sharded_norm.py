@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from ..comm.collectives import Communicator, Reduce
 from ..errors import PlanError
+from ..format.norm_checks import GATE_ACTIVATIONS
 from ..format.plan import NormInfo
-from ..format.plan_checks import GATE_ACTIVATIONS
 from .boundary import forward_signature
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -1,1 +1,1 @@
-"""Writing what training made: converted directories, and optimizer states through torch's checkpoints."""
+"""Saving trained models as converted directories, and optimizer states as torch's distributed checkpoints."""

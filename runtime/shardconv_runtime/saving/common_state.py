@@ -1,6 +1,6 @@
-"""What all processes hold together of an optimizer's state, from what each says of its own.
+"""The optimizer's state of the full model, merged from the summaries of all processes.
 
-Every process works it out from the same summaries, so that what is wrong all raise alike.
+Every process merges the same summaries, so that all raise the same errors.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError, PlanError
+from ..errors import CheckpointError, PlanError, missing
 from ..format.plan import ParameterPlan, global_shape
 from .held_state import OptimizerSummary
 from .optimizer_index import Group, OptimizerIndex, ParameterState, StoredValue
 
 Entries = Mapping[str, ParameterPlan]
-"""Of all parameters of the model, in the order of the plan."""
+"""All parameters of the model, in the order of the plan."""
 
 
 def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> OptimizerIndex:
-    """What the processes hold together.
+    """The index of the state that the processes hold together.
+
+    Args:
+        summaries: of all processes, in the order of their numbers.
+        entries: of the model.
 
     Raises:
-        PlanError: they do not keep the same of a parameter; on all of them alike.
+        PlanError: processes keep different state of one parameter; raised on all of them.
     """
     groups = _groups(summaries, entries)
     states = [state for name in entries if (state := _common_state(name, summaries)) is not None]
@@ -29,16 +33,16 @@ def common_index(summaries: Sequence[OptimizerSummary], entries: Entries) -> Opt
 
 
 def _common_state(name: str, summaries: Sequence[OptimizerSummary]) -> ParameterState | None:
-    """The state that all keep who hold something of a parameter."""
+    """The state of a parameter on all processes that hold values of it; None without any."""
     found = {number: s.states.get(name) for number, s in enumerate(summaries) if name in s.holding}
     if not found:
         return None
     first, state = next(iter(found.items()))
-    for other, its in found.items():
-        if its != state:
+    for other, theirs in found.items():
+        if theirs != state:
             raise PlanError(
-                f"{name}: processes {first} and {other} keep other state of it ({_shown(state)}, and "
-                f"{_shown(its)}); step the optimizer on all ranks alike"
+                f"{name}: processes {first} and {other} keep different state ({_shown(state)}, and "
+                f"{_shown(theirs)}); step the optimizer on all ranks alike"
             )
     return state
 
@@ -51,10 +55,11 @@ def _shown(state: ParameterState | None) -> str:
 
 
 def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Group, ...]:
-    """The groups of all processes together: one may lack a parameter of which it holds nothing.
+    """The merged groups of all processes; a process may lack parameters of which it holds no values.
 
     Raises:
-        PlanError: their numbers, hyperparameters or classes differ; on all processes alike.
+        PlanError: the number of groups, their hyperparameters or the optimizers' classes differ; raised on
+            all processes.
     """
     first = summaries[0]
     merged = []
@@ -62,12 +67,13 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Gr
         if (summary.optimizer, len(summary.groups)) != (first.optimizer, len(first.groups)):
             raise PlanError(
                 f"process 0 has {first.optimizer} with {len(first.groups)} parameter groups, process {other} "
-                f"{summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
+                f"has {summary.optimizer} with {len(summary.groups)}; make the optimizer alike on all ranks"
             )
         for number, (ours, theirs) in enumerate(zip(first.groups, summary.groups, strict=True)):
             if changed := _changed(ours.hyperparameters, theirs.hyperparameters):
                 raise PlanError(
-                    f"{changed} of parameter group {number} is not the same on processes 0 and {other}"
+                    f"{changed} of parameter group {number} differs between processes 0 and {other}; set it "
+                    "alike on all ranks"
                 )
     for number in range(len(first.groups)):
         names = {name for summary in summaries for name in summary.groups[number].names}
@@ -78,7 +84,7 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Gr
 
 
 def _require_all(group: int, names: Collection[str], summaries: Sequence[OptimizerSummary]) -> None:
-    """Who holds something of a parameter has it in the same group."""
+    """Refuse a process that holds values of a parameter and lacks it in its group."""
     for number, summary in enumerate(summaries):
         if lacking := (summary.holding & set(names)) - set(summary.groups[group].names):
             raise PlanError(
@@ -92,37 +98,43 @@ def _changed(ours: Mapping[str, StoredValue], theirs: Mapping[str, StoredValue])
 
 
 def require_same(
-    place: Path, index: OptimizerIndex, summaries: Sequence[OptimizerSummary], entries: Entries
+    directory: Path, index: OptimizerIndex, summaries: Sequence[OptimizerSummary], entries: Entries
 ) -> None:
-    """Check that what was saved is the state of such an optimizer, of such a model.
+    """Check that a saved state fits the optimizer and the model.
+
+    Args:
+        directory: of the saved state, for messages.
+        index: of the saved state.
+        summaries: of all processes.
+        entries: of the model.
 
     Raises:
-        CheckpointError: it is another's; on all processes alike.
-        PlanError: the processes' optimizers differ; on all alike.
+        CheckpointError: the state is of another optimizer or model; raised on all processes.
+        PlanError: the processes' optimizers differ; raised on all processes.
     """
     groups = _groups(summaries, entries)
     if index.optimizer != summaries[0].optimizer:
         raise CheckpointError(
-            f"{place} has the state of {index.optimizer}, and this optimizer is {summaries[0].optimizer}"
+            f"{directory} has the state of {index.optimizer}, and this optimizer is {summaries[0].optimizer}"
         )
     for state in index.parameters:
         shape = global_shape(entries[state.name]) if state.name in entries else None
         if shape is not None and shape != state.shape:
             raise CheckpointError(
-                f"{place}: {state.name} has shape {list(state.shape)} there, and {list(shape)} in this model"
+                f"{directory}: {state.name} has shape {list(state.shape)} there, and {list(shape)} in this "
+                "model"
             )
     if len(index.groups) != len(groups):
         raise CheckpointError(
-            f"{place} has {len(index.groups)} parameter groups, and this optimizer {len(groups)}"
+            f"{directory} has {len(index.groups)} parameter groups, and this optimizer has {len(groups)}"
         )
     for number, (theirs, ours) in enumerate(zip(index.groups, groups, strict=True)):
         stored, present = set(theirs.names), set(ours.names)
-        for names, where in (
-            (stored - present, "is only there"),
-            (present - stored, "is only in this optimizer"),
-        ):
+        this, saved = "this optimizer", "the saved state"
+        for names, owner, holder in ((stored - present, saved, this), (present - stored, this, saved)):
             if names:
+                lacking = missing(names, "parameter", owner, holder)
                 raise CheckpointError(
-                    f"{place}: parameter group {number}: {min(names)} {where} ({len(names)} such); make the "
-                    "optimizer with the parameters and groups that it had"
+                    f"{directory}: parameter group {number}: {lacking}; make the optimizer with the "
+                    "parameters and groups that it had"
                 )

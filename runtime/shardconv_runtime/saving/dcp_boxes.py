@@ -1,9 +1,9 @@
-"""Boxes of whole tensors in torch's distributed checkpoints (DCP).
+"""Boxes of global tensors in torch's distributed checkpoints (DCP).
 
-DCP's own planners know tensors that are split in one range of a dim. These say box by box what a process
-writes and what it needs, with the interface that torch documents for planners
-(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html); what is on disk is an ordinary checkpoint
-that DCP and its tools read, each tensor under its name with its global shape.
+DCP's own planners support shards that are one range of a dim. These planners list the boxes that a process
+writes and needs, through torch's documented interface
+(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html). The result is an ordinary checkpoint that
+DCP and its tools read, each tensor under its name with its global shape.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ from .held_boxes import Box
 
 @dataclass(frozen=True)
 class BoxedTensor:
-    """What a process holds of a whole tensor."""
+    """The boxes of a global tensor that a process writes or fills."""
 
     name: str
     shape: tuple[int, ...]
     """Global."""
     local: Tensor
+    """Holds the boxes."""
     boxes: tuple[Box, ...]
-    """Of ``local``: to write, or to fill."""
+    """To write, or to fill."""
 
     def part(self, box: Box) -> Tensor:
-        """A view of a box of the local tensor."""
+        """The local elements of a box, as a view of shape ``box.sizes``."""
         view = self.local
         for dim, (start, size) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
             view = view.narrow(dim, start, size)
@@ -70,10 +71,10 @@ class BoxedTensor:
 
 
 def write(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> None:
-    """Write what all processes hold; each of them calls it. The boxes of all tile each tensor.
+    """Write the boxes of all processes, which tile each tensor; every process calls it.
 
     Args:
-        tensors: of this process; it need not have all.
+        tensors: local, of this process; it may lack some of the checkpoint's tensors.
         directory: exists, the same for all.
         launch: the processes.
 
@@ -94,8 +95,13 @@ def write(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> No
 def read(tensors: Sequence[BoxedTensor], directory: Path, launch: Launch) -> None:
     """Fill the boxes of each tensor from a checkpoint; every process calls it.
 
+    Args:
+        tensors: local, of this process; changed in place.
+        directory: of the checkpoint.
+        launch: the processes.
+
     Raises:
-        CheckpointError: it cannot be read, or lacks some of it; all raise.
+        CheckpointError: the checkpoint cannot be read, or lacks elements; all raise.
         LaunchError: another process ended.
     """
     with _errors(f"{directory} cannot be read"):
@@ -113,7 +119,7 @@ class _Writer(SavePlanner):
         self._parts = {(t.name, box.offsets): (t, box) for t in tensors for box in t.boxes}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """What to write is known already."""
+        """The constructor has received the tensors."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(tensor, box) for tensor, box in self._parts.values()])
@@ -125,7 +131,7 @@ class _Writer(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        assert write_item.index.offset is not None, "each box was given some"
+        assert write_item.index.offset is not None, "each box has offsets"
         tensor, box = self._parts[write_item.index.fqn, tuple(write_item.index.offset)]
         return tensor.part(box).detach().contiguous()
 
@@ -142,7 +148,7 @@ class _Reader(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None, "it was read"
+        assert self._metadata is not None, "set_up_planner has received it"
         return LoadPlan([item for t in self._tensors for item in _read_items(t, self._metadata)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -152,17 +158,17 @@ class _Reader(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor")
+        raise CheckpointError(f"{read_item.dest_index.fqn} is bytes, not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert read_item.dest_index.offset is not None, "each box was given some"
+        assert read_item.dest_index.offset is not None, "each box has offsets"
         view = self._parts[read_item.dest_index.fqn, tuple(read_item.dest_index.offset)]
         for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, start, size)
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It was written to where it belongs."""
+        """The elements are in place: ``resolve_tensor`` returned a view."""
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -179,10 +185,10 @@ def _write_item(tensor: BoxedTensor, box: Box) -> WriteItem:
 
 
 def _read_items(tensor: BoxedTensor, metadata: Metadata) -> list[ReadItem]:
-    """Which stored chunks fill the boxes.
+    """The stored chunks that fill the boxes.
 
     Raises:
-        CheckpointError: the checkpoint lacks the tensor or a part of it, or has it in another shape or dtype.
+        CheckpointError: the checkpoint lacks the tensor or some elements, or has another shape or dtype.
     """
     found = metadata.state_dict_metadata.get(tensor.name)
     if not isinstance(found, TensorStorageMetadata):
@@ -211,7 +217,7 @@ def _volume(sizes: Sequence[int]) -> int:
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """DCP's errors, which all processes raise alike, in one line; no warning that there is one process."""
+    """DCP's errors, raised on all processes, in one line; without its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -219,5 +225,5 @@ def _errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise CheckpointError(f"{what}: process {rank}: {cause}") from error
-    except RuntimeError as error:  # of the group: what goes wrong with the files, DCP has caught
+    except RuntimeError as error:  # of the group; DCP catches the errors of files
         raise LaunchError(f"{what}: another process ended ({str(error).splitlines()[0]})") from error

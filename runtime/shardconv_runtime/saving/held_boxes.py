@@ -1,8 +1,8 @@
-"""What a process holds of a whole tensor, as boxes of it.
+"""The part of a global tensor that a process holds, as boxes.
 
 A rank's positions of a dim are ranges, so that a local tensor is a grid of boxes. A data-parallel process may
-hold a **window** of its rank's tensor alone. Where several ranks hold the same positions, the lowest of them
-**owns** them: owned boxes of all ranks tile the tensor.
+hold only a **window** of its rank's tensor. Where several ranks hold the same positions, the lowest of them
+**owns** them: the owned boxes of all ranks tile the tensor.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from ..format.dims import Dim
-from ..format.layout_hash import holds_values
 from ..format.plan import ParameterPlan
 from ..format.slices import Mesh, Range, local_size, ranges
+from ..format.stored_layout import holds_values
 
 LocalWindow = Sequence[Range]
 """Half-open local positions, one range for each dim."""
 
 
 class Box(NamedTuple):
-    """A box of a whole tensor, and where it is in a local one."""
+    """A box of a global tensor, and its position in a window of the local one."""
 
     offsets: tuple[int, ...]
     """Global."""
@@ -34,12 +34,19 @@ class Box(NamedTuple):
 
 
 def full_window(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[Range, ...]:
-    """All of a rank's tensor."""
+    """The window that covers a rank's tensor."""
     return tuple((0, local_size(dim, mesh, rank)) for dim in entry.dims)
 
 
 def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
-    """The boxes that fill a window of a rank's tensor; none of a Partial where it is zero."""
+    """The boxes that fill a window of a rank's tensor; none of a Partial tensor where it is zero.
+
+    Args:
+        entry: the parameter's plan.
+        mesh: of the plan.
+        rank: whose tensor it is.
+        window: local positions.
+    """
     if not holds_values(entry, mesh, rank):
         return []
     pieces = [_pieces(ranges(dim, mesh, rank), *part) for dim, part in zip(entry.dims, window, strict=True)]
@@ -47,22 +54,22 @@ def held_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow)
 
 
 def owned_boxes(entry: ParameterPlan, mesh: Mesh, rank: int, window: LocalWindow) -> list[Box]:
-    """Those parts of ``held_boxes`` that no lower rank holds.
+    """The parts of ``held_boxes`` that no lower rank holds; arguments as there.
 
-    Ranks' boxes may overlap without being the same (segments of a dim that are split over other axes), so
-    they are cut wherever some rank's begin or end.
+    Boxes of two ranks may overlap without being equal (segments of a dim that are sharded over different
+    axes), so they are divided wherever a box of some rank begins or ends.
     """
     if not holds_values(entry, mesh, rank):
         return []
     values = _mask(r for r in range(math.prod(mesh)) if holds_values(entry, mesh, r))
     pieces = []
     for dim, part in zip(entry.dims, window, strict=True):
-        cuts, holders = _cells(dim, mesh)
+        bounds, holders = _cells(dim, mesh)
         pieces.append(
             [
-                (piece, holders[bisect_left(cuts, piece.start + 1) - 1])
-                for whole in _pieces(ranges(dim, mesh, rank), *part)
-                for piece in _cut(whole, cuts)
+                (piece, holders[bisect_left(bounds, piece.start + 1) - 1])
+                for held in _pieces(ranges(dim, mesh, rank), *part)
+                for piece in _divided(held, bounds)
             ]
         )
     found = []
@@ -94,9 +101,9 @@ def _pieces(held: Iterable[Range], first: int, last: int) -> list[_Piece]:
     return pieces
 
 
-def _cut(piece: _Piece, cuts: Sequence[int]) -> list[_Piece]:
-    """A piece in parts that have no cut inside."""
-    inside = cuts[bisect_left(cuts, piece.start + 1) : bisect_left(cuts, piece.start + piece.size)]
+def _divided(piece: _Piece, bounds: Sequence[int]) -> list[_Piece]:
+    """The parts of a piece between the bounds inside of it."""
+    inside = bounds[bisect_left(bounds, piece.start + 1) : bisect_left(bounds, piece.start + piece.size)]
     ends = [piece.start, *inside, piece.start + piece.size]
     return [
         _Piece(start, stop - start, piece.local_start + start - piece.start) for start, stop in pairwise(ends)
@@ -105,15 +112,16 @@ def _cut(piece: _Piece, cuts: Sequence[int]) -> list[_Piece]:
 
 @lru_cache(maxsize=256)
 def _cells(dim: Dim, mesh: Mesh) -> tuple[list[int], list[int]]:
-    """Where some rank's range of a dim begins or ends, and which ranks hold what follows, as bits."""
+    """The positions where some rank's range of a dim begins or ends, and for each the ranks that hold the
+    positions up to the next one, as bits."""
     held = [ranges(dim, mesh, rank) for rank in range(math.prod(mesh))]
-    cuts = sorted({end for spans in held for span in spans for end in span})
-    holders = [0] * len(cuts)
+    bounds = sorted({end for spans in held for span in spans for end in span})
+    holders = [0] * len(bounds)
     for rank, spans in enumerate(held):
         for start, stop in spans:
-            for cell in range(bisect_left(cuts, start), bisect_left(cuts, stop)):
+            for cell in range(bisect_left(bounds, start), bisect_left(bounds, stop)):
                 holders[cell] |= 1 << rank
-    return cuts, holders
+    return bounds, holders
 
 
 def _mask(ranks: Iterable[int]) -> int:

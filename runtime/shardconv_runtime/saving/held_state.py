@@ -1,4 +1,4 @@
-"""What one process holds of an optimizer's state, and of which part of each whole parameter."""
+"""The part of an optimizer's state that one process holds, and its position in the full parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from ..errors import CheckpointError, PlanError
-from ..format.layout_hash import holds_values
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
+from ..format.stored_layout import holds_values
 from ..loaded import loaded
 from .dcp_boxes import BoxedTensor
 from .held_boxes import Box, held_boxes, owned_boxes
@@ -27,22 +27,23 @@ from .optimizer_index import (
     tensor_name,
     to_value,
 )
-from .replicas import Everyone
+from .replicas import Replicas
 from .stored_model import stored_model
 
 OptimizerState = dict[str, dict[str, Any]]
-"""What an optimizer keeps, by the parameter's FQN and its own keys."""
+"""The state of an optimizer, by the parameter's FQN and the optimizer's keys."""
 
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """What a process tells the others."""
+    """The description of a process's state that it sends to the others."""
 
     optimizer: str
+    """Name of its class."""
     groups: tuple[Group, ...]
     states: dict[str, ParameterState]
     holding: frozenset[str]
-    """Names of all tensors of the model of which it holds values, whether the optimizer has them or not."""
+    """Names of all tensors of the model of which the process holds values, in the optimizer or not."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,23 @@ class HeldState:
 
     optimizer: Optimizer
     parameters: dict[str, Tensor]
-    """By FQN: of all groups, in their order."""
+    """By FQN: of all groups, in their order; local, or DTensors over data-parallel processes."""
     windows: dict[str, tuple[Range, ...]]
-    """Local positions that this process holds of its rank's part, one range for each dim."""
+    """The local positions of the rank's shard that this process holds, one range for each dim."""
     is_first: dict[str, bool]
-    """Whether it is the first of the data-parallel processes that hold the same."""
+    """Whether this process is the first of the data-parallel processes that hold the same window."""
     holding: frozenset[str]
     """See ``OptimizerSummary``."""
     entries: Mapping[str, ParameterPlan]
-    """Of the whole model."""
+    """Of all parameters of the model."""
     mesh: Mesh
     rank: int
 
     def summary(self) -> OptimizerSummary:
-        """See the class.
+        """The summary to send to the other processes.
 
         Raises:
-            PlanError: there is state of a kind that cannot be stored.
+            PlanError: some state is of a kind that cannot be stored.
         """
         groups = tuple(_group(self, group) for group in self.optimizer.param_groups)
         states = {
@@ -78,7 +79,7 @@ class HeldState:
         return OptimizerSummary(type(self.optimizer).__qualname__, groups, states, self.holding)
 
     def written(self, index: OptimizerIndex) -> list[BoxedTensor]:
-        """What this process writes."""
+        """The tensors of the state that this process writes, with the boxes that it owns."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -92,7 +93,7 @@ class HeldState:
         ]
 
     def wanted(self, fresh: OptimizerState, index: OptimizerIndex) -> list[BoxedTensor]:
-        """What this process reads into the tensors of ``fresh``."""
+        """The tensors of ``fresh`` to fill, with all boxes that this process holds."""
         return [
             BoxedTensor(
                 tensor_name(entry.name, key),
@@ -110,54 +111,63 @@ class HeldState:
         return find(self.entries[name], self.mesh, self.rank, self.windows[name])
 
 
-def held_state(model: nn.Module, optimizer: Optimizer, every: Everyone) -> HeldState:
-    """Find what this process holds. No collective runs.
+def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> HeldState:
+    """Find the state that this process holds. No collective runs.
 
     Raises:
-        PlanError: the model is not the one that was loaded, or the optimizer's parameters are not its.
+        PlanError: the model is not as it was loaded, or the optimizer has parameters of another model.
     """
     plan = loaded(model).plan
     tensors = stored_model(model).tensors
     entries = parameter_plans(plan)
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    parameters: dict[str, Tensor] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            name = names.get(id(parameter))
-            if name is None:
-                raise PlanError(
-                    f"parameter {position} of group {number} of the optimizer is none of the model's; make "
-                    "the optimizer from the model as it is now (after fully_shard, say)"
-                )
-            parameters[name] = parameter
-    known = {id(parameter) for parameter in parameters.values()}
-    if any(id(key) not in known for key in optimizer.state):
-        raise PlanError("the optimizer has state that belongs to none of its parameters; it cannot be stored")
-    places = {name: local_window(name, parameter) for name, parameter in parameters.items()}
+    parameters = _named_parameters(optimizer, tensors)
+    windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
     return HeldState(
         optimizer,
         parameters,
-        {name: window for name, (window, _) in places.items()},
+        {name: window for name, (window, _) in windows.items()},
         {
-            name: first and (every.is_first or isinstance(parameters[name], DTensor))
-            for name, (_, first) in places.items()
+            name: first and (replicas.is_first or isinstance(parameters[name], DTensor))
+            for name, (_, first) in windows.items()
         },
         frozenset(
             name
             for name, tensor in tensors.items()
-            if local_tensor(tensor).numel() and holds_values(entries[name], plan.mesh, every.rank)
+            if local_tensor(tensor).numel() and holds_values(entries[name], plan.mesh, replicas.rank)
         ),
         entries,
         plan.mesh,
-        every.rank,
+        replicas.rank,
     )
 
 
-def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
-    """OptimizerState of this process's parameters, its tensors zero until they are read.
+def _named_parameters(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's parameters by FQN, in the order of its groups.
 
     Raises:
-        CheckpointError: the index says what cannot be.
+        PlanError: a parameter, or the state of one, does not belong to the model.
+    """
+    names = {tensor: name for name, tensor in tensors.items()}  # tensors are hashed by identity
+    found: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise PlanError(
+                    f"parameter {position} of group {number} of the optimizer does not belong to the model; "
+                    "make the optimizer from the model as it is now (e.g. after fully_shard)"
+                )
+            found[names[parameter]] = parameter
+    known = set(found.values())
+    if any(parameter not in known for parameter in optimizer.state):
+        raise PlanError("the optimizer has state without a parameter in its groups; it cannot be stored")
+    return found
+
+
+def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
+    """State of this process's parameters, with tensors of zeros to be filled.
+
+    Raises:
+        CheckpointError: the index is malformed.
     """
     fresh: OptimizerState = {}
     for entry in index.parameters:
@@ -169,10 +179,10 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
 
 
 def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]:
-    """The optimizer's groups with the hyperparameters that were saved, as in its ``state_dict``.
+    """The optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
 
     Raises:
-        CheckpointError: the index says what cannot be.
+        CheckpointError: the index is malformed.
     """
     numbers = iter(range(len(held.parameters)))
     return [
@@ -186,11 +196,11 @@ def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]
 
 
 def install(held: HeldState, fresh: OptimizerState, groups: list[dict[str, Any]]) -> None:
-    """Hand the optimizer its state, as what its own ``state_dict`` would be."""
+    """Load state and groups into the optimizer through its ``load_state_dict``."""
     numbers = {name: number for number, name in enumerate(held.parameters)}
     states = {numbers[name]: dict(state) for name, state in fresh.items()}
     held.optimizer.load_state_dict({"state": states, "param_groups": groups})
-    for name, state in fresh.items():  # which casts to the parameter's dtype what was of another
+    for name, state in fresh.items():  # load_state_dict has cast tensors to the parameter's dtype
         kept = held.optimizer.state[held.parameters[name]]
         for key, thing in state.items():
             if key != "step" and isinstance(thing, Tensor) and kept[key].dtype != thing.dtype:
@@ -208,15 +218,27 @@ def _zeros(parameter: Tensor, entry: ParameterState) -> Iterator[tuple[str, Tens
 
 
 def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
-    """What a process holds of its rank's tensor, and whether it is the first that does.
+    """The window of its rank's tensor that a process holds.
 
-    ``Shard`` splits as ``torch.chunk`` does.
+    ``Shard`` chunks a dim as ``torch.chunk`` does.
+
+    Args:
+        name: FQN, for messages.
+        parameter: local, or a DTensor over data-parallel processes whose global shape is the rank's local
+            shape.
+
+    Returns:
+        The window, one range of local positions for each dim, and whether this process is the first of those
+        that hold it.
+
+    Raises:
+        PlanError: the DTensor is neither sharded evenly nor replicated.
     """
     spans = [(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
         return tuple(spans), True
     coordinates = parameter.device_mesh.get_coordinate()
-    assert coordinates is not None, "this process holds a part of it"
+    assert coordinates is not None, "this process is in its mesh"
     first = True
     for placement, parts, part in zip(
         parameter.placements, parameter.device_mesh.shape, coordinates, strict=True
@@ -234,12 +256,12 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
             )
     local = tuple(local_tensor(parameter).shape)
     if local != tuple(stop - start for start, stop in spans):
-        raise PlanError(f"{name} is a DTensor whose local shape is {local}, which is no even chunk of it")
+        raise PlanError(f"{name} is a DTensor whose local shape {local} is not an even chunk of it")
     return tuple(spans), first
 
 
 def _group(held: HeldState, group: dict[str, Any]) -> Group:
-    names = {id(parameter): name for name, parameter in held.parameters.items()}
+    names = {parameter: name for name, parameter in held.parameters.items()}
     values: dict[str, StoredValue] = {}
     for key, thing in group.items():
         if key in ("params", "param_names"):
@@ -248,7 +270,7 @@ def _group(held: HeldState, group: dict[str, Any]) -> Group:
         if value is None:
             raise PlanError(f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored")
         values[key] = value
-    return Group(tuple(names[id(parameter)] for parameter in group["params"]), values)
+    return Group(tuple(names[parameter] for parameter in group["params"]), values)
 
 
 def _parameter_state(
@@ -275,5 +297,9 @@ def _parameter_state(
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, which may be a DTensor over data-parallel processes."""
+    """This process's part of a tensor that may be a DTensor over data-parallel processes.
+
+    Args:
+        tensor: any shape and dtype; returned unchanged if it is not a DTensor.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""``optimizer.json``: what an optimizer's checkpoint holds beside its tensors, and of which parameters.
+"""``optimizer.json``: the contents of an optimizer's checkpoint beside its tensors.
 
-Parameters go by FQN and have their global shape, so that the file says the same whatever the ranks were.
-It is written last: a directory that has one is complete.
+Parameters have FQNs and global shapes, so that the file does not depend on the ranks. It is written last: a
+directory that has it is complete.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
+from ..format.json_writing import dump_document, write_text
+from ..format.typed_json import MalformedError, load_document, read_text
 
 VERSION = 1
 FORMAT = "shardconv.optimizer"
 INDEX_NAME = "optimizer.json"
 
 _TENSOR = "tensor:"
-"""What the kind of a number begins with that is a tensor without dims."""
+"""Prefix of the kind of a number that is a tensor without dims."""
 
 _REMEDY = "copy the directory again, or resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A hyperparameter, or a number of a parameter's state, as text that gives it back exactly."""
+    """A hyperparameter, or a number of a parameter's state, as text that restores it exactly."""
 
     kind: str
     """``none``, ``bool``, ``int``, ``float``, ``str``, ``tuple``, ``list``, or ``tensor:`` and a dtype."""
@@ -46,7 +47,7 @@ class ParameterState:
     shape: tuple[int, ...]
     """Global."""
     tensors: Mapping[str, str]
-    """Dtype of each tensor of this shape, by its key in the optimizer's state; its name in the checkpoint is
+    """Dtype of each tensor of this shape, by its key in the optimizer's state; the checkpoint has it under
     ``tensor_name``."""
     scalars: Mapping[str, StoredValue]
 
@@ -69,15 +70,15 @@ class StateFile:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerIndex:
-    """All of it."""
+    """The index of a checkpoint."""
 
     optimizer: str
     """Name of its class."""
     groups: tuple[Group, ...]
     parameters: tuple[ParameterState, ...]
-    """Those that have state, in the order of the plan."""
+    """Parameters with state, in the order of the plan."""
     files: tuple[StateFile, ...] = ()
-    """All but this one."""
+    """All files but the index itself."""
     version: int = VERSION
 
 
@@ -87,21 +88,21 @@ def tensor_name(parameter: str, key: str) -> str:
 
 
 def write_index(index: OptimizerIndex, directory: Path) -> None:
-    """Write the index of a directory, whole or not at all."""
+    """Write the index of a directory atomically."""
     write_text(directory / INDEX_NAME, dump_document(index, FORMAT))
 
 
 def read_index(directory: Path) -> OptimizerIndex:
-    """Read the index of a directory and check that all files are there.
+    """Read the index of a directory and check that its files exist.
 
     Raises:
-        CheckpointError: it is none, is malformed, or a file is missing or of another size.
+        CheckpointError: the index is missing or malformed, or a file is missing or of another size.
     """
     path = directory / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has no {INDEX_NAME}: it is not what shardconv_runtime.save_optimizer wrote; "
-            "name the directory that was given there"
+            f"{directory} lacks {INDEX_NAME}: shardconv_runtime.save_optimizer did not write it; name a "
+            "directory that it wrote"
         )
     try:
         index = load_document(OptimizerIndex, read_text(path), FORMAT, VERSION)
@@ -117,7 +118,7 @@ def read_index(directory: Path) -> OptimizerIndex:
 
 
 def to_value(thing: Any) -> StoredValue | None:
-    """A value as text; None if it is of a kind that cannot be written."""
+    """A value as text; None if its kind cannot be stored."""
     if thing is None:
         return StoredValue("none")
     if isinstance(thing, Tensor):
@@ -133,15 +134,15 @@ def to_value(thing: Any) -> StoredValue | None:
 
 
 def from_value(value: StoredValue) -> Any:
-    """What ``to_value`` was given; tensors are on the CPU.
+    """The value that ``to_value`` stored; tensors are on the CPU.
 
     Raises:
-        CheckpointError: the text is not one of that kind.
+        CheckpointError: the text is not of that kind.
     """
     try:
         return _from_value(value)
     except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{value.text[:80]!r} is no {value.kind[:80]}; {_REMEDY}") from error
+        raise CheckpointError(f"{value.text[:80]!r} is not of kind {value.kind[:80]}; {_REMEDY}") from error
 
 
 def _from_value(value: StoredValue) -> Any:

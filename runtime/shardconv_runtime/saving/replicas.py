@@ -1,13 +1,15 @@
-"""All processes that hold a model: its ranks, and the data-parallel ones that hold the same rank's part.
+"""The processes that hold a model: the ranks of each of its data-parallel replicas.
 
-A model on tp x dp processes is loaded by groups of tp. What is written of it must be written once, so all of
-them have to know of each other: from the mesh of its DTensors (``fully_shard``), from
-``DistributedDataParallel``, or because the caller says so.
+A model on tp x dp processes is loaded by groups of tp ranks. It must be saved once, so its replicas have to
+know of each other: from the mesh of their DTensors (``fully_shard``), from ``DistributedDataParallel``, or
+because the caller passes their process group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -19,76 +21,100 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import agreement
 from ..comm.mesh import Launch, control_group
-from ..errors import LaunchError
+from ..errors import CheckpointError, LaunchError
 from ..loaded import loaded, unwrapped
+
+T = TypeVar("T")
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Everyone:
-    """This process among all that hold one model."""
+class Replicas:
+    """This process among all processes that hold one model."""
 
     launch: Launch
-    """All of them; ``control`` is a group for words between them."""
+    """All of these processes; ``control`` is a group for control messages between them."""
     rank: int
     """Of the plan."""
     is_first: bool
-    """It is the first of the data-parallel processes of its rank: the one that writes."""
+    """This process is in the first replica, which writes."""
 
     @property
     def is_leader(self) -> bool:
-        """It does what is done once."""
+        """This process does what is done once."""
         return self.is_first and self.rank == 0
 
     def agree(self, error: Exception | None, timeout_s: float | None = None) -> None:
-        """Return only if all are well, see ``agreement.agree``."""
+        """Return only if no process has an error, see ``agreement.agree``."""
         agreement.agree(self.launch, error, timeout_s)
 
+    def together(self, stage: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Run a stage on every process; return its result here once all have run it.
 
-def everyone(model: nn.Module, replicas: dist.ProcessGroup | None = None) -> Everyone:
+        Args:
+            stage: runs no collective.
+            timeout_s: how long to wait for the other processes, see ``agreement.agree``.
+
+        Raises:
+            Exception: raised by ``stage`` on this process; an ``OSError`` as a ``CheckpointError``.
+            LaunchError: ``stage`` raised on another process.
+        """
+        outcome: list[T] = []
+        error: Exception | None = None
+        try:
+            outcome.append(stage())
+        except OSError as failure:
+            error = CheckpointError(f"{failure.filename or 'the checkpoint'}: {failure.strerror or failure}")
+        except Exception as failure:
+            error = failure
+        self.agree(error, timeout_s)
+        return outcome[0]
+
+
+def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Replicas:
     """Find all processes of a model; each of them calls it.
 
-    Modules of ``fully_shard`` that a forward pass left whole are sharded again.
+    Modules of ``fully_shard`` that a forward pass left unsharded are sharded again.
 
     Args:
-        model: of ``load``, or a wrapper of it.
-        replicas: the processes that hold the same rank's part, where neither DTensors nor a
-            ``DistributedDataParallel`` say it.
+        model: returned by ``load``, or a wrapper of it.
+        group: the processes that hold the same rank's shards, for models without DTensors and outside of
+            ``DistributedDataParallel``.
 
     Raises:
-        LaunchError: its data parallelism mixes ranks of the model, or another process did not come.
-        PlanError: ``load`` did not make the model.
+        LaunchError: the data parallelism mixes ranks of the model, or another process did not come.
+        PlanError: ``load`` did not return the model.
     """
     start = loaded(model).launch
     for module in unwrapped(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    groups = [replicas] if replicas is not None else _data_parallel_groups(model)
+    groups = [group] if group is not None else _data_parallel_groups(model)
     if not groups:
-        return Everyone(start, start.rank, True)
+        return Replicas(start, start.rank, True)
     me = dist.get_rank()
     own = (me,) if start.group is None else tuple(dist.get_process_group_ranks(start.group))
     ranks = set(own)
-    for group in groups:
-        if mixed := set(dist.get_process_group_ranks(group)).intersection(own) - {me}:
+    for along in groups:
+        if mixed := set(dist.get_process_group_ranks(along)).intersection(own) - {me}:
             raise LaunchError(
-                f"the processes {me} and {min(mixed)} hold parts of one model, and its data parallelism "
-                "takes them for copies; give it the dim of the device mesh that the model was not loaded on"
+                f"the processes {me} and {min(mixed)} are ranks of one model, but replicas for its data "
+                "parallelism; pass it the dim of the device mesh that the model was not loaded on"
             )
-        along = Launch(dist.get_rank(group), group.size(), start.device, group, control_group(group))
-        ranks.update(*agreement.exchange(along, tuple(ranks)))
+        processes = Launch(dist.get_rank(along), along.size(), start.device, along, control_group(along))
+        ranks.update(*agreement.exchange(processes, tuple(ranks)))
     ordered = tuple(sorted(ranks))
     control = _control(ordered)
     launch = Launch(ordered.index(me), len(ordered), start.device, control, control)
-    return Everyone(launch, start.rank, all(dist.get_rank(group) == 0 for group in groups))
+    return Replicas(launch, start.rank, all(dist.get_rank(along) == 0 for along in groups))
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that the model's parameters are sharded over beside tensor parallelism; None: none.
+    """The mesh that the model's DTensors are sharded over beside tensor parallelism; None without DTensors.
 
     Raises:
-        LaunchError: there is more than one.
+        LaunchError: the DTensors have several meshes.
     """
     meshes = {p.device_mesh for p in unwrapped(model).parameters() if isinstance(p, DTensor)}
     if len(meshes) > 1:

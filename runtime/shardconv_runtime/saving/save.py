@@ -2,16 +2,16 @@
 
     shardconv_runtime.save(model, "trained/")
 
-The directory is what ``shardconv convert`` would write of the model as it is now: it can be loaded, verified,
-merged to an ordinary checkpoint, and resharded. Each rank writes what it holds; what data-parallel processes
-hold alike, or in shards (``fully_shard``), the first of them writes.
+The directory equals the output of ``shardconv convert`` for the model as it is now: it can be loaded,
+verified, merged to an ordinary checkpoint, and resharded. Each rank of the first replica writes its shards;
+those that ``fully_shard`` distributes over data-parallel processes are gathered for it.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,16 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..format import manifest
-from ..format import plan_json as codec
-from ..format.layout_hash import holds_values
+from ..format import manifest, manifest_writing, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
+from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded
-from .replicas import Everyone, everyone
-from .staging import Staging, begin
+from .replicas import Replicas, replicas_of
+from .staging import Staging, staged
 from .stored_model import StoredModel, stored_model
 
 TOOLS = ("shardconv", "torch", "transformers", "safetensors")
@@ -48,78 +47,60 @@ def save(
     max_file_size: int = MAX_FILE_SIZE,
     replicas: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the model as a converted directory for as many ranks; every process of the model calls it.
+    """Write the model as a converted directory for the same number of ranks; every process calls it.
 
-    The tensors keep the dtypes that they have now; block-scaled float8 ones, which are in the model's dtype
-    since they were loaded, stay in that. Of a model that was not changed the rank files are, byte for byte,
-    those that it was loaded from. Of tensors that all ranks hold alike, those of rank 0 are written. Config,
-    tokenizer and code are copied from the directory that the model was loaded from.
-
-    ``out`` is there only once it is complete. If anything fails on any process, all raise, and what was in
-    its place stays.
+    Tensors are written in their present dtypes; block-scaled float8 tensors, which ``load`` dequantizes, stay
+    dequantized. The rank files of an unchanged model equal, byte for byte, those that it was loaded from.
+    Replicated tensors are written by rank 0. Config, tokenizer and code are copied from the directory that
+    the model was loaded from. ``out`` appears only once it is complete; if any process fails, all raise, and
+    ``out`` is unchanged.
 
     Args:
-        model: that ``load`` returned; it may be sharded by ``fully_shard`` over other processes than those it
-            was loaded by, wrapped in ``DistributedDataParallel``, or compiled.
+        model: returned by ``load``; it may be sharded by ``fully_shard`` over other processes than those that
+            loaded it, wrapped in ``DistributedDataParallel``, or compiled.
         out: directory to make, on a file system that all processes share; it must not exist, or be empty,
             unless ``overwrite``. Its parent must be writable.
-        overwrite: replace ``out`` if it is a converted directory, and nothing else.
+        overwrite: replace ``out`` if it is a converted directory without other files.
         max_file_size: bytes of tensors after which a new shard file is begun.
-        replicas: the processes that hold the same part of the model as this one, where several groups loaded
-            it and neither DTensors nor ``DistributedDataParallel`` say so; the first of them writes.
+        replicas: the processes that hold the same shards as this one, if several groups loaded the model and
+            it has neither DTensors nor ``DistributedDataParallel``; the first of them writes.
 
     Raises:
-        ShardconvError: with what is wrong, on which rank, and the remedy.
+        ShardconvError: the message names the problem, the rank, and the remedy.
 
     Example:
         >>> shardconv_runtime.save(model, "trained/")
         >>> # shardconv merge trained/ plain/
     """
-    every = everyone(model, replicas)
-    found: StoredModel | None = None
-    error: Exception | None = None
-    try:
-        found = stored_model(model)
-    except Exception as failure:
-        error = failure
-    every.agree(error)
-    assert found is not None, "agree has raised the error"
-    _require_one_plan(every, found.plan)
-    source = loaded(model)
-    place = Path(out).expanduser().resolve()
-    staging = begin(
-        every,
-        place,
-        overwrite=overwrite,
-        contents=converted_files,
-        apart_from=source.directory.resolve(),
-    )
-    try:
-        entries, error = _write_shards(found, every, staging.path, max_file_size)
-        every.agree(error, agreement.READ_TIMEOUT_S)
-        shards = [entry for part in agreement.exchange(every.launch, entries) for entry in part]
-        if every.is_leader:
+    holders = replicas_of(model, replicas)
+    found = holders.together(lambda: stored_model(model))
+    _require_one_plan(holders, found.plan)
+    source, target = loaded(model), Path(out).expanduser().resolve()
+    apart_from = source.directory.resolve()
+    with staged(
+        holders, target, overwrite=overwrite, known=converted_files, apart_from=apart_from
+    ) as staging:
+        entries, error = _write_shards(found, holders, staging.path, max_file_size)
+        holders.agree(error, agreement.READ_TIMEOUT_S)
+        shards = [entry for part in agreement.exchange(holders.launch, entries) for entry in part]
+        if holders.is_leader:
             error = _finish(staging, source, found.plan, shards)
-        every.agree(error, agreement.READ_TIMEOUT_S)
-    except BaseException:
-        if every.is_leader:
-            staging.discard()
-        raise
+        holders.agree(error, agreement.READ_TIMEOUT_S)
 
 
 def converted_files(directory: Path) -> Collection[str]:
     """The files of a converted directory.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the directory is not a converted one.
     """
     return {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.read(directory).files)}
 
 
-def _require_one_plan(every: Everyone, plan: Plan) -> None:
-    """The ranks' tensors have the same dtypes, so that one plan speaks of all."""
+def _require_one_plan(holders: Replicas, plan: Plan) -> None:
+    """Check that tensors have the same dtypes on all ranks, as the plan has one dtype for each."""
     dtypes = {name: entry.dtype for name, entry in parameter_plans(plan).items()}
-    digests = agreement.exchange(every.launch, codec.sha256(repr((plan.model.dtype, dtypes))))
+    digests = agreement.exchange(holders.launch, plan_json.sha256(repr((plan.model.dtype, dtypes))))
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise PlanError(
@@ -128,36 +109,36 @@ def _require_one_plan(every: Everyone, plan: Plan) -> None:
 
 
 def _write_shards(
-    found: StoredModel, every: Everyone, directory: Path, max_file_size: int
+    found: StoredModel, holders: Replicas, directory: Path, max_file_size: int
 ) -> tuple[list[FileEntry], Exception | None]:
-    """Write the files of this rank, and on rank 0 what is common.
+    """Write the files of this rank, and on rank 0 those of replicated tensors.
 
-    A process that cannot write goes on: the others of its rank wait for it where they put together DTensors.
+    A process that cannot write continues, since the other replicas wait for it in all_gathers of DTensors.
 
     Returns:
-        The files of this process, and what went wrong.
+        The files that this process wrote, and its error.
     """
     entries: list[FileEntry] = []
     error: Exception | None = None
-    ranks = (None, 0) if every.rank == 0 else (every.rank,)
+    ranks = (None, 0) if holders.rank == 0 else (holders.rank,)
     for file in shard_files(found.plan, ranks, max_file_size):
-        values = _values(found, file, every.rank)
-        if every.is_first and error is None:
+        values = _values(found, file, holders.rank)
+        if holders.is_first and error is None:
             try:
                 entries.append(_write(directory, file, values))
             except OSError as failure:
                 error = CheckpointError(
                     f"{directory / file.path} cannot be written: {failure.strerror or failure}; "
-                    "make room or choose another place, then save again"
+                    "make room or choose another directory, then save again"
                 )
                 error.__cause__ = failure
         for _ in values:
-            pass
+            pass  # the remaining all_gathers
     return entries, error
 
 
-def _values(found: StoredModel, file: PlannedShard, rank: int) -> Iterator[Tensor]:
-    """What this rank holds of the tensors of a file, one after another, DTensors put together."""
+def _values(found: StoredModel, file: PlannedShard, rank: int) -> Generator[Tensor]:
+    """This rank's local tensors of a file, one after another; one all_gather for each DTensor."""
     entries = parameter_plans(found.plan)
     for name in file.layout.offsets:
         tensor = found.tensors[name].detach()
@@ -184,16 +165,16 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The elements of a tensor, in order, as a buffer of bytes."""
+    """The elements of a tensor, row-major, as a buffer of bytes."""
     return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _finish(staging: Staging, source: Loaded, plan: Plan, shards: list[FileEntry]) -> Exception | None:
-    """Write everything else and put the directory in its place; on one process."""
+    """Write the other files and commit the directory, on one process; return the error."""
     try:
         _require_seen(staging.path, shards)
         entries = [*shards, *_copy_small_files(source, staging.path)]
-        digest = codec.write(plan, staging.path / PLAN_NAME)
+        digest = plan_json.write(plan, staging.path / PLAN_NAME)
         made = Manifest(
             plan.tp,
             digest,
@@ -201,7 +182,7 @@ def _finish(staging: Staging, source: Loaded, plan: Plan, shards: list[FileEntry
             {**source.manifest.tools, **{name: version(name) for name in TOOLS}},
             tuple(sorted(entries, key=lambda entry: entry.path)),
         )
-        manifest.write(made, staging.path)
+        manifest_writing.write(made, staging.path)
         staging.commit()
     except OSError as failure:
         return CheckpointError(f"{staging.out} cannot be written: {failure.strerror or failure}")
@@ -215,13 +196,13 @@ def _require_seen(directory: Path, shards: list[FileEntry]) -> None:
         path = directory / entry.path
         if not path.is_file() or path.stat().st_size != entry.num_bytes:
             raise CheckpointError(
-                f"{path} was written by rank {entry.rank}, and rank 0 does not see it; "
+                f"{path} was written by rank {entry.rank} and is not visible to rank 0; "
                 "save to a file system that all ranks share"
             )
 
 
 def _copy_small_files(source: Loaded, target: Path) -> list[FileEntry]:
-    """Copy what is not weights; a config that speaks of float8 blocks does no more."""
+    """Copy the files other than weights; the config loses its settings of float8 blocks."""
     entries = copy_small_files(source.directory, source.manifest, target)
     if not any(entry.block for entry in source.plan.parameters):
         return entries

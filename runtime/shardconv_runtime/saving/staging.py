@@ -1,13 +1,12 @@
-"""A directory that many processes write and that is there whole or not at all.
+"""A directory that many processes write and that appears only once it is complete.
 
-It is made beside its place, and renamed when all of it is on disk. One that it replaces is renamed first,
-and removed last, so that at any moment one of the two is whole:
+It is made beside its final path, and renamed when all of it is on disk. A directory that it replaces is
+renamed first, and removed last, so that at any moment one of the two is complete:
 
     .OUT.partial-TOKEN     being written
     .OUT.replaced-TOKEN    was OUT; only while OUT is replaced
 
-What a run that died left of these is put in order by the next one that writes to OUT. The processes need a
-file system that they share.
+The next run that writes to OUT cleans up after a run that died. The processes need a shared file system.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm import agreement
 from ..errors import CheckpointError, ShardconvError
-from .replicas import Everyone
+from .replicas import Replicas
 
 KnownFiles = Callable[[Path], Collection[str]]
-"""The files of a directory that may be replaced, relative to it; raises ``CheckpointError`` if it is of
-another kind."""
+"""Returns the files of a directory that may be replaced, relative to it; raises ``CheckpointError`` if the
+directory is of another kind."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Staging:
     """A directory that is being made."""
 
     out: Path
-    """Its place."""
+    """Its final path."""
     path: Path
-    """Where it is until then."""
+    """Its path until ``commit``."""
 
     def commit(self) -> None:
-        """Put the directory in its place; one process calls it, when all is written.
+        """Move the directory to its final path; one process calls it, when all is written.
 
         Raises:
-            OSError: it cannot be renamed; what was in its place is as it was.
+            OSError: the directory cannot be renamed; ``out`` is unchanged.
         """
         _fsync_below(self.path)
         if not self.out.exists() or not any(self.out.iterdir()):
@@ -59,55 +59,71 @@ class Staging:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was made; one process calls it."""
+        """Remove the directory; one process calls it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+@contextmanager
+def staged(
+    replicas: Replicas, out: Path, *, overwrite: bool, known: KnownFiles, apart_from: Path | None = None
+) -> Iterator[Staging]:
+    """A staging directory that is removed if the context raises; arguments and errors as for ``begin``."""
+    staging = begin(replicas, out, overwrite=overwrite, known=known, apart_from=apart_from)
+    try:
+        yield staging
+    except BaseException:
+        if replicas.is_leader:
+            staging.discard()
+        raise
+
+
 def begin(
-    everyone: Everyone, out: Path, *, overwrite: bool, contents: KnownFiles, apart_from: Path | None = None
+    replicas: Replicas, out: Path, *, overwrite: bool, known: KnownFiles, apart_from: Path | None = None
 ) -> Staging:
-    """Check that a directory may be made, on one process, and make the place where it grows.
+    """Check on one process that a directory may be made, and make its staging directory.
 
     Args:
-        everyone: the processes that write; each of them calls it.
-        out: absolute, without links. It may be there if it is empty.
-        overwrite: it may also hold ``contents``, and nothing else.
-        contents: says what an earlier run wrote there.
-        apart_from: a directory that is read, which ``out`` may not hold or be in.
+        replicas: the processes that write; each of them calls it.
+        out: absolute, without links. It may exist if it is empty.
+        overwrite: ``out`` may also hold ``known`` files, and no others.
+        known: returns the files that an earlier run wrote to ``out``.
+        apart_from: a directory that is read, which may not contain ``out`` or be inside it.
 
     Raises:
-        ShardconvError: it may not be made or replaced, or is not on a file system that all see.
+        ShardconvError: ``out`` may not be made or replaced, or is not on a file system that all share.
     """
     made: Path | None = None
     error: Exception | None = None
-    if everyone.is_leader:
+    if replicas.is_leader:
         try:
-            _require_free(out, overwrite, contents, apart_from)
+            _require_free(out, overwrite, known, apart_from)
             made = _make(out)
         except Exception as failure:
             error = _named(out, failure)
-    everyone.agree(error)
-    path = next(path for path in agreement.exchange(everyone.launch, made) if path is not None)
+    replicas.agree(error)
+    path = next(path for path in agreement.exchange(replicas.launch, made) if path is not None)
     staging = Staging(out, path)
     try:
-        everyone.agree(None if path.is_dir() else CheckpointError(_unshared(out, path)))
+        replicas.agree(None if path.is_dir() else CheckpointError(_unshared(out, path)))
     except ShardconvError:
-        if everyone.is_leader:
+        if replicas.is_leader:
             staging.discard()
         raise
     return staging
 
 
 def _restore(out: Path) -> None:
-    """Put back what was to be replaced where a run died between two renames."""
+    """Put back a replaced directory after a run that died between two renames."""
     for replaced in _left(out, "replaced"):
         if not out.exists():
             replaced.rename(out)
 
 
-def _require_free(out: Path, overwrite: bool, contents: KnownFiles, apart_from: Path | None) -> None:
+def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Path | None) -> None:
     if apart_from is not None and (out.is_relative_to(apart_from) or apart_from.is_relative_to(out)):
-        raise ShardconvError(f"{out} and {apart_from}, which was loaded, are one in the other; name another")
+        raise ShardconvError(
+            f"of {out} and {apart_from}, which was loaded, one contains the other; name another directory"
+        )
     _restore(out)
     if out.exists() and not out.is_dir():
         raise ShardconvError(f"{out} is a file; name a directory that does not exist yet")
@@ -116,12 +132,12 @@ def _require_free(out: Path, overwrite: bool, contents: KnownFiles, apart_from: 
     if not overwrite:
         raise ShardconvError(f"{out} is not empty; name another directory, or pass overwrite=True")
     try:
-        known = contents(out)
+        written = known(out)
     except CheckpointError as error:
         raise ShardconvError(f"{out} cannot be replaced: {error}; name another directory") from error
     found = (file.relative_to(out).as_posix() for file in out.rglob("*") if _is_file(file))
-    if foreign := sorted(set(found) - set(known)):
-        raise ShardconvError(f"{out} holds {foreign[0]}, which shardconv did not write; move it away first")
+    if others := sorted(set(found) - set(written)):
+        raise ShardconvError(f"{out} holds {others[0]}, which shardconv did not write; move it away first")
 
 
 def _is_file(path: Path) -> bool:
@@ -142,7 +158,7 @@ def _beside(out: Path, kind: str, token: str) -> Path:
 
 
 def _left(out: Path, kind: str) -> list[Path]:
-    """What earlier runs left beside ``out``."""
+    """Directories that earlier runs left beside ``out``."""
     if not out.parent.is_dir():
         return []
     return sorted(path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.{kind}-"))
@@ -157,9 +173,7 @@ def _named(out: Path, failure: Exception) -> Exception:
 
 
 def _unshared(out: Path, path: Path) -> str:
-    return (
-        f"{out}: rank 0 made {path}, which is not there on this rank; use a file system that all ranks share"
-    )
+    return f"{out}: rank 0 made {path}, which this rank does not see; use a file system that all ranks share"
 
 
 def _fsync_below(root: Path) -> None:

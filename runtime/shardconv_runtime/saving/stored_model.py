@@ -1,4 +1,4 @@
-"""What of a loaded model is stored: its tensors by FQN as they are now, and the plan that says so."""
+"""The stored form of a loaded model: its present tensors by FQN, and the plan of their layout."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import PlanError
-from ..format.dtypes import STORED_NAME
-from ..format.names import compress, expand_all
+from ..errors import PlanError, missing
+from ..format.header import STORED_NAME
+from ..format.name_patterns import compress
+from ..format.names import expand_all
 from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
 from ..parallel.build import stored_tensors
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What ``torch.compile`` and activation checkpointing put into the names of parameters."""
+"""Parts of parameters' names that ``torch.compile`` and activation checkpointing add."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """One rank's tensors, and how they are laid out."""
+    """One rank's tensors, and their layout."""
 
     plan: Plan
-    """With the dtypes that the tensors have now, and no blocks."""
+    """With the present dtypes of the tensors, and without blocks."""
     tensors: dict[str, Tensor]
-    """Local, by FQN, each parameter and persistent buffer once. A DTensor's shape is local too: what it is
-    split over are data-parallel processes."""
+    """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
+    data-parallel processes, is local to the rank too."""
 
 
 def stored_model(model: nn.Module) -> StoredModel:
-    """Find what is stored of a model. No collective runs.
+    """Find the tensors to store of a model. No collective runs.
 
     Args:
-        model: of ``load``, or a wrapper of it.
+        model: returned by ``load``, or a wrapper of it.
 
     Raises:
-        PlanError: it is not the model that was loaded any more: tensors are missing, added, of other shapes,
-            of a dtype that no file can hold, or not tied any more.
+        PlanError: the model is not as it was loaded: tensors are missing, added, of other shapes, of a dtype
+            that files cannot store, or no longer tied.
     """
     source = loaded(model)
     tensors = named_tensors(model)
@@ -46,22 +47,20 @@ def stored_model(model: nn.Module) -> StoredModel:
     aliases = dict(source.plan.tied)
     entries = parameter_plans(source.plan)
     found = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    for what, names in (
-        ("lacks", entries.keys() - found.keys()),
-        ("has also", found.keys() - entries.keys()),
-    ):
-        if names:
+    sides = [("the plan", entries.keys()), ("the model", found.keys())]
+    for (owner, present), (holder, others) in (sides, sides[::-1]):
+        if names := present - others:
             raise PlanError(
-                f"the model {what} {min(names)} ({len(names)} such), so it is not the one that was loaded; "
-                "undo what adds or removes parameters (merge adapters, say)"
+                f"{missing(names, 'tensor', owner, holder)}; undo the changes that add or remove parameters "
+                "(e.g. merge adapters)"
             )
     for name, entry in entries.items():
         _check(name, found[name], entry, source.plan, source.launch.rank)
-    return StoredModel(_as_they_are(source.plan, found), {name: found[name] for name in entries})
+    return StoredModel(_with_dtypes(source.plan, found), {name: found[name] for name in entries})
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the FQNs of the plan, tied ones under each of their names."""
+    """Local parameters and persistent buffers by FQNs of the plan, tied ones under each of their names."""
     return {_fqn(name): tensor for name, tensor in stored_tensors(unwrapped(model))}
 
 
@@ -80,8 +79,8 @@ def _check_tied(plan: Plan, tensors: dict[str, Tensor]) -> None:
     for alias, name in plan.tied:
         if alias in tensors and tensors[alias] is not tensors.get(name):
             raise PlanError(
-                f"{alias} and {name} were one tensor when the model was loaded, and are two now; "
-                "tie them again, or convert a model where they are not tied"
+                f"{alias} and {name} were tied when the model was loaded, and are two tensors now; tie them "
+                "again, or convert a model where they are not tied"
             )
 
 
@@ -92,18 +91,18 @@ def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: in
     if tensor.is_meta:
         raise PlanError(f"{name} is on the meta device, so it has no values to save")
     if _name(tensor.dtype) not in STORED_NAME:
-        raise PlanError(f"{name} is {_name(tensor.dtype)}, which no safetensors file can hold; cast it first")
+        raise PlanError(f"{name} is {_name(tensor.dtype)}, which safetensors cannot store; cast it first")
 
 
-def _as_they_are(plan: Plan, tensors: dict[str, Tensor]) -> Plan:
-    """The plan with the dtypes of these tensors."""
+def _with_dtypes(plan: Plan, tensors: dict[str, Tensor]) -> Plan:
+    """The plan with the dtypes of these tensors, and without blocks."""
     parameters = [part for entry in plan.parameters for part in _parts(entry, tensors)]
     dtype = _model_dtype(plan, tensors)
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
 
 
 def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPlan]:
-    """An entry as one for each dtype among its names."""
+    """One entry for each dtype among the names of an entry."""
     kinds: dict[str, list[str]] = {}
     for name in expand_all(entry.names):
         kinds.setdefault(_name(tensors[name].dtype), []).append(name)
@@ -116,7 +115,7 @@ def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPl
 
 
 def _model_dtype(plan: Plan, tensors: dict[str, Tensor]) -> str:
-    """The dtype that most of those elements have which had the model's own."""
+    """The dtype of most elements among the tensors that had the model's own dtype."""
     counts: Counter[str] = Counter()
     for name, entry in parameter_plans(plan).items():
         if (entry.dtype == plan.model.dtype or entry.block) and tensors[name].is_floating_point():

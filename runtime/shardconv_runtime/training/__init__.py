@@ -1,1 +1,1 @@
-"""What only training needs: gates of gradients, the loss from shards, random draws, data parallelism."""
+"""Training only: gates of gradients, the loss of sharded logits, random streams, data parallelism."""

@@ -10,7 +10,7 @@ from ..format.plan import AllGatherStep, AllReduceStep, Boundary, GradAllReduceS
 
 
 def backward_axes(plan: Plan) -> list[Iterable[int]]:
-    """Each set of mesh axes that some collective of training runs over, beside those of a forward pass."""
+    """The sets of mesh axes of the collectives of training, beside those of a forward pass."""
     steps = [step for entry in plan.modules for step in (*entry.inputs, *entry.outputs)]
     return [
         range(len(plan.mesh)),

@@ -1,8 +1,7 @@
-"""Layers whose sum is left out by code that was not traced: a fused kernel, say, that takes their weights.
+"""A check for code that was not traced, such as a fused kernel, and bypasses the layers that sum activations.
 
-Such code gets the rank's part of the weights and returns the rank's part of the sum, without an error. It
-runs where a kernel is installed, and so was not seen by the converter. The first forward pass for training
-shows whether it does.
+Such code takes the local weights and returns a local term of the sum, without an error. It runs where a
+kernel is installed, so the converter has not seen it. The first forward pass for training reveals it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ..parallel.boundary import renumber
 
 
 def watch_first_pass(model: nn.Module, modules: Mapping[str, ModulePlan]) -> None:
-    """Have a model raise a ``PlanError`` if a module goes on from split activations without their sum.
+    """Check in the first forward pass that no module returns sharded activations without their sum.
 
-    A module with row-parallel layers calls one of them if it calls a column-parallel one. Code that is being
-    compiled is not watched.
+    A module with row-parallel layers calls one of them if it calls a column-parallel one; otherwise the pass
+    raises a ``PlanError``. Compiled code is not watched.
 
     Args:
-        model: whose modules are those of the rank.
+        model: of the rank.
         modules: of the plan, by FQN.
     """
     kinds: dict[str, dict[str, list[nn.Module]]] = {}
@@ -44,29 +43,29 @@ class _Watch:
 
     def __init__(self, fqn: str, parent: nn.Module, columns: list[nn.Module], rows: list[nn.Module]) -> None:
         self._fqn = fqn
-        self._is_split = self._is_summed = False
+        self._is_sharded = self._is_summed = False
         self._handles: list[RemovableHandle] = [
-            *(renumber(layer, layer.register_forward_hook(self._split)) for layer in columns),
-            *(renumber(layer, layer.register_forward_hook(self._sum)) for layer in rows),
+            *(renumber(layer, layer.register_forward_hook(self._after_column)) for layer in columns),
+            *(renumber(layer, layer.register_forward_hook(self._after_row)) for layer in rows),
             renumber(parent, parent.register_forward_hook(self._end)),
         ]
 
-    def _split(self, *_: Any) -> None:
+    def _after_column(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._is_split = True
+            self._is_sharded = True
 
-    def _sum(self, *_: Any) -> None:
+    def _after_row(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self._is_summed = True
 
     def _end(self, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_split:
+        if torch.compiler.is_compiling() or not self._is_sharded:
             return
         if not self._is_summed:
             raise PlanError(
-                f"{self._fqn} has split its activations, and returns without having called the layer that "
-                "sums them up: some code, which was not traced, computes it from the rank's weights (a fused "
-                "kernel for training, say); run it without that kernel"
+                f"{self._fqn} computes sharded activations and returns without calling the layer that sums "
+                "them: code that was not traced (e.g. a fused kernel for training) bypasses that layer; "
+                "disable the kernel"
             )
         for handle in self._handles:
             handle.remove()

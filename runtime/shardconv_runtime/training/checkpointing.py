@@ -1,10 +1,10 @@
-"""Layers whose activations are computed again in the backward pass, so that they need not be kept.
+"""Activation checkpointing: layers that recompute their activations in the backward pass.
 
-    checkpoint_activations(model)                  # nothing is kept but the inputs of layers
-    checkpoint_activations(model, save="matmul")   # nor are products of matrices computed again
+    checkpoint_activations(model)                  # keeps only the inputs of layers
+    checkpoint_activations(model, save="matmul")   # also keeps the results of matrix products
 
-A layer's ``forward`` is replaced on its instance, so that no name in the model changes and what surrounds it
-(hooks of ``fully_shard``, collectives at its boundary) is not run again.
+A layer's ``forward`` is replaced on its instance, so that names in the model do not change, and hooks of
+``fully_shard`` and collectives at the layer's boundary are not run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MATRIX_PRODUCTS = frozenset(
         _ATEN._grouped_mm.default,
     }
 )
-"""What ``save="matmul"`` keeps."""
+"""Operators whose results ``save="matmul"`` keeps."""
 
 _MARK = "_shardconv_checkpointed"
 
@@ -45,22 +45,22 @@ _MARK = "_shardconv_checkpointed"
 def checkpoint_activations(
     model: nn.Module, *, save: str | Collection[torch._ops.OpOverload] | None = None
 ) -> nn.Module:
-    """Recompute each layer's activations in the backward pass; gradients stay the same bits.
+    """Recompute each layer's activations in the backward pass; gradients keep the same bits.
 
-    It acts in training mode. Caches of keys and values are not used then: recomputing would fill them twice.
-    Random numbers (dropout) are drawn again as they were.
+    This applies in training mode. Caches of keys and values are disabled then, since recomputing would fill
+    them twice. Recomputed dropout uses the same random numbers.
 
     Args:
-        model: of ``load(..., training=True)``, before or after ``data_parallel``.
-        save: operators (``torch.ops.aten.mm.default``) whose results are kept instead; "matmul" for products
-            of matrices; by default none.
+        model: returned by ``load(..., training=True)``, before or after ``data_parallel``.
+        save: operators (``torch.ops.aten.mm.default``) whose results are kept; "matmul" for matrix products;
+            none by default.
 
     Returns:
-        ``model``. The names of its parameters are as before.
+        ``model``. The names of its parameters are unchanged.
 
     Raises:
-        PlanError: ``load`` did not make it, it recomputes activations already, it has no list of layers, or
-            ``save`` is none of the above.
+        PlanError: ``load`` did not return the model, it recomputes activations already, it lacks a list of
+            layers, or ``save`` is not as above.
 
     Example:
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
@@ -69,7 +69,7 @@ def checkpoint_activations(
     loaded(model)
     inner: Any = unwrapped(model)
     if getattr(inner, _MARK, False) or getattr(inner, "is_gradient_checkpointing", False):
-        raise PlanError("the model recomputes its activations already; choose one way, once")
+        raise PlanError("the model recomputes its activations already; enable that only once")
     run = _checkpoint(_operators(save))
     layers = repeated_layers(inner)
     if replaced := [layer for layer in layers if "forward" in vars(layer)]:
@@ -79,8 +79,8 @@ def checkpoint_activations(
         )
     if not layers:
         raise PlanError(
-            f"a {type(inner).__name__} has no list of layers to recompute one by one; use "
-            "torch.utils.checkpoint on the modules that you choose"
+            f"a {type(inner).__name__} lacks a list of layers to recompute one by one; use "
+            "torch.utils.checkpoint on modules of your choice"
         )
     for layer in layers:
         _wrap(layer, run)
@@ -113,7 +113,7 @@ def _checkpoint(kept: frozenset[Any]) -> Callable[..., Any]:
 
 
 def _wrap(layer: nn.Module, run: Callable[..., Any]) -> None:
-    """A method of the instance, so that a deep copy of the layer runs its own."""
+    """Replace ``forward`` by a bound method, so that a deep copy of the layer runs with its own tensors."""
     forward: Callable[..., Any] = type(layer).forward
 
     @wraps(forward)
@@ -126,7 +126,7 @@ def _wrap(layer: nn.Module, run: Callable[..., Any]) -> None:
 
 
 class _WithoutCache:
-    """Forward pre-hook of the model: no cache where layers are computed twice."""
+    """Forward pre-hook of the model: disables caches, since layers are computed twice."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = list(forward_signature(model).parameters)
@@ -139,8 +139,8 @@ class _WithoutCache:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if given.get("past_key_values") is not None:
             raise PlanError(
-                "past_key_values was given to a model that recomputes its activations: the cache would be "
-                "filled twice; give whole sequences"
+                "past_key_values was passed to a model that recomputes its activations: the cache would be "
+                "filled twice; pass full sequences"
             )
         if "use_cache" not in self._names:
             return None

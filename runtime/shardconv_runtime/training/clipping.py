@@ -1,7 +1,7 @@
-"""The norm of the gradients of a whole model, of which this process holds a part.
+"""The norm of the gradients of a sharded model, and clipping by it.
 
-Every element counts once. Positions that several ranks hold alike count on the one with coordinate 0 on the
-axes that do not split them, segment by segment; what data-parallel processes hold alike, on the first.
+Every element counts once. Positions that are replicated over a mesh axis count on the rank with coordinate 0
+on it, segment by segment; elements that are replicated over data-parallel processes count on the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import PlanError
+from ..errors import PlanError, missing
 from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
@@ -28,7 +28,7 @@ from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
 
 OwnedCell = tuple[tuple[Range, ...], ...]
-"""Positions of a local tensor: ranges in each dim."""
+"""Positions of a local tensor, as ranges in each dim."""
 
 
 def clip_grad_norm(
@@ -39,18 +39,18 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients so that their norm, that of the whole model, is at most ``max_norm``.
+    """Scale the gradients so that their norm, over the full model, is at most ``max_norm``.
 
-    Every process of the model calls it, after the last backward pass of a step. As
-    ``torch.nn.utils.clip_grad_norm_`` does on the unsharded model: gradients are multiplied with
-    ``min(1, max_norm / (norm + 1e-6))``, also where that is not a number.
+    Every process of the model calls it, after the last backward pass of a step. Like
+    ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, it multiplies gradients by
+    ``min(1, max_norm / (norm + 1e-6))``, even if that is nan.
 
     Args:
         model: see ``grad_norm``.
-        max_norm: of the gradients afterwards.
+        max_norm: upper limit of the norm afterwards.
         norm_type: see ``grad_norm``.
-        error_if_nonfinite: raise, on all processes, where the norm is not finite. Waits for the device.
-        foreach: scale many gradients in one operation; by default, and if True.
+        error_if_nonfinite: raise, on all processes, if the norm is not finite. Waits for the device.
+        foreach: scale many gradients in one operation; the default.
 
     Returns:
         The norm before, see ``grad_norm``.
@@ -68,9 +68,14 @@ def clip_grad_norm(
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
-            "clipped; leave the step out, or pass error_if_nonfinite=False"
+            "clipped; skip the step, or pass error_if_nonfinite=False"
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    _scale(model, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach=foreach is not False)
+    return norm
+
+
+def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:
+    """Multiply the gradients by a scalar, in place."""
     kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -78,33 +83,34 @@ def clip_grad_norm(
             kinds[local.device, local.dtype].append(local)
     for (device, _), locals_ in kinds.items():
         scale = factor.to(device)
-        if foreach is False:
+        if foreach:
+            torch._foreach_mul_(locals_, scale)
+        else:
             for local in locals_:
                 local.mul_(scale)
-        else:
-            torch._foreach_mul_(locals_, scale)
-    return norm
 
 
 def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
-    """The norm of the gradients of the whole model; every process of the model calls it.
+    """The norm of the gradients of the full model; every process of the model calls it.
+
+    One all_reduce over all processes, or one over each dim of their mesh. Not differentiable.
 
     Args:
-        model: of ``load(..., training=True)``, also after ``data_parallel`` or ``fully_shard``, or in
-            ``DistributedDataParallel``. Parameters without gradients count as zero.
+        model: returned by ``load(..., training=True)``, also after ``data_parallel`` or ``fully_shard``, or
+            in ``DistributedDataParallel``. Parameters without gradients count as zero.
         norm_type: order of the norm, above 0; ``inf`` for the largest absolute value.
 
     Returns:
-        A scalar, the same on all processes: float64 if a gradient is, else float32. NaN if some element
-        of some process is.
+        A scalar, replicated over all processes: float64 if a gradient is, else float32. NaN if an element
+        of any process is.
 
     Raises:
-        PlanError: ``load`` did not make the model, it has parameters that the plan does not know, or the norm
-            has no such order.
+        PlanError: ``load`` did not return the model, the plan lacks one of its parameters, or ``norm_type``
+            is not above 0.
     """
     order = float(norm_type)
     if not order > 0:
-        raise PlanError(f"norm_type={norm_type}: the order of a norm is above 0, or inf")
+        raise PlanError(f"norm_type={norm_type} should be above 0, or inf")
     source = loaded(model)
     shares = list(_shares(model))
     norms = [norm for share in shares for norm in share.norms(order)]
@@ -118,13 +124,13 @@ def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
 
 @dataclass(frozen=True)
 class _Share:
-    """A gradient on this process, and the cells of it that count here."""
+    """A local gradient on this process, and its cells that count here."""
 
     gradient: Tensor
     cells: tuple[OwnedCell, ...]
 
     def norms(self, order: float) -> Iterator[Tensor]:
-        """Of each cell; low precision is summed in float32."""
+        """The norm of each cell, a scalar; low precision is summed in float32."""
         dtype = torch.float64 if self.gradient.dtype == torch.float64 else torch.float32
         for cell in self.cells:
             taken = _take(self.gradient, cell)
@@ -142,8 +148,8 @@ def _shares(model: nn.Module) -> Iterator[_Share]:
             continue
         if name not in entries:
             raise PlanError(
-                f"{name} is a parameter that the plan does not know, so that the norm of the gradients of "
-                "all ranks is not defined; use the model as it was loaded"
+                f"{missing({name}, 'parameter', 'the model', 'the plan')}, so the norm of the gradients of "
+                "all ranks is undefined; use the model as it was loaded"
             )
         window, is_first = local_window(name, parameter)
         if parameter.grad is not None:
@@ -156,7 +162,7 @@ def _shares(model: nn.Module) -> Iterator[_Share]:
 def owned_cells(
     entry: ParameterPlan, mesh: Mesh, rank: int, window: tuple[Range, ...]
 ) -> tuple[OwnedCell, ...]:
-    """The positions of a window of a rank's tensor that no other rank counts, in disjoint cells.
+    """The positions of a window of a rank's tensor that count on this rank, in disjoint cells.
 
     Args:
         entry: the parameter's plan.
@@ -164,26 +170,26 @@ def owned_cells(
         rank: whose tensor it is.
         window: local positions that this process holds, one range for each dim.
     """
-    away = {axis for axis, coordinate in enumerate(coordinates(mesh, rank)) if coordinate}
+    nonzero = {axis for axis, coordinate in enumerate(coordinates(mesh, rank)) if coordinate}
     dims = [
-        [(split, _clipped(spans, *part)) for split, spans in by_axes(dim, mesh, rank).items()]
+        [(axes, _clipped(spans, *part)) for axes, spans in by_axes(dim, mesh, rank).items()]
         for dim, part in zip(entry.dims, window, strict=True)
     ]
     return tuple(
         tuple(spans for _, spans in cell)
         for cell in product(*dims)
-        if away.issubset(axis for split, _ in cell for axis in split)
+        if nonzero.issubset(axis for axes, _ in cell for axis in axes)
     )
 
 
 def _clipped(spans: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
-    """The part of ranges that is in ``[first, last)``, counted from there."""
-    cut = ((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
-    return tuple((start, stop) for start, stop in cut if start < stop)
+    """The parts of ranges in ``[first, last)``, relative to ``first``."""
+    clipped = ((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
+    return tuple((start, stop) for start, stop in clipped if start < stop)
 
 
 def _take(x: Tensor, cell: OwnedCell) -> Tensor:
-    """The elements of a cell, without a copy where each dim has one range."""
+    """The elements of a cell of a local tensor; a view if each dim has one range."""
     for dim, spans in enumerate(cell):
         parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
         if len(parts) == 1:
@@ -194,10 +200,12 @@ def _take(x: Tensor, cell: OwnedCell) -> Tensor:
 
 
 def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> Tensor:
-    """The norm of all processes.
+    """The norm over all processes, a scalar; one all_reduce over each group.
 
     Args:
-        total: this process's norm, and 0.
+        total: ``[2]``, float64: this process's norm, and 0.
+        order: of the norm.
+        groups: see ``_groups``.
     """
     if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend
         is_nan = total[0].isnan()
@@ -212,8 +220,8 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Groups over which sums follow one another to be those of all processes: one, where these are all that
-    were started."""
+    """Groups such that reductions over one after the other cover all processes of the model; a single group
+    if these are all processes of the job."""
     tp, mesh = loaded(model).launch.group, mesh_of(model)
     found = [] if tp is None else [tp]
     if mesh is not None:

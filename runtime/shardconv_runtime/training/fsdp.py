@@ -1,7 +1,7 @@
 """Data parallelism beside tensor parallelism: FSDP2 over the other dims of the device mesh.
 
-What ``fully_shard`` splits is this rank's part of a parameter; collectives of tensor parallelism and sums of
-gradients over it run inside of the modules, on whole parts.
+``fully_shard`` shards the rank's local parameters; collectives of tensor parallelism and their sums of
+gradients run inside of the modules, on the local parameters that FSDP has gathered.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.mesh import TP, Launch, control_group, tp_group
+from ..comm.mesh import Launch, control_group
+from ..comm.tp_dim import TP, tp_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import parameter_plans
 from ..format.plan_forms import of_sequence
@@ -35,27 +36,26 @@ def data_parallel(
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """Split each layer's parameters, and what remains of the model's, over data-parallel processes.
+    """Shard the parameters of each layer, and the other ones of the model, over data-parallel processes.
 
     Every process calls it, before it makes its optimizer; if it raises on one, it raises on all. Parameters
-    become DTensors over the other dims of the mesh than "tp"; gradients are averages over them.
+    become DTensors over the dims of the mesh other than "tp"; gradients are averaged over these.
 
     Args:
-        model: of ``load(..., mesh=mesh, training=True)``.
+        model: returned by ``load(..., mesh=mesh, training=True)``.
         mesh: with a dim named "tp", over which the model was loaded, and one other dim (FSDP), or two: the
             first of replicas, the second of shards (HSDP).
-        param_dtype: that layers compute in, ``torch.bfloat16`` say; by default that of the parameters.
-        reduce_dtype: that gradients are averaged in; those of float64 parameters are in float64, unless
-            ``param_dtype`` says otherwise.
-        reshard_after_forward: free a layer's whole parameters after its forward pass, and gather them again
-            for the backward pass; False takes more memory and fewer collectives.
+        param_dtype: in which layers compute, e.g. ``torch.bfloat16``; by default that of the parameters.
+        reduce_dtype: in which gradients are averaged; float64 for float64 parameters without ``param_dtype``.
+        reshard_after_forward: free a layer's gathered parameters after its forward pass, and gather them
+            again for the backward pass; False takes more memory and fewer collectives.
 
     Returns:
         ``model``.
 
     Raises:
-        PlanError: the model was not loaded for training, was split already, or has parameters that cannot be
-            split: scalars, or of several dtypes in one layer.
+        PlanError: the model was not loaded for training, is already sharded, or has parameters that cannot
+            be: scalars, or several dtypes in one layer.
         LaunchError: the mesh does not fit, or another process has an error.
 
     Example:
@@ -63,15 +63,7 @@ def data_parallel(
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
         >>> shardconv_runtime.data_parallel(model, mesh, param_dtype=torch.bfloat16)
     """
-    units: list[nn.Module] = []
-    error: Exception | None = None
-    try:
-        source = loaded(model)
-        _check_mesh(mesh, source.launch)
-        units = _units(unwrapped(model), source)
-    except Exception as failure:
-        error = failure
-    _agree(mesh, error)
+    units = _agreed_units(model, mesh)
     others = tuple(name for name in mesh.mesh_dim_names or () if name != TP)
     along = mesh[others if len(others) > 1 else others[0]]
     for unit in units:
@@ -88,32 +80,46 @@ def data_parallel(
     return model
 
 
+def _agreed_units(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """The modules to shard, once all processes have found theirs; errors are those of ``data_parallel``."""
+    units: list[nn.Module] = []
+    error: Exception | None = None
+    try:
+        source = loaded(model)
+        _check_mesh(mesh, source.launch)
+        units = _units(unwrapped(model), source)
+    except Exception as failure:
+        error = failure
+    _agree(mesh, error)
+    return units
+
+
 def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
     group = tp_group(mesh)
     names = mesh.mesh_dim_names or ()
     others = [name for name in names if name != TP]
     if not 1 <= len(others) <= MAX_DIMS:
         raise LaunchError(
-            f"the mesh has the dims {names}; beside {TP!r} there must be one for data parallelism, or two "
+            f"the mesh has the dims {names}; beside {TP!r} it should have one for data parallelism, or two "
             "(replicas, shards)"
         )
     found = dist.get_process_group_ranks(group)
     own = [dist.get_rank()] if start.group is None else dist.get_process_group_ranks(start.group)
     if found != own:
         raise LaunchError(
-            f"the dim {TP!r} of the mesh has the processes {found}, and the model was loaded by {own}; pass "
-            "the mesh to load, too"
+            f"the dim {TP!r} of the mesh has the processes {found}, and the model was loaded by {own}; also "
+            "pass the mesh to load"
         )
 
 
 def _units(model: nn.Module, source: Loaded) -> list[nn.Module]:
-    """What is wrapped, the model last. A layer whose parameters are used outside of it is left to the model.
+    """The modules to shard: layers whose parameters are only used inside of them, and last the model.
 
     Raises:
         PlanError: see ``data_parallel``.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError("fully_shard has wrapped the model or a part of it already; call data_parallel once")
+        raise PlanError("fully_shard has already sharded the model or a part of it; call data_parallel once")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PlanError(
             "no parameter of the model requires a gradient: it was loaded for inference; load it with "
@@ -121,24 +127,24 @@ def _units(model: nn.Module, source: Loaded) -> list[nn.Module]:
         )
     users = _users(model, source)
     layers = repeated_layers(model)
-    times = Counter(id(p) for layer in layers for p in layer.parameters())
+    times = Counter(parameter for layer in layers for parameter in layer.parameters())
     units = [
         layer
         for layer in layers
-        if (inside := {id(module) for module in layer.modules()})
-        and all(times[id(p)] == 1 and users[id(p)] <= inside for p in layer.parameters())
+        if (inside := set(layer.modules()))
+        and all(times[parameter] == 1 and users[parameter] <= inside for parameter in layer.parameters())
         and next(layer.parameters(), None) is not None
     ]
     _check_parameters(model, units)
     return [*units, model]
 
 
-def _users(model: nn.Module, source: Loaded) -> dict[int, set[int]]:
-    """By parameter, the modules that have it, and that exchange it while they run (``gates``)."""
-    users: dict[int, set[int]] = {id(parameter): set() for parameter in model.parameters()}
+def _users(model: nn.Module, source: Loaded) -> dict[Tensor, set[nn.Module]]:
+    """The modules that have each parameter, or replace it while they run (``gates``)."""
+    users: dict[Tensor, set[nn.Module]] = {parameter: set() for parameter in model.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            users[id(parameter)].add(id(module))
+            users[parameter].add(module)
     tensors, modules = named_tensors(model), named_modules(model)
     plans = [source.plan]
     if source.plan.training is not None and source.plan.training.sequence is not None:
@@ -147,17 +153,17 @@ def _users(model: nn.Module, source: Loaded) -> dict[int, set[int]]:
         entries = parameter_plans(plan)
         for name, of in [(name, name) for name in entries] + list(plan.tied):
             around = ".".join(name.split(".")[: -1 - entries[of].grad_levels])
-            if id(tensors.get(name)) in users:
-                users[id(tensors[name])].add(id(modules[around]))
+            if (tensor := tensors.get(name)) is not None and tensor in users:
+                users[tensor].add(modules[around])
     return users
 
 
 def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
-            raise PlanError(f"{name} is a scalar, which fully_shard cannot split; make it one of shape [1]")
-    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
-    rest = [p for p in model.parameters() if id(p) not in inside]
+            raise PlanError(f"{name} is a scalar, which fully_shard cannot shard; give it the shape [1]")
+    inside = {parameter for unit in units for parameter in unit.parameters()}
+    rest = [p for p in model.parameters() if p not in inside]
     for parameters in (*(list(unit.parameters()) for unit in units), rest):
         dtypes = {p.dtype for p in parameters if p.requires_grad}
         if len(dtypes) > 1:
@@ -170,17 +176,17 @@ def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
 def _reduce_dtype(
     unit: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
 ) -> torch.dtype | None:
-    """None: the dtype of the gradients."""
+    """The dtype of a unit's reduction; None for that of its gradients."""
     found = {param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
     return None if found == {torch.float64} else reduce_dtype
 
 
 def _agree(mesh: DeviceMesh, error: Exception | None) -> None:
-    """Return only if all processes of a mesh are well.
+    """Return only if no process of a mesh has an error.
 
     Raises:
-        Exception: this process's own error.
-        LaunchError: another has one, or did not come.
+        Exception: ``error``, of this process.
+        LaunchError: another process has an error, or did not come.
     """
     errors = {} if error is None else {dist.get_rank(): str(error)}
     for dim in range(mesh.ndim):

@@ -1,12 +1,12 @@
-"""What happens to gradients on their way to the parameters.
+"""Gates: identities between parameters and their modules that sum gradients over ranks.
 
-A parameter that ranks hold alike, but use on different parts of the activations, has a different gradient on
-each: a term of a sum. While its module runs, such a parameter is replaced by itself behind an identity
-whose backward sums the gradient over the ranks that share it. Positions that are split over a mesh axis are
-left out of the sum over it, segment by segment.
+A replicated parameter that ranks apply to different parts of the activations has a Partial gradient: a term
+of a sum on each rank. While its module runs, such a parameter is replaced by the output of a gate, whose
+backward sums the gradient over the ranks that share it. Positions that are sharded over a mesh axis are left
+out of the sum over it, segment by segment.
 
-A hook on the parameter itself would not do: under FSDP the gradient reaches another tensor than the one that
-the optimizer holds.
+A hook on the parameter itself would not suffice: under FSDP the gradient reaches another tensor than the one
+that the optimizer holds.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from torch import Tensor, nn
 from ..comm.collectives import Communicator, apply, unchanged
 from ..errors import PlanError
 from ..format.grad_sums import Sum, sums
-from ..format.layout_hash import holds_values
 from ..format.plan import ParameterPlan
+from ..format.stored_layout import holds_values
 from ..parallel.boundary import renumber
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class GradientGate:
-    """The identity of one parameter, whose backward makes the gradient right.
+    """The identity on one parameter.
 
-    Gradients in low precision are summed in float32.
+    Backward: all_reduces of the gradient over the axes on which it is Partial; zeros on ranks where a Partial
+    parameter holds none of its values. Gradients in low precision are summed in float32.
 
     Args:
         comm: the ranks.
         entry: the parameter's plan.
-        axes: mesh axes over which the gradient is a Partial.
+        axes: mesh axes over which the gradient is Partial.
     """
 
     def __init__(self, comm: Communicator, entry: ParameterPlan, axes: Iterable[int]) -> None:
@@ -46,19 +47,21 @@ class GradientGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients pass as they are."""
+        """Whether gradients pass unchanged."""
         return not self._sums and not self._is_zero
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        """The parameter, local, of its shape and dtype; see the class for the backward."""
         return apply(parameter, unchanged, self._backward)
 
     def _backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of the local parameter, of its shape and dtype; one all_reduce for each sum."""
         if self._is_zero:
             return torch.zeros_like(gradient)
         if not self._sums:
             return gradient
         wide = gradient.float() if gradient.dtype in _LOW_PRECISION else gradient
-        if len(self._sums) == 1 and self._sums[0].is_whole:
+        if len(self._sums) == 1 and self._sums[0].is_full:
             return self._comm.all_reduce(wide, self._sums[0].axes).to(gradient.dtype)
         out = wide.clone(memory_format=torch.contiguous_format)
         for each in self._sums:
@@ -69,7 +72,7 @@ class GradientGate:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """A parameter and its gate: ``name`` of ``owner``, at ``fqn`` in the model."""
+    """A parameter with its gate: ``name`` of ``owner``, at ``fqn`` in the model."""
 
     owner: nn.Module
     name: str
@@ -78,11 +81,11 @@ class Gated:
 
 
 def attach_gates(module: nn.Module, gated: Sequence[Gated]) -> None:
-    """Put parameters, of a module or of modules inside of it, behind their gates while it runs."""
+    """Replace parameters of a module and its submodules by the outputs of their gates while it runs."""
     if gated:
         swap = _Swap(tuple(gated))
         renumber(module, module.register_forward_pre_hook(swap.before, prepend=True))
-        # Always, since recomputation ends a forward pass early.
+        # always_call, since recomputation ends a forward pass early.
         renumber(module, module.register_forward_hook(swap.after, always_call=True))
 
 
@@ -95,7 +98,7 @@ class _Swap:
         self._replacements: list[Tensor | None] = [None] * len(gated)
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Replace; what an earlier call that failed has left behind is put back first."""
+        """Replace the parameters; restore those that a failed call left replaced first."""
         for index, each in enumerate(self._gated):
             tensors: dict[str, Any] = each.owner._parameters
             parameter = tensors[each.name]
@@ -105,24 +108,24 @@ class _Swap:
             tensors[each.name] = self._replacements[index] = each.gate(parameter)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put the parameters back.
+        """Restore the parameters.
 
         Raises:
-            PlanError: something else has replaced them meanwhile, so that their gradients would be wrong.
+            PlanError: other code has replaced them meanwhile, so that their gradients would be wrong.
         """
         for index, each in enumerate(self._gated):
             if self._replacements[index] is None:
-                continue  # a forward pass that failed before it came here
+                continue  # the forward pass failed before this module
             if each.owner._parameters[each.name] is not self._replacements[index]:
                 raise PlanError(
-                    f"{each.fqn} was exchanged while a module around its own ran, and its gradient would not "
-                    "be summed over the ranks; wrap the module around it, or none inside of it (fully_shard)"
+                    f"{each.fqn} was replaced while a module around its own ran, so its gradient would not "
+                    "be summed over the ranks; apply fully_shard to that outer module, not inside of it"
                 )
             each.owner._parameters[each.name] = self._parameters[index]
             self._parameters[index] = self._replacements[index] = None
 
 
 def _index(part: Sum, device: torch.device) -> tuple[Tensor, ...]:
-    """What a local tensor is indexed with to get the positions of a sum."""
+    """The index of the positions of a sum in a local tensor: one int64 tensor for each of its dims."""
     spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in part.positions]
     return torch.meshgrid(*spans, indexing="ij")

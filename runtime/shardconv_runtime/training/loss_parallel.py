@@ -1,14 +1,12 @@
-"""A model's loss from logits that stay split over the vocabulary.
+"""A model's loss from logits that stay sharded over the vocabulary.
 
-While labels are given, the module that computes the logits does not gather them; the model's loss function is
-replaced by one that needs only this rank's part. What the model then returns as logits is, as its caller
-wishes, gathered afterwards, the rank's part, or nothing: a training loop that does not look at them should
-not pay for them.
+In a call with labels, the module that computes the logits does not gather them, and the model's loss function
+is replaced by one that takes local logits. The model then returns, by the caller's choice, gathered logits,
+local logits, or none: a training loop that does not read the logits need not pay for the gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,14 +15,15 @@ from ..comm.collectives import Communicator, Gather
 from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import Step, forward_signature, replace_at
-from .loss import VocabParallelCrossEntropy, parallel_loss
+from .loss import VocabParallelCrossEntropy
+from .model_losses import Loss, parallel_loss
 
 GATHERED, LOCAL, NONE = "gathered", "local", "none"
-"""What becomes of the logits of a call with labels."""
+"""The logits that a call with labels returns."""
 
 
 class LogitsGather:
-    """The gather of the logits, which is left out while ``is_skipped``.
+    """The all_gather of the logits, omitted while ``is_skipped``; its backward is that of ``Gather``.
 
     Args:
         comm: the ranks.
@@ -41,26 +40,31 @@ class LogitsGather:
         self._gather = Gather(comm, dim, layout, grad_axes)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Logits, global ``[..., V]``, or local ``[..., V_local]`` while skipped.
+
+        Args:
+            x: logits, local ``[..., V_local]``.
+        """
         return x if self.is_skipped else self._gather(x)
 
 
 def attach_loss(model: Any, gather: LogitsGather, returned: str | None) -> None:
-    """Let a model compute its loss from split logits.
+    """Make a model compute its loss from sharded logits.
 
     Args:
         model: has a ``loss_function``, which it calls once for its labels.
         gather: the step of the module that computes the logits.
-        returned: what becomes of the logits where labels are given; None: nothing in training mode, else they
-            are gathered.
+        returned: the logits that calls with labels return: ``GATHERED``, ``LOCAL`` or ``NONE``. None stands
+            for ``NONE`` in training mode and ``GATHERED`` otherwise.
 
     Raises:
-        PlanError: the loss of this model needs whole logits.
+        PlanError: the loss of this model needs the full logits.
     """
     loss = parallel_loss(
         getattr(model, "loss_type", None), VocabParallelCrossEntropy(gather.comm, gather.layout)
     )
     if loss is None:
-        raise PlanError(f"the loss of a {type(model).__name__} cannot be computed from split logits")
+        raise PlanError(f"the loss of a {type(model).__name__} cannot be computed from sharded logits")
     hooks = _LossHooks(model, gather, returned)
     model.loss_function = _Loss(model.loss_function, loss, gather)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
@@ -68,18 +72,16 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None) -> None:
 
 
 class _Loss:
-    """In place of the model's loss function."""
+    """Replaces the model's loss function."""
 
-    def __init__(
-        self, whole: Callable[..., Tensor], split: Callable[..., Tensor], gather: LogitsGather
-    ) -> None:
-        self._whole = whole
-        self._split = split
+    def __init__(self, of_full: Loss, of_local: Loss, gather: LogitsGather) -> None:
+        self._of_full = of_full
+        self._of_local = of_local
         self._gather = gather
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         self._gather.was_used = True
-        return (self._split if self._gather.is_skipped else self._whole)(*args, **kwargs)
+        return (self._of_local if self._gather.is_skipped else self._of_full)(*args, **kwargs)
 
 
 class _LossHooks:
@@ -92,7 +94,7 @@ class _LossHooks:
         self._returned = returned
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """With labels, the logits stay split."""
+        """Skip the gather in a call with labels."""
         labels = kwargs.get("labels")
         if labels is None and self._position is not None and self._position < len(args):
             labels = args[self._position]
@@ -100,14 +102,14 @@ class _LossHooks:
         self._gather.was_used = False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the caller gets of the logits."""
+        """Put the logits that the caller wants into the output of a call with labels."""
         if not self._gather.is_skipped:
             return output
         self._gather.is_skipped = False
         if not self._gather.was_used:
             raise PlanError(
-                f"a {type(module).__name__} was given labels and did not call its loss_function, so that its "
-                "loss is that of a part of the vocabulary; this is a bug in shardconv, please report it"
+                f"a {type(module).__name__} with labels did not call its loss_function, so its loss is that "
+                "of a part of the vocabulary; this is a bug in shardconv, please report it"
             )
         returned = self._returned or (NONE if module.training else GATHERED)
         if returned == LOCAL:

@@ -1,4 +1,4 @@
-"""One rank's part of a model, for training or for sequence parallelism."""
+"""Parallelizing a model for training or with sequence parallelism."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def parallelize_for_training(
     training: bool = True,
     sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Make ``model`` one rank's part of itself, in place, with what inference does without.
+    """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
     Args:
         model, plan, comm: as for ``parallel.build.parallelize``.
         gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
-            If None, they are gathered but where a loss was computed from the shards, in training mode.
-        training: the model has a backward pass; its parameters require gradients as they did.
-        sequence_parallel: activations between the parallel blocks are split over the sequence, whose length
+            If None, they are gathered, except after a loss of sharded logits in training mode.
+        training: the model has a backward pass; its parameters keep their ``requires_grad``.
+        sequence_parallel: activations between the parallel blocks are sharded over the sequence, whose length
             the number of ranks divides.
 
     Raises:
-        PlanError: the plan does not fit the model, or lacks what was asked for; the message names the module
+        PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
             or parameter.
     """
     if training:
@@ -61,17 +61,22 @@ def parallelize_for_training(
         attach_random_streams(model, plan.training.draws, comm)
         watch_first_pass(model, modules)
     if gather is not None:
-        assert plan.logits is not None
-        if gather_logits is not False:
-            attach_output(submodule(model, plan.logits.module), plan.logits.slot, gather)
-        attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+        _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
         attach_sequence(model, plan.tp, may_pad)
     return model
 
 
+def _attach_loss(model: nn.Module, plan: Plan, gather: LogitsGather, gather_logits: bool | None) -> None:
+    """Compute the loss from sharded logits, and gather these where the caller wants it."""
+    assert plan.logits is not None
+    if gather_logits is not False:
+        attach_output(submodule(model, plan.logits.module), plan.logits.slot, gather)
+    attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+
+
 def _refuse_states(model: nn.Module, plan: Plan, *, unless_inference: bool) -> None:
-    """Refuse outputs of inner activations, but those that the plan was solved for."""
+    """Refuse outputs of inner activations, except those that the plan was solved for."""
     known = plan.training.extra_outputs if plan.training is not None else ()
     for argument in ("output_hidden_states", *FLAT_OUTPUTS):
         if argument not in known:
@@ -83,7 +88,7 @@ def _may_pad(plan: Plan) -> bool:
 
 
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
-    """The gather that is left out for a loss from shards of the logits; None without such a loss."""
+    """The gather of the logits that a loss of sharded logits omits; None without such a loss."""
     if plan.logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
     steps = modules[plan.logits.module].outputs
@@ -94,7 +99,7 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
 def _attach_gates(
     model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan], comm: Communicator
 ) -> None:
-    """Have the gradients summed of parameters that ranks share."""
+    """Sum the gradients of parameters that ranks share."""
     gated: dict[str, list[Gated]] = {}
     for name, source in [(name, name) for name in parameters] + list(plan.tied):
         entry = parameters[source]

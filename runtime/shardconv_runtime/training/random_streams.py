@@ -1,14 +1,14 @@
-"""Random numbers in training: the same on all ranks for whole tensors, others on each rank for shards.
+"""Random streams in training: one for replicated tensors on all ranks, one on each rank for sharded ones.
 
-The ranks of a model are seeded alike and draw from one common stream. Where the plan says so, a rank leaves
-it at a module's boundary for a stream of its own: its seed is made of one number of the common CPU stream
-and of the rank's place in the mesh, and the common stream goes on where it was left. So all ranks stay in
-step whatever they draw in between, and activations that are recomputed from the common stream's state
+The ranks of a model are seeded alike and draw from one common stream. Where the plan has it, a rank switches
+at a module's boundary to a stream of its own, seeded by one number of the common CPU stream and the rank's
+coordinates in the mesh; afterwards the common stream continues where it was left. So all ranks stay in step
+whatever they draw in between, and activations that are recomputed from the common stream's state
 (``torch.utils.checkpoint``) get the same masks.
 
-Nothing is done to modules whose probabilities (attributes that are named for it, on the modules inside of
-them and on their configs) are all 0. That they indeed draw nothing is checked, but in compiled code. Where
-something is drawn, a compiled graph ends at these modules.
+Modules whose probabilities (attributes found by their names, on submodules and configs) are all 0 are left
+alone; outside of compiled code it is checked that they draw nothing. Where random numbers are drawn, a
+compiled graph ends at these modules.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..errors import PlanError
+from ..errors import PlanError, missing
 from ..format.names import expand_all
 from ..format.plan import DrawPlan
 from ..format.slices import coordinates
 from ..parallel.boundary import renumber
 
-_NAMED = ("drop", "jitter", "noise")
-"""Parts of the names of attributes that are probabilities or sizes of something random."""
+_RANDOM_NAMES = ("drop", "jitter", "noise")
+"""Parts of the names of attributes that are probabilities of dropout or scales of noise."""
 
 _MAX_SEED = 1 << 62
 
 
 def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Communicator) -> None:
-    """Change the stream of random numbers at the modules of a plan, in training mode.
+    """Switch between random streams at the modules of a plan, in training mode.
 
     Args:
-        model: one rank's part.
+        model: of the rank.
         plans: of this form of the model.
         comm: this rank.
 
     Raises:
-        PlanError: the model lacks a module.
+        PlanError: the model lacks a module of the plan.
     """
     plans = [p for p in plans if p.mixed or comm.real(p.axes) or not p.axes]
     if not any(p.mixed or p.axes or p.afterwards for p in plans):
@@ -55,8 +55,8 @@ def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Com
             try:
                 module = model.get_submodule(name)
             except AttributeError as error:
-                raise PlanError(f"{name}: the plan has this module, the model has not") from error
-            hooks = _Boundary(streams, name, plan, _probabilities(module))
+                raise PlanError(missing([name], "module", "the plan", "the model")) from error
+            hooks = _StreamHooks(streams, name, plan, _probabilities(module))
             renumber(module, module.register_forward_pre_hook(hooks.before, prepend=True))
             renumber(module, module.register_forward_hook(hooks.after, always_call=True))
     model.register_forward_pre_hook(streams.begin, prepend=True)
@@ -65,17 +65,17 @@ def attach_random_streams(model: nn.Module, plans: Iterable[DrawPlan], comm: Com
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 GeneratorStates = tuple[Tensor, ...]
-"""Of the generators: the CPU's, and the device's."""
+"""States of the random generators, uint8: the CPU's, and the device's if one is used."""
 
 
 def _not_compiled(function: _Function) -> _Function:
-    """Graphs end before ``function``."""
+    """End compiled graphs before ``function``."""
     disable: Any = torch.compiler.disable
     return cast("_Function", disable(function, reason="random numbers that differ between ranks"))
 
 
 class _Running(threading.local):
-    """The streams of the model that runs in this thread, while some module of it is entered."""
+    """The streams of the model that runs in this thread; None outside of its modules."""
 
     streams: _Streams | None = None
 
@@ -84,9 +84,9 @@ _running = _Running()
 
 
 def resumable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, to be called once and then to recompute: it draws from the stream that it drew from.
+    """``forward``, to be called once and again to recompute; recomputing draws from the same stream.
 
-    Where the modules around a recomputed part do not run again, their streams have to be taken up.
+    The modules around a recomputed part do not run again, so their streams have to be resumed.
     """
     streams = _running.streams
     return forward if streams is None else _resumable(forward, streams)
@@ -115,18 +115,18 @@ def _resumable(forward: Callable[..., Any], streams: _Streams) -> Callable[..., 
 
 @dataclass
 class _Frame:
-    """A module that runs."""
+    """A running module."""
 
     name: str
     outer: tuple[int, ...]
     """Axes of the stream around it."""
     is_mixed: bool = False
     known: GeneratorStates = ()
-    """Mixed: the generators when the module inside of it that ran last had returned."""
+    """If mixed: the generators when its last submodule returned."""
 
 
 class _Streams:
-    """Which stream a rank of a model draws from."""
+    """The random stream that a rank of a model draws from."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -135,11 +135,11 @@ class _Streams:
         self.frames: list[_Frame] = []
 
     def position(self) -> tuple[tuple[int, ...], GeneratorStates, list[_Frame]]:
-        """Where in a pass this rank is."""
+        """The stream and the running modules at this point of a pass."""
         return self._axes, self._common, [replace(frame) for frame in self.frames]
 
     def resume(self, position: tuple[tuple[int, ...], GeneratorStates, list[_Frame]]) -> None:
-        """Be there again; the generators are the caller's matter."""
+        """Return to a position; the caller sets the generators."""
         self._axes, self._common, frames = position
         self.frames = [replace(frame) for frame in frames]
         self._tell()
@@ -148,16 +148,16 @@ class _Streams:
         _running.streams = self if self.frames else None
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the model: an interrupted pass has left its frames behind."""
+        """Forward pre-hook of the model: drops the frames of an interrupted pass."""
         if self.frames:
             self._drop()
 
     @_not_compiled
     def enter(self, name: str, plan: DrawPlan) -> None:
-        """A module begins.
+        """Switch to the stream of a module that begins.
 
         Raises:
-            PlanError: the code around it has drawn what cannot be told apart.
+            PlanError: the code around it has drawn for replicated and sharded tensors alike.
         """
         self._require_untouched()
         self.frames.append(_Frame(name, self._axes, plan.mixed))
@@ -167,10 +167,10 @@ class _Streams:
 
     @_not_compiled
     def leave(self, name: str, plan: DrawPlan) -> None:
-        """A module has returned, or failed.
+        """Switch back after a module has returned or failed.
 
         Raises:
-            PlanError: it has drawn what cannot be told apart.
+            PlanError: the module has drawn for replicated and sharded tensors alike.
         """
         if all(frame.name != name for frame in self.frames):
             return
@@ -204,25 +204,25 @@ class _Streams:
         if axes:
             number = int(torch.randint(_MAX_SEED, ()))
             self._common = states()
-            place = coordinates(self._comm.mesh, self._comm.rank)
-            _seed(_mixed(number, axes, [place[a] for a in axes]))
+            position = coordinates(self._comm.mesh, self._comm.rank)
+            _seed(_derived_seed(number, axes, [position[a] for a in axes]))
 
     def _note(self) -> None:
         if self.frames and self.frames[-1].is_mixed:
             self.frames[-1].known = states()
 
     def _require_untouched(self) -> None:
-        """No module draws whose draws cannot be told apart."""
+        """Refuse random numbers of a mixed module: they may belong to replicated or to sharded tensors."""
         if self.frames and self.frames[-1].is_mixed and not _same(self.frames[-1].known, states()):
             raise PlanError(
-                f"{self.frames[-1].name or 'the model'}: its code draws random numbers on whole and on split "
-                "activations with no module in between, so that they cannot be told apart; set its dropout "
-                "probabilities to 0, or train it with tp=1"
+                f"{self.frames[-1].name or 'the model'}: its code draws random numbers for replicated and "
+                "for sharded activations without a module in between, so they cannot be told apart; set its "
+                "dropout probabilities to 0, or train it with tp=1"
             )
 
 
-class _Boundary:
-    """Forward hooks of one module."""
+class _StreamHooks:
+    """Forward hooks of one module that switch the stream."""
 
     def __init__(
         self, streams: _Streams, name: str, plan: DrawPlan, probabilities: list[tuple[Any, str]]
@@ -235,19 +235,19 @@ class _Boundary:
         self._is_inside = False
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Another stream begins.
+        """Switch to the module's stream.
 
         Raises:
-            PlanError: the module is recomputed without those around it, whose stream is not known then.
+            PlanError: the module is recomputed without the modules around it, so their stream is unknown.
         """
         if not module.training:
             return
         if self._streams.frames or self._draws():
             if self._is_inside and not self._streams.frames:
                 raise PlanError(
-                    f"{self._name} runs without the modules around it, and would draw other random numbers "
-                    "than with them; to recompute activations use checkpoint_activations, or "
-                    "torch.utils.checkpoint around whole layers"
+                    f"{self._name} runs without the modules around it, and would draw different random "
+                    "numbers; to recompute activations use checkpoint_activations, or "
+                    "torch.utils.checkpoint around full layers"
                 )
             self._is_inside = bool(self._streams.frames)
             _require_all_layers(self._name, module)
@@ -256,10 +256,10 @@ class _Boundary:
             self._resting = states()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The stream ends.
+        """Switch back.
 
         Raises:
-            PlanError: the module drew, and nothing on it had said so.
+            PlanError: the module drew random numbers although its probabilities are 0.
         """
         if self._streams.frames:
             self._streams.leave(self._name, self._plan)
@@ -267,9 +267,9 @@ class _Boundary:
             before, self._resting = self._resting, ()
             if not _same(before, states()):
                 raise PlanError(
-                    f"{self._name or 'the model'} drew random numbers, although it has no dropout "
-                    "probability above 0 (no attribute named like that, here or in its config), so that "
-                    "ranks may have drawn the same for different activations; please report it"
+                    f"{self._name or 'the model'} drew random numbers without a dropout probability above 0 "
+                    "(in an attribute named for it, of the module or its config), so ranks may have drawn "
+                    "the same numbers for different activations; please report it"
                 )
 
     def _draws(self) -> bool:
@@ -277,26 +277,26 @@ class _Boundary:
 
 
 def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
-    """Owners and names of attributes that say whether something is drawn in a module."""
-    found: dict[tuple[int, str], tuple[Any, str]] = {}
-    for part in module.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            found[id(part), "p"] = part, "p"
-        for owner in (part, getattr(part, "config", None)):
+    """Owners and names of the attributes of a module that are probabilities."""
+    found: dict[tuple[int, str], tuple[Any, str]] = {}  # by identity: configs cannot be hashed
+    for child in module.modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd):
+            found[id(child), "p"] = child, "p"
+        for owner in (child, getattr(child, "config", None)):
             for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if is_number and any(word in name.lower() for word in _NAMED):
+                if is_number and any(part in name.lower() for part in _RANDOM_NAMES):
                     found[id(owner), name] = owner, name
     return list(found.values())
 
 
 def _require_all_layers(name: str, module: nn.Module) -> None:
-    """Ranks that skipped other layers would wait for each other."""
+    """Refuse layerdrop: ranks that skip different layers would wait for each other in collectives."""
     for attribute, value in vars(module).items():
         if "layerdrop" in attribute.lower().replace("_", "") and value not in (0, None, False):
             raise PlanError(
-                f"{name or 'the model'}: it skips layers at random ({attribute}={value}), and ranks draw "
-                "other numbers here, so that they would skip different ones; set it to 0"
+                f"{name or 'the model'} skips layers at random ({attribute}={value}), and ranks draw "
+                "different numbers here, so they would skip different layers; set it to 0"
             )
 
 
@@ -305,7 +305,7 @@ def _is_in(name: str, other: str) -> bool:
 
 
 def states() -> GeneratorStates:
-    """Of the generators that modules draw from: the CPU's, and the current CUDA device's if one is used."""
+    """The states of the CPU's generator and, if one is used, of the current CUDA device's."""
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
@@ -331,6 +331,6 @@ def _same(a: GeneratorStates, b: GeneratorStates) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _mixed(number: int, axes: tuple[int, ...], place: list[int]) -> int:
-    digest = hashlib.sha256(repr((number, axes, place)).encode()).digest()
+def _derived_seed(number: int, axes: tuple[int, ...], position: list[int]) -> int:
+    digest = hashlib.sha256(repr((number, axes, position)).encode()).digest()
     return int.from_bytes(digest[:8], "little") % _MAX_SEED

@@ -1,4 +1,4 @@
-"""The layers of a model: what is wrapped one by one for data parallelism and for recomputation."""
+"""The layers of a model, which data parallelism and recomputation wrap one by one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """The children of the outermost lists of modules, each once, in the order of the model.
 
-    Children that are containers, which nobody calls, stand for their own.
+    Children that are containers without a ``forward`` are replaced by their own children.
     """
-    found: dict[int, nn.Module] = {}
+    found: dict[nn.Module, None] = {}
     _collect(model, found)
-    return list(found.values())
+    return list(found)
 
 
-def _collect(module: nn.Module, found: dict[int, nn.Module]) -> None:
+def _collect(module: nn.Module, found: dict[nn.Module, None]) -> None:
     for child in module.children():
         if not isinstance(child, nn.ModuleList):
             _collect(child, found)
@@ -24,4 +24,4 @@ def _collect(module: nn.Module, found: dict[int, nn.Module]) -> None:
             if type(layer).forward is nn.Module.forward:
                 _collect(nn.ModuleList([layer]) if isinstance(layer, nn.ModuleList) else layer, found)
             else:
-                found.setdefault(id(layer), layer)
+                found[layer] = None

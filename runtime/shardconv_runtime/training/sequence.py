@@ -1,8 +1,8 @@
-"""Sequence parallelism around a model's forward: lengths that the ranks do not divide are padded and cut.
+"""Sequence parallelism around a model's forward: inputs are padded to lengths that the ranks divide.
 
-Between the parallel blocks each rank has an equal part of the sequence. What the model is given is padded at
-its end, what it returns is cut; labels are padded with the index that losses ignore, and a mask says which
-tokens are none. So every token has the result that it has without padding.
+Between the parallel blocks each rank has an equal part of the sequence. The model's inputs are padded at the
+end and its outputs trimmed; labels are padded with the index that losses ignore, and the padding is masked.
+So every token has the same result as without padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..parallel.boundary import forward_signature, replace_at
 from ..parallel.refusals import is_asked_for
 
 IGNORED = -100
-"""What the losses of transformers ignore."""
+"""The label that the losses of transformers ignore."""
 
 _PADDING: Mapping[str, int] = {
     "input_ids": 0,
@@ -28,19 +28,19 @@ _PADDING: Mapping[str, int] = {
     "labels": IGNORED,
     "shift_labels": IGNORED,
 }
-"""Arguments ``[B, S]``, and what is put at their ends."""
+"""Arguments ``[B, S]``, and the values of their padding."""
 
 FLAT_OUTPUTS = ("output_router_logits",)
-"""Arguments that ask for outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
+"""Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
 
 
 def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> None:
-    """Pad the inputs and cut the outputs of a model whose activations are split over the sequence.
+    """Pad the inputs and trim the outputs of a model whose activations are sharded over the sequence.
 
     Args:
         model: takes ``input_ids`` or ``inputs_embeds``.
-        num_ranks: divides the length that the model sees.
-        may_pad: if not, other lengths are refused.
+        num_ranks: divides the padded length.
+        may_pad: pad other lengths; otherwise they are refused.
     """
     hooks = _Padding(model, num_ranks, may_pad)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
@@ -59,17 +59,21 @@ class _Padding:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pad; all arguments by name from here on."""
+        """Pad the inputs; the model receives all arguments by name.
+
+        Raises:
+            PlanError: the model is not called with full sequences, or they cannot be padded.
+        """
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
         if tokens is None:
             tokens = given.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise PlanError(
-                "a sequence-parallel model is called with input_ids or inputs_embeds, [B, S, ...]"
+                "a sequence-parallel model needs input_ids or inputs_embeds, [B, S, ...]; pass one of them"
             )
         if given.get("past_key_values") is not None:
-            raise PlanError("a sequence-parallel model takes whole sequences: past_key_values was given")
+            raise PlanError("a sequence-parallel model takes full sequences; leave past_key_values out")
         if "use_cache" in self._names:
             given["use_cache"] = False
         length = tokens.shape[1]
@@ -77,9 +81,9 @@ class _Padding:
         self._length = length if missing else None
         if missing and not self._may_pad:
             raise PlanError(
-                f"a sequence of {length} tokens cannot be split over {self._num_ranks} ranks, and by its "
-                "plan this model may not be padded (its results would change, or this was not tried); give a "
-                f"length that {self._num_ranks} divides"
+                f"a sequence of {length} tokens cannot be sharded over {self._num_ranks} ranks, and by the "
+                "plan the inputs of this model may not be padded (its results would change, or this was not "
+                f"tried); pass a length that {self._num_ranks} divides"
             )
         if missing:
             self._refuse_flat_outputs(module, given, length)
@@ -87,12 +91,12 @@ class _Padding:
         return (), given
 
     def _refuse_flat_outputs(self, module: nn.Module, given: Mapping[str, Any], length: int) -> None:
-        """Outputs whose tokens are not a dim of their own, so that the added ones cannot be cut off."""
+        """Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed."""
         for name in FLAT_OUTPUTS:
             if is_asked_for(module, name, given.get(name)):
                 raise PlanError(
-                    f"{name} was asked for, and {length} tokens cannot be split over {self._num_ranks} ranks "
-                    "without padding, which could not be cut off it; give a length that "
+                    f"{name} was requested, and {length} tokens cannot be sharded over {self._num_ranks} "
+                    "ranks without padding, which cannot be trimmed from it; pass a length that "
                     f"{self._num_ranks} divides"
                 )
 
@@ -100,10 +104,10 @@ class _Padding:
         if given.get("logits_to_keep"):
             raise PlanError(
                 f"logits_to_keep counts from the end of the sequence, which is padded from {length} to "
-                f"{length + missing} tokens; give a length that {self._num_ranks} ranks divide"
+                f"{length + missing} tokens; pass a length that {self._num_ranks} divides"
             )
-        places = given.get("position_ids")
-        if given.get("attention_mask") is None and places is None and "attention_mask" in self._names:
+        positions = given.get("position_ids")
+        if given.get("attention_mask") is None and positions is None and "attention_mask" in self._names:
             given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
         for name, value in given.items():
             if not isinstance(value, Tensor):
@@ -118,11 +122,11 @@ class _Padding:
             elif length in value.shape[1:]:
                 raise PlanError(
                     f"{name} {tuple(value.shape)} cannot be padded from {length} to {length + missing} "
-                    f"tokens; give a length that {self._num_ranks} ranks divide"
+                    f"tokens; pass a length that {self._num_ranks} divides"
                 )
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Cut."""
+        """Trim the outputs to the length of the inputs."""
         length = self._length
         if length is None:
             return output

@@ -208,9 +208,7 @@ def test_what_might_run_code_is_not_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a.bin", {"x": BASE, "y": make()}, is_zip)
-    with pytest.raises(
-        SourceError, match=r"a\.bin holds \S+\.\w+, which might run code"
-    ) as caught:
+    with pytest.raises(SourceError, match=r"a\.bin holds \S+\.\w+, which might run code") as caught:
         lazy_tensors([tmp_path / "a.bin"])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "attacked").exists()

@@ -15,7 +15,7 @@ from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import read_tensor
 from small_models import make_custom, save_random, small_config
 
@@ -122,7 +122,9 @@ def test_stacked_experts_are_put_together_as_transformers_does(tmp_path: Path) -
     for name, parameter in model.named_parameters():
         assert torch.equal(found[name], parameter.detach()), name
     change_tensors(tmp_path, model__layers__0__block_sparse_moe__experts__1__w1__weight=None)
-    with pytest.raises(SourceError, match=r"that these parameters consist of.*model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+    with pytest.raises(
+        SourceError, match=r"that these parameters consist of.*model\.layers\.0\.mlp\.experts\.gate_up_proj"
+    ):
         read(tmp_path)
 
 

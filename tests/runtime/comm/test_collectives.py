@@ -11,7 +11,8 @@ import torch.distributed as dist
 from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.comm.collectives import Communicator, Gather, Inner, ProcessCommunicator, Reduce, Slice
+from shardconv_runtime.comm.collectives import Communicator, Gather, ProcessCommunicator, Reduce, Slice
+from shardconv_runtime.comm.inner_dims import Inner
 from shardconv_runtime.comm.mesh import Launch, _axes_group
 from shardconv_runtime.comm.parts import Select
 from shardconv_runtime.errors import PlanError

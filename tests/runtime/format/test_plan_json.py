@@ -27,6 +27,7 @@ from shardconv_runtime.format.plan import (
     NormInfo,
     ParameterPlan,
     Plan,
+    TrainingPlan,
     global_shape,
     local_shape,
     module_plans,
@@ -131,6 +132,13 @@ def test_smallest_plan() -> None:
         "parameters",
         "modules",
     ]
+
+
+def test_only_a_plan_without_training_says_why() -> None:
+    reason = replace(PLAN, training=None, inference_only="its norm has no gradient")
+    assert plan_json.loads(plan_json.dumps(reason)) == reason
+    with pytest.raises(PlanError, match="^inference_only: the plan has what training needs"):
+        plan_json.dumps(replace(reason, training=TrainingPlan()))
 
 
 def test_example_in_the_documentation_is_a_plan() -> None:
@@ -241,7 +249,6 @@ def edit_golden(path: str, value: Any) -> str:
         ("modules/1/outputs/1/grad_axes", [9], "outside of the mesh"),
         ("modules/1/outputs/1/op", ..., r'outputs\[1\]: the key "op" is missing'),
         ("modules/1/outputs/1", "all_reduce", "expected an object"),
-        ("inference_only", "no reason", "inference_only: the plan has what training needs"),
         ("modules/1/outputs/0/axes", [0], r'outputs\[0\]: unknown key "axes"'),
         ("modules/1/outputs/0/per_token", -1, "per_token: must not be negative"),
         ("modules/6/outputs/0/dim", ..., r'outputs\[0\]: the key "dim" is missing'),

@@ -127,23 +127,6 @@ def test_gather_index_rebuilds_the_dim(case: tuple[Dim, Mesh], data: st.DataObje
         assert found == list(range(size(dim)))
 
 
-@pytest.mark.parametrize(
-    ("text", "mesh", "trivial", "even"),
-    [
-        ("4096@0", (8,), True, True),
-        ("32@0.1*128", (2, 4), True, True),
-        ("4096", (8,), True, True),
-        ("50257@0", (8,), False, False),
-        ("32@1.0*128", (2, 4), False, True),
-        ("32@0 + 8@0", (8,), False, True),
-        ("3*8@0", (8,), False, True),
-    ],
-)
-def test_gather_index_knows_the_trivial_case(text: str, mesh: Mesh, trivial: bool, even: bool) -> None:
-    index = slices.gather_index(parse(text), mesh)
-    assert (index.is_trivial, index.is_even) == (trivial, even)
-
-
 def test_uneven_leaf_needs_no_reordering_without_padding() -> None:
     index = slices.gather_index(Leaf(50257, (0,)), (8,))
     assert index.sizes == (6283,) + (6282,) * 7

@@ -25,7 +25,7 @@ from shardconv_runtime.errors import (
     PlanError,
     ShardconvError,
 )
-from shardconv_runtime.format import manifest
+from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import rank_directory
 from shardconv_runtime.format.slices import Mesh
 from shardconv_runtime.loading.rank_files import cast_dtype
@@ -263,17 +263,18 @@ def rewrite(path: Path, **changes: Any) -> None:
         assert old in text
         text = text.replace(old, new)
     (path / manifest.PLAN_NAME).write_text(text)
-    manifest.write(
+    manifest_writing.write(
         dataclasses.replace(found, plan_sha256=manifest.sha256_of(path / manifest.PLAN_NAME)), path
     )
 
 
 def test_a_plan_of_another_version(tmp_path: Path) -> None:
     path, _ = converted(tmp_path)
-    rewrite(path, **{'"version": 1': '"version": 99'})
+    rewrite(path, **{'"version": 2': '"version": 99'})
     for error in errors_of(path):
         assert isinstance(error, PlanError)
         assert "99" in str(error)
+        assert "shardconv replan" in str(error)
 
 
 def test_other_model_code(tmp_path: Path) -> None:

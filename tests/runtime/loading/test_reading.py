@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.format.block_scales import dequantized
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.dtypes import STORED_NAME
-from shardconv_runtime.format.header import ShardFile, read_header
+from shardconv_runtime.format.header import STORED_NAME, ShardFile, read_header
 from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.loading import rank_files, read_ahead
 from shardconv_runtime.loading.read_ahead import ReadAhead

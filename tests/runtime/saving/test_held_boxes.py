@@ -12,9 +12,9 @@ from converted import local_part
 from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse
-from shardconv_runtime.format.layout_hash import holds_values
 from shardconv_runtime.format.plan import ParameterPlan, global_shape
 from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.format.stored_layout import holds_values
 from shardconv_runtime.saving.held_boxes import Box, LocalWindow, full_window, held_boxes, owned_boxes
 from torch import Tensor
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.saving.replicas import Everyone
+from shardconv_runtime.saving.replicas import Replicas
 from shardconv_runtime.saving.staging import Staging, begin
 
-ALONE = Everyone(Launch(0, 1, torch.device("cpu")), 0, True)
+ALONE = Replicas(Launch(0, 1, torch.device("cpu")), 0, True)
 
 
 def contents(directory: Path) -> Collection[str]:
@@ -22,7 +22,7 @@ def contents(directory: Path) -> Collection[str]:
 
 
 def start(out: Path, *, overwrite: bool = False, text: str = "new") -> Staging:
-    staging = begin(ALONE, out, overwrite=overwrite, contents=contents)
+    staging = begin(ALONE, out, overwrite=overwrite, known=contents)
     (staging.path / "below").mkdir()
     (staging.path / "below" / "data").write_text(text)
     (staging.path / "whole").touch()
@@ -113,8 +113,8 @@ def test_a_rename_that_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("full", True, "holds mine, which shardconv did not write"),
         ("other", True, "cannot be replaced: it is something else"),
         ("file/below", False, "cannot be made: "),
-        ("source/below", True, "are one in the other"),
-        ("", True, "are one in the other"),
+        ("source/below", True, "one contains the other"),
+        ("", True, "one contains the other"),
     ],
 )
 def test_what_is_refused(name: str, overwrite: bool, text: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_what_is_refused(name: str, overwrite: bool, text: str, tmp_path: Path) 
             ALONE,
             tmp_path / name,
             overwrite=overwrite,
-            contents=contents,
+            known=contents,
             apart_from=tmp_path / "source",
         )
     assert sorted(tmp_path.rglob("*")) == before

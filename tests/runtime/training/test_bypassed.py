@@ -37,7 +37,7 @@ def watched(mixer: Mixer) -> nn.Module:
 
 
 def test_a_fused_kernel_is_noticed() -> None:
-    with pytest.raises(PlanError, match=r"^0 has split its activations, and returns without having called"):
+    with pytest.raises(PlanError, match=r"^0 computes sharded activations and returns without calling"):
         watched(Mixer(has_kernel=True))(torch.ones(2, 4))
 
 
@@ -54,5 +54,5 @@ def test_a_pass_that_splits_nothing_shows_nothing() -> None:
     assert mixer(torch.ones(2, 4), is_short=True).shape == (2, 4)
     assert all(module._forward_hooks for module in mixer.modules())
     mixer.has_kernel = True
-    with pytest.raises(PlanError, match="has split its activations"):
+    with pytest.raises(PlanError, match="computes sharded activations"):
         model(torch.ones(2, 4))

@@ -211,13 +211,13 @@ def test_draws_that_nothing_tells_of_are_an_error() -> None:
         model.part.draw = lambda: model.part.masks.append(F.dropout(torch.ones(WIDTH), 0.5))  # type: ignore[method-assign]
         return model(torch.ones(WIDTH))
 
-    with pytest.raises(PlanError, match="part drew random numbers, although"):
+    with pytest.raises(PlanError, match="part drew random numbers without a dropout probability"):
         on_ranks(INSIDE, hidden, p=0.0)
 
 
 def test_draws_that_cannot_be_told_apart_are_an_error() -> None:
     plans = (DrawPlan(("part",), mixed=True), DrawPlan(("part.inner",)))
-    with pytest.raises(PlanError, match="part: its code draws random numbers on whole and on split"):
+    with pytest.raises(PlanError, match="part: its code draws random numbers for replicated and"):
         on_ranks(plans, masks)
 
     def only_inside(model: Model) -> Any:

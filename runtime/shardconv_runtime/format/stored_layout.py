@@ -1,6 +1,6 @@
-"""A hash of where every byte of a model lies, which binds shard files to their plan.
+"""What the files of a plan hold, and a hash of where every byte lies, which binds shard files to their plan.
 
-It covers what the files hold and nothing else: a plan that was solved again for other model code has
+The hash covers what the files hold and nothing else: a plan that was solved again for other model code has
 the same hash where each rank's positions of each tensor are the same, and then keeps the files.
 """
 
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 
-from .block_scales import stored_entries
-from .dims import axes_of, size
+from .dims import Dim, Leaf, Sum, axes_of, leaves, segments, size
 from .names import expand_all
-from .plan import ParameterPlan, Plan
+from .plan import ParameterPlan, Plan, by_name
 from .slices import Mesh, coordinates, ranges
+
+SUFFIX = "_scale_inv"
 
 
 def layout_sha256(plan: Plan) -> str:
@@ -52,3 +55,38 @@ def _places(parameter: ParameterPlan, mesh: Mesh) -> str:
         spans = [ranges(dim, mesh, rank) for dim in parameter.dims]
         digest.update(f"{rank} {held} {spans}\n".encode())
     return digest.hexdigest()
+
+
+def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
+    """What the files hold: the parameters, each followed by its factors if it has blocks."""
+    for entry in plan.parameters:
+        yield entry
+        if entry.block:
+            yield factors_entry(entry)
+
+
+def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
+    """The entry of each tensor in the files by its name.
+
+    Raises:
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    return by_name("parameters", tuple(stored_entries(plan)))
+
+
+def factors_entry(entry: ParameterPlan) -> ParameterPlan:
+    """How the factors of a parameter with blocks are laid out."""
+    dims = tuple(map(block_dim, entry.dims, entry.block))
+    names = tuple(name + SUFFIX for name in entry.names)
+    return replace(entry, names=names, dims=dims, dtype=entry.block_dtype, block=(), block_dtype="")
+
+
+def block_dim(dim: Dim, block: int) -> Dim:
+    """The blocks of a dim, as a dim; only a split that ``check_blocks`` accepts is the same split."""
+    if block == 1:
+        return dim
+    blocks = []
+    for segment in segments(dim):
+        axes = dict.fromkeys(axis for leaf in leaves(segment) for axis in leaf.axes)
+        blocks.append(Leaf(math.ceil(size(segment) / block), tuple(axes)))
+    return blocks[0] if len(blocks) == 1 else Sum(tuple(blocks))

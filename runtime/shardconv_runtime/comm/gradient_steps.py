@@ -1,0 +1,40 @@
+"""Steps of a plan that leave a value as it is, and do something to its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .collectives import Communicator, apply, unchanged
+
+
+class GradReduce:
+    """The step ``grad_all_reduce`` of a plan: the value passes; its gradient, a Partial, is summed.
+
+    (Megatron-LM's f, arXiv 1909.08053, section 3.)
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self.comm = comm
+        self.axes = comm.real(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward) if self.axes else x
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return self.comm.all_reduce(gradient, self.axes)
+
+
+class GradDivide:
+    """The step ``grad_divide`` of a plan: the value passes; its gradient, the same on all ranks, becomes a
+    Partial, of which each rank has an equal part."""
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self._count = comm.num_ranks(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return gradient / self._count

@@ -1,0 +1,28 @@
+"""A converted directory in a repository of the Hub, of which the manifest and the plan were fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..format.manifest import Manifest, read_plan
+from ..format.plan import Plan
+from ..hub.access import looks_like_path
+from ..hub.fetch import Repository, find
+from ..hub_options import Hub
+
+
+def find_converted(path: str, hub: Hub, world_size: int) -> tuple[Path, Manifest, Plan, Repository]:
+    """Directory, manifest and plan of what a repository holds for so many ranks, and the repository.
+
+    Raises:
+        CheckpointError: ``path`` cannot be the id of a repository.
+        SourceError: it cannot be reached, or holds nothing for so many ranks.
+    """
+    if Path(path).expanduser().exists() or looks_like_path(path) or "/" not in path:
+        raise CheckpointError(
+            f"{path}: no such directory; give the directory that `shardconv convert` wrote, or the id of a "
+            "repository on the Hub"
+        )
+    repository, found = find(path, hub, world_size)
+    return repository.directory, found, read_plan(repository.directory, found), repository
