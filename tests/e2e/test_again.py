@@ -44,16 +44,15 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def test_the_same_bytes_in_one_process_and_in_others(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_bytes_in_one_process_and_in_another(sources: dict[str, Path], tmp_path: Path) -> None:
     """Whatever order sets have there."""
     for attempt in ("first", "second"):
         convert_all(sources, tmp_path / attempt)
     want = files_of(tmp_path / "first")
     assert {"llama/plan.json", "mixtral/manifest.json"} < want.keys()
     assert files_of(tmp_path / "second") == want
-    for seed in ("1", "2"):
-        convert_elsewhere(sources, tmp_path / seed, seed)
-        assert files_of(tmp_path / seed) == want
+    convert_elsewhere(sources, tmp_path / "elsewhere", "1")
+    assert files_of(tmp_path / "elsewhere") == want
 
 
 def convert_all(sources: dict[str, Path], out: Path) -> None:

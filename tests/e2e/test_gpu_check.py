@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked, run_script
 
 COMMAND = Path(__file__).parents[2] / "scripts" / "gpu_check"
+TIMEOUT_S = 500
 NAMES = ("nccl", "ranks", "memory", "load", "rank")
 
 
@@ -38,7 +40,9 @@ def test_without_a_gpu_it_says_what_was_not_checked(tmp_path: Path) -> None:
 def run_on_the_cpu(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
     """The process, and the lines that it wrote."""
     files = ["--directory", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    done = run("--device", "cpu", "--small", *files, *arguments)
+    argv = [str(COMMAND), "--device", "cpu", "--small", *files, *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_forked(run_script, COMMAND.with_suffix(".py"), argv=argv, env=env, timeout=TIMEOUT_S)
     assert "nothing was checked on a GPU" in done.stdout.splitlines()
     return done, json.loads((tmp_path / "found.json").read_text())["lines"]
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import VOCAB, save_causal
+from distributed import free_port, torchrun_env
+from forked import Forked, run_script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -68,9 +70,16 @@ def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess
 
 
 def test_a_prompt(converted: Converted) -> None:
-    done = generate(converted.out, PROMPTS[0], "--max-new-tokens", NEW_TOKENS)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == converted.texts[0].split()
+    """The ranks of the script, in the environment that its launcher and torchrun make."""
+    argv = [str(SCRIPT), str(converted.out), PROMPTS[0], "--max-new-tokens", str(NEW_TOKENS)]
+    port = free_port()
+    quiet = {"TORCHELASTIC_RUN_ID": "test", "TRANSFORMERS_VERBOSITY": "error"}
+    envs = [{**os.environ, **torchrun_env(rank, 2, port), **quiet} for rank in range(2)]
+    ranks = [Forked(run_script, SCRIPT, argv=argv, env=env) for env in envs]
+    (text, errors), (nothing, other_errors) = (rank.communicate(TIMEOUT_S) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], errors + other_errors
+    assert text.split() == converted.texts[0].split()
+    assert nothing == ""
 
 
 def test_prompts_until_the_end_of_the_input(converted: Converted) -> None:
@@ -95,7 +104,7 @@ def test_what_is_wrong_is_said_in_one_line(converted: Converted, tmp_path: Path)
     shutil.copytree(converted.out, without)
     for file in without.glob("tokenizer*"):
         file.unlink()
-    assert "there is no tokenizer" in message(without, "w3")
+    assert "lacks a tokenizer" in message(without, "w3")
 
 
 def test_a_prompt_or_many() -> None:

@@ -86,7 +86,12 @@ def train_and_save(path: Path, shape: tuple[int, ...], sequence: bool, num_steps
 
 @pytest.mark.parametrize(
     ("shape", "sequence", "num_steps"),
-    [((2, 2), False, 50), ((2, 2), True, 50), ((2, 1, 2), True, 5), ((1, 2, 2), False, 5)],
+    [
+        ((2, 2), True, 12),
+        ((2, 1, 2), True, 3),
+        ((1, 2, 2), False, 3),
+        *(pytest.param((2, 2), sequence, 50, marks=pytest.mark.slow) for sequence in (False, True)),
+    ],
 )
 def test_training_follows_one_process(
     shape: tuple[int, ...],
@@ -110,7 +115,7 @@ def curve_in(path: Path, param_dtype: torch.dtype | None) -> Curve:
     model, mesh = load_parts(path, (2, 2), True, dtype="float32")
     shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return train_parts(model, adamw(model), mesh, 0, 15)
+    return train_parts(model, adamw(model), mesh, 0, 5)
 
 
 def test_mixed_precision_stays_near(outs: Callable[[str], Path]) -> None:
@@ -131,7 +136,7 @@ def continue_training(path: Path, round_: int, num_steps: int, out: Path) -> Non
 
 
 def test_training_is_continued_twice(outs: Callable[[str], Path], tmp_path: Path) -> None:
-    num_steps, path = 3, outs("gpt2")
+    num_steps, path = 2, outs("gpt2")
     source = path.parent / "model"
     for round_ in range(3):
         run_processes(4, continue_training, path, round_, num_steps, tmp_path / f"out-{round_}")

@@ -1,14 +1,25 @@
-"""Training on two hosts: two agents of torchrun on this one, which find each other over the network."""
+"""Training on two hosts: two agents of torchrun on this one, which find each other over the network.
+
+``torchrun`` itself is one of the slow tests. What it does after it has read its arguments is to launch ranks
+that join a rendezvous: processes that are forked, and need not import torch again, do the same.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import train_on_hosts
 from distributed import free_port
+from forked import Forked
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import adamw, load_whole, save_model, train_whole
 
 import shardconv
@@ -17,13 +28,32 @@ NUM_STEPS = 4
 SCRIPT = Path(__file__).parents[1] / "helpers" / "train_on_hosts.py"
 
 
-def start_agent(port: int, *arguments: str) -> subprocess.Popen[str]:
+def fork_agent(port: int, out: Path, result: Path) -> Forked:
+    """An agent as torchrun starts it on each host, and its ranks, which are forked."""
+    config = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=2,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        local_addr="127.0.0.1",
+        start_method="fork",
+        monitor_interval=0.1,
+    )
+    return Forked(elastic_launch(config, train_on_hosts.main), out, result, NUM_STEPS)
+
+
+def start_torchrun(port: int, out: Path, result: Path) -> subprocess.Popen[str]:
     """What one types on each host."""
     options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
     place = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     here = [str(SCRIPT.parent), str(SCRIPT.parent.parent)]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *place, str(SCRIPT), *arguments],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", *options, *place),
+            *(str(SCRIPT), str(out), str(result), str(NUM_STEPS)),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*here, *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -31,17 +61,19 @@ def start_agent(port: int, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_hosts_train_as_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [fork_agent, pytest.param(start_torchrun, marks=pytest.mark.slow)])
+def test_two_hosts_train_as_one_process(start: Callable[[int, Path, Path], Any], tmp_path: Path) -> None:
     save_model("qwen3", tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2, sequence_parallel=True)
     port = free_port()
     result = tmp_path / "result.json"
-    agents = [start_agent(port, str(tmp_path / "out"), str(result), str(NUM_STEPS)) for _ in range(2)]
+    agents = [start(port, tmp_path / "out", result) for _ in range(2)]
     try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+        outputs = ["".join(text or "" for text in agent.communicate(timeout=240)) for agent in agents]
     finally:
         for agent in agents:
-            agent.kill()
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGKILL)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     found = json.loads(result.read_text())
     assert len(found["hosts_of_tp"]) == 1, "the ranks of a model are on one host"

@@ -57,14 +57,23 @@ FLOAT32_INSIDE = {
 """Types whose code casts to float32 on paths that a sum over ranks reaches."""
 ENOUGH = 0.95
 
-GROUPED = ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
+GROUPED = [
+    *(
+        (model_type, 4)
+        for model_type in ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
+    ),
+    *((model_type, 3) for model_type in ("falcon", "llama")),
+]
 GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "recurrent_gemma", "rwkv")
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("family", "model_type"), SAMPLE)
 def test_the_ranks_equal_the_whole(family: str, model_type: str, tp: int) -> None:
-    """All outputs, in float64, on other weights and inputs than the converter's own check had."""
+    """All outputs, in float64, on other weights and inputs than the converter's own check had.
+
+    Three ranks divide nothing: two show the same, and are those that generate below.
+    """
     result = measure(build(family, model_type), tp)
     allowed = ("equal", "float32") if model_type in FLOAT32_INSIDE else ("equal",)
     assert result.status in allowed, f"{result.status}, {result.error}: {result.message}"
@@ -72,8 +81,7 @@ def test_the_ranks_equal_the_whole(family: str, model_type: str, tp: int) -> Non
     assert result.collectives
 
 
-@pytest.mark.parametrize("tp", [3, 4])
-@pytest.mark.parametrize("model_type", GROUPED)
+@pytest.mark.parametrize(("model_type", "tp"), GROUPED)
 def test_fewer_key_value_heads_than_ranks(model_type: str, tp: int) -> None:
     model = grouped("causal", model_type)
     assert model is not None
@@ -95,7 +103,7 @@ def test_many_ranks(tp: int) -> None:
     [
         ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 4),
         ("llama", {"intermediate_size": 131, "vocab_size": 257}, 4),
-        ("gpt2", {"vocab_size": 50257}, 8),
+        ("gpt2", {"vocab_size": 5027}, 8),
         ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}, 5),
         ("phi3", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 6),
     ],
@@ -106,12 +114,12 @@ def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, in
     assert result.sharded >= ENOUGH, result.replicated
 
 
-@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("model_type", GENERATING)
-def test_generation(model_type: str, cache: str) -> None:
-    """Greedy tokens of a padded batch, from the plan that was solved on a prefill."""
+def test_generation(model_type: str) -> None:
+    """Greedy tokens of a padded batch with each cache, from the plan that was solved on a prefill."""
     from shardconv.arguments import SolveOptions
     from shardconv.pipeline.stages import solve_plan
 
     model = build("causal", model_type)
-    assert generates(solve_plan(specification(model), SolveOptions(2)), model, cache) == "same"
+    plan = solve_plan(specification(model), SolveOptions(2))
+    assert {cache: generates(plan, model, cache) for cache in CACHES} == dict.fromkeys(CACHES, "same")
