@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..tracing.fold import prefixes
-from ..tracing.tape import Mark, Op, Ref, Tape
+from ..tracing.tape import Mark, Op, Ref, Tape, prefixes
 from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .dim_trees import Conflict, Node

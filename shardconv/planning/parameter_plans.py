@@ -123,7 +123,7 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
 
 
 def _bias_gradient(solution: Solution, mark: Mark) -> list[int]:
-    """Mesh axes over which the gradient of what is added behind a reduction is Partial."""
+    """Mesh axes over which the gradient of a bias that is added behind a reduction is Partial."""
     scattered = {a for d in solution.layouts.dims(mark.target) for a in axes_of(d)}
     partial = solution.gradients.axes(mark.target)
     return [a for a in solution.reduced_axes(mark) if a in scattered or a in partial]

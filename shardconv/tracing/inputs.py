@@ -1,8 +1,8 @@
 """Inputs for one traced forward pass: real values, of sizes that coincide with nothing else.
 
-What a model takes is read off its forward method and its config. A model that takes tokens alone is given
+The inputs of a model are read off its forward method and its config. A model that takes tokens alone is given
 tokens. For one that takes images or sounds as well, several forms are possible: they are tried, richest
-first, and the first with which the forward pass runs is taken. The plan says what had to be left out.
+first, and the first with which the forward pass runs is taken. The plan names the inputs that are left out.
 """
 
 from __future__ import annotations
@@ -20,29 +20,26 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
-from .modalities import IMAGES, SOUNDS, STATES, Form, Maker, first_int, nodes
+from .modalities import Form, FormMaker, nodes
 from .tape import Mark, Tape
+from .tokens import TokenMaker, token_parameter
 from .trace import trace
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
-"""Arguments that ask for outputs which losses are made of, beside what a model returns without them."""
-_TYPE_IDS = {"image": 1, "audio": 3}
-"""What ``mm_token_type_ids`` says of tokens that stand for an image or a sound."""
+"""Arguments that ask for further outputs, of which losses are made."""
 _LONGEST = 4096
-"""Numbers in errors above this are no sizes to try."""
-_FIRST_PLACE = 3
-"""Where the tokens that stand for an image begin: behind the padding and one token."""
+"""Larger numbers in errors are not tried as sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceInputs:
-    """What the model is called with, all by keyword."""
+    """The arguments of a call of the model, all by keyword."""
 
     tensors: dict[str, Tensor]
     """Real CPU tensors; ids and masks ``[B, S]``."""
     options: dict[str, Any]
     notes: tuple[str, ...] = ()
-    """What was left out, for the plan."""
+    """Inputs that were left out, for the plan."""
 
     def with_labels(self) -> TraceInputs:
         """The same with labels: the tokens themselves, but for a few that no loss counts."""
@@ -57,18 +54,18 @@ class TraceInputs:
 
 
 def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tuple[TraceInputs, Tape]:
-    """Token ids with a left-padded attention mask, and what else the model's forward asks for.
+    """Token ids with a left-padded attention mask, and the other inputs that the model's forward asks for.
 
     Args:
         model: on meta; floating point inputs get the dtype of its parameters.
-        keep: operators that are recorded whole even if they are composite.
+        keep: operators that are recorded as one even if they are composite.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
 
     Returns:
         The first inputs with which the forward pass can be traced, and the tape.
 
     Raises:
-        SolveError: it cannot be traced with anything that is known how to make.
+        SolveError: it cannot be traced with any inputs that can be made up.
     """
     maker = _InputMaker(model, keep, seed)
     makers = [
@@ -91,11 +88,11 @@ def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What to call the model with."""
+    """Which inputs to call the model with."""
 
     forms: tuple[Form, ...] = ()
-    places: tuple[tuple[str, int], ...] | None = None
-    """Kind of input -> tokens of each row that stand for it; None: as many as there are features."""
+    placeholders: tuple[tuple[str, int], ...] | None = None
+    """(kind of input, placeholders in each row); None: as many as there are features."""
     length: int | None = None
     """Of the text; None: any."""
     repeats: bool = False
@@ -142,15 +139,16 @@ class _InputMaker:
         self.cache = cache and "use_cache" in self.parameters
         self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
-        self.tokens = self._token_parameter()
+        self.tokens = token_parameter(model, self.parameters)
         self.batch, self.length = _sizes(model)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
         self.batch = batch or self.batch
+        self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
 
     def choices(self) -> Iterator[_Choice]:
-        """Combinations of the forms of what the model takes beside tokens: all kinds, one, none."""
-        maker = Maker(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed)
+        """Combinations of the forms of the inputs beside tokens: all kinds, one, none."""
+        maker = FormMaker(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed)
         kinds = maker.kinds()
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
@@ -162,7 +160,7 @@ class _InputMaker:
             yield _Choice(repeats=True)
 
     def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
-        """The same with other sizes: of features to stand for, or of the text.
+        """The same with other sizes: numbers of placeholders, or lengths of the text.
 
         They are those that the model's error names and, if it complains of tokens, the rows of the forms
         and quotients of their longest dim.
@@ -172,28 +170,31 @@ class _InputMaker:
             shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
             numbers += [math.prod(shape[:-1]) for shape in shapes]
             numbers += [max(map(max, shapes)) >> k for k in range(6)]
-        placed = [form.kind for form in choice.forms if self._place_id(form.kind) is not None]
+        with_placeholders = [
+            form.kind for form in choice.forms if self.token_maker.placeholder_id(form.kind) is not None
+        ]
         for n in numbers if choice.forms and self.tokens else ():
-            for kind in placed:
-                counted = dict(self._places(choice))
+            for kind in with_placeholders:
+                counted = dict(self._placeholders(choice))
                 yield from (
-                    replace(choice, places=tuple((counted | {kind: m}).items()))
+                    replace(choice, placeholders=tuple((counted | {kind: m}).items()))
                     for m in dict.fromkeys((n // self.batch, n))
                     if m and m * self.batch % n == 0
                 )
-            if not placed and n != self.length:
+            if not with_placeholders and n != self.length:
                 yield replace(choice, length=n)
 
     def inputs(self, choice: _Choice) -> TraceInputs:
-        """Tokens and the chosen forms; tokens that stand for what a form gives are put among the others."""
+        """Tokens and the chosen forms, whose placeholders are among the tokens."""
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
-            tensors = {**self._token_tensors(self._places(choice), choice.length or self.length), **tensors}
+            length = choice.length or self.length
+            tensors = {**self.token_maker.tensors(self._placeholders(choice), length), **tensors}
         if choice.repeats:
-            self._end(tensors[self.tokens])
+            self.token_maker.end(tensors[self.tokens])
             tensors["decoder_input_ids"] = tensors[self.tokens].clone()
         elif "decoder_input_ids" in self.parameters:
-            tensors["decoder_input_ids"] = self._ids(self.length - 5, self.seed + 1)
+            tensors["decoder_input_ids"] = self.token_maker.ids(self.length - 5, self.seed + 1)
         missing = [
             n
             for n, p in self.parameters.items()
@@ -233,95 +234,20 @@ class _InputMaker:
                 raise SolveError(f"{name} is not read")
         return tape
 
-    def _token_parameter(self) -> str:
-        """The parameter that takes token ids; empty if there is none."""
-        if "input_ids" in self.parameters:
-            return "input_ids"
-        main: str = getattr(self.model, "main_input_name", "input_ids")
-        known = main in (*IMAGES, *SOUNDS, *STATES)
-        has_words = first_int(self.config, ("vocab_size",)) > 0
-        return main if main in self.parameters and not known and has_words else ""
-
-    # Tokens -----------------------------------------------------------------------------------
-
-    def _token_tensors(self, places: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
-        """Ids and what belongs to them: ``length`` of text, and in every row the places of each kind."""
-        ids = self._ids(length + sum(count for _, count in places), self.seed)
-        types = torch.zeros_like(ids)
-        start = _FIRST_PLACE
-        for kind, count in places:
-            ids[:, start : start + count] = self._place_id(kind) or 0
-            types[:, start : start + count] = _TYPE_IDS[kind]
-            start += count
-        tensors = {self.tokens: ids}
-        if "attention_mask" in self.parameters:
-            mask = torch.ones(self.batch, ids.shape[1], dtype=torch.long)
-            mask[0, :2] = 0
-            tensors["attention_mask"] = mask
-        if "mm_token_type_ids" in self.parameters:
-            tensors["mm_token_type_ids"] = types
-        pages = first_int(self.config, ("max_2d_position_embeddings",))
-        if "bbox" in self.parameters and pages:
-            tensors["bbox"] = self._boxes(ids.shape[1], pages)
-        return tensors
-
-    def _ids(self, length: int, seed: int) -> Tensor:
-        rows, streams = self._vocabulary()
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(min(3, rows - 1), rows, (self.batch * streams, length), generator=generator)
-        for special in self._place_ids():
-            ids[ids == special] = min(3, rows - 1)
-        return ids
-
-    def _end(self, ids: Tensor) -> None:
-        """One end of text in each row, at its end."""
-        end = getattr(self.config, "eos_token_id", None)
-        if isinstance(end, int):
-            ids[ids == end] = end + 1
-            ids[:, -1] = end
-
-    def _boxes(self, length: int, pages: int) -> Tensor:
-        """Corners ``[B, S, 4]``: left and top, right and bottom."""
-        generator = torch.Generator().manual_seed(self.seed)
-        corners = torch.randint(0, min(pages, 1000), (self.batch, length, 2, 2), generator=generator)
-        return corners.sort(dim=2).values.reshape(self.batch, length, 4)
-
-    def _vocabulary(self) -> tuple[int, int]:
-        """Rows of the embedding, and how many streams of ids are stacked in the batch."""
-        try:
-            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):
-            table = None  # a model with several towers has no one embedding
-        if isinstance(table, (nn.ModuleList, list, tuple)) and len(table):
-            return _num_rows(table[0]), len(table)
-        rows = _num_rows(table) if self.tokens in ("", "input_ids") else 0
-        return rows or first_int(self.config, ("vocab_size",)), 1
-
-    # Places for images and sounds ----------------------------------------------------------------
-
-    def _place_id(self, kind: str) -> int | None:
-        names = (f"{kind}_token_id", f"{kind}_token_index")
-        found = (getattr(n, name, None) for n in nodes(self.config) for name in names)
-        return next((i for i in found if isinstance(i, int)), None)
-
-    def _place_ids(self) -> list[int]:
-        kinds = ("image", "video", "audio")
-        return [i for kind in kinds if (i := self._place_id(kind)) is not None] if self.config else []
-
-    def _places(self, choice: _Choice) -> tuple[tuple[str, int], ...]:
-        """How many tokens of each row stand for what each form gives."""
-        if choice.places is not None:
-            return choice.places
+    def _placeholders(self, choice: _Choice) -> tuple[tuple[str, int], ...]:
+        """How many placeholders of each form every row has."""
+        if choice.placeholders is not None:
+            return choice.placeholders
         counts = ((form.kind, self._num_features(form) // self.batch) for form in choice.forms)
         return tuple((kind, n) for kind, n in counts if n)
 
     def _num_features(self, form: Form) -> int:
-        """Number of features that the model makes of a form: what is in all dims but the last.
+        """Number of features that the model makes of a form: the product of all dims but the last.
 
-        0 if it does not say: it may have no such method, or want more than the form has.
+        0 if it is unknown: the model may lack such a method, or want more than the form has.
         """
         method = f"get_{form.kind}_features"
-        if self._place_id(form.kind) is None or not hasattr(self.model, method):
+        if self.token_maker.placeholder_id(form.kind) is None or not hasattr(self.model, method):
             return 0
         known = list(inspect.signature(getattr(self.model, method)).parameters)
         tensors = {n: t for n, t in form.tensors.items() if n in known}
@@ -385,17 +311,12 @@ def _left_out(choice: _Choice, problems: Sequence[tuple[_Choice, Exception]]) ->
     )
 
 
-def _num_rows(table: Any) -> int:
-    weight = getattr(table, "weight", None)
-    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
-
-
 def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Batch and sequence length: unlike each other's multiples and every size of a parameter."""
+    """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim."""
     taken = {n for p in model.parameters() for n in p.shape}
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest <= 0:

@@ -1,7 +1,7 @@
 """Images and sounds to call a model with, in the forms in which models take them.
 
-A forward method says by the names of its parameters what it takes, and the config says how large that is.
-Which of the forms is meant cannot be read off with certainty: they are tried in order (``inputs.py``).
+The parameters of a forward method have telling names, and the config has sizes. Which of the forms is meant
+cannot be read off with certainty: they are tried in order (``inputs.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATES = ("encoder_hidden_states", "cross_attention_states")
 """Names of the parameter that takes the states of an encoder."""
 
 _GRIDS = ("image_grid_thw", "image_grid_hw")
-_PATCH_PLACES = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
+_PATCH_POSITIONS = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
 _SOUND_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask", "padding_mask")
 _MEL_BINS = (
     "num_mel_bins",
@@ -49,11 +49,12 @@ class Form:
     kind: str
     """``image``, ``audio`` or ``states``."""
     tensors: dict[str, Tensor]
+    """By parameter; the batch is the first dim, or a factor of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
-    """What the forms of a model's inputs depend on."""
+class FormMaker:
+    """Makes the forms of one model's inputs."""
 
     parameters: Collection[str]
     """Names of the forward method's parameters."""
@@ -87,10 +88,10 @@ class Maker:
         image = _Image.of(self.config)
         if self._first(_GRIDS):
             yield self._grids(name, image)
-        if self._first(_PATCH_PLACES):
+        if self._first(_PATCH_POSITIONS):
             yield self._patches(name, image)
         yield from self._pixels(name, image)
-        if not self._first((*_GRIDS, *_PATCH_PLACES)):
+        if not self._first((*_GRIDS, *_PATCH_POSITIONS)):
             patches = self._patches(name, image)
             yield {name: patches[name].flatten(0, 1)}
             yield patches
@@ -123,10 +124,10 @@ class Maker:
             tensors["spatial_shapes"] = torch.tensor([[rows, columns]] * self.batch)
         if "pixel_attention_mask" in self.parameters:
             tensors["pixel_attention_mask"] = torch.ones(self.batch, rows * columns, dtype=torch.long)
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
-        for place in _PATCH_PLACES[1:]:
-            if place in self.parameters:
-                tensors[place] = places.expand(self.batch, -1, -1).contiguous()
+        positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+        for name_of_positions in _PATCH_POSITIONS[1:]:
+            if name_of_positions in self.parameters:
+                tensors[name_of_positions] = positions.expand(self.batch, -1, -1).contiguous()
         return tensors
 
     # Sounds -----------------------------------------------------------------------------------

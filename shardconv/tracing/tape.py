@@ -1,13 +1,13 @@
 """One forward pass as a tape: operators, the tensors they read and write, and marks.
 
 Tensors are values: an in-place operator makes a new one. A **mark** is an identity at a module's input or
-output: the only places where the runtime can put a collective.
+output: only there can the runtime put a collective.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A torch function that was given traced ints: what attribute edits must keep right."""
+    """A torch function that was given traced ints: attribute edits must keep its result right."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -93,9 +93,16 @@ def starred(fqn: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)
 
 
+def prefixes(fqn: str) -> Iterator[str]:
+    """A name and the modules that contain it, innermost first."""
+    while fqn:
+        yield fqn
+        fqn = fqn.rpartition(".")[0]
+
+
 @dataclass(slots=True)
 class Tape:
-    """What one forward pass did, in order."""
+    """One forward pass: its operators and marks, in order."""
 
     tensors: list[TensorInfo] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -112,7 +119,7 @@ class Tape:
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
     """(FQN, index) of a module call that could not be traced -> why."""
     inner_sources: frozenset[str] = frozenset()
-    """Of operators that took the place of several others: names of the Python modules that called those."""
+    """Of operators that replaced several others: names of the Python modules that called those."""
 
     def sources(self) -> frozenset[str]:
         """Names of the Python modules whose code called torch."""
@@ -121,7 +128,7 @@ class Tape:
 
 
 def draws(tape: Tape) -> list[Op]:
-    """The operators that draw random numbers; dropout, which rests in inference, is none."""
+    """The operators that draw random numbers; dropout does not, in inference."""
     return [e for e in tape.events if isinstance(e, Op) and e.overload is not None and _is_random(e.overload)]
 
 

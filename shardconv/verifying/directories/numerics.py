@@ -1,8 +1,8 @@
 """Runs a converted model on its own weights: all ranks as threads, against the unsharded model.
 
-The ranks get what their files hold; the unsharded model gets the weights of the source, or those that are put
-together from the files. Both run in float64, as the check of a plan does. What does not fit in memory is left
-out from the end: layers that others stand for are bypassed on both sides.
+The ranks get the weights in their files; the unsharded model gets those of the source, or those that are
+assembled from the files. Both run in float64, as in the check of a plan. Layers that do not fit in memory are
+left out from the end, if others stand for them: they are bypassed on both sides.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run_numerics(
     """Compare the ranks of a converted model with the unsharded model.
 
     Args:
-        converted: what the ranks hold.
+        converted: the weights of the ranks.
         spec: of the converted directory; only its config and its code are used.
         weights: global, of the unsharded model, by name in the files; by default those of ``converted``, put
             together.

@@ -63,7 +63,7 @@ class Simulation:
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
-        inputs: what it is called with.
+        inputs: of its calls.
         skipped: layers to leave out, on both sides.
         weights: of both sides.
     """

@@ -1,0 +1,147 @@
+"""Which layers of a stack do the same: the events of each, compared in terms of no layer in particular."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .ints import Expr, TracedInt
+from .tape import Event, Mark, Ref, Replay, Tape, prefixes
+
+
+@dataclass
+class Segment:
+    """The events of one layer's call."""
+
+    fqn: str
+    start: int
+    stop: int
+    made: list[int] = field(default_factory=list)
+    """Tensors that it makes, in order: equal positions correspond in layers of one kind."""
+    outside: list[int] = field(default_factory=list)
+    """Tensors that it reads and does not make, in order of first use."""
+    kind: int = -1
+
+
+def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
+    last = _last_calls(tape)
+    events_of: dict[int, list[int]] = {}
+    for position, event in enumerate(tape.events):
+        events_of.setdefault(event.call, []).append(position)
+    return [_segment(tape, c, last[c], events_of) for c in calls]
+
+
+def _last_calls(tape: Tape) -> list[int]:
+    """For each call, the last call in it."""
+    last = list(range(len(tape.calls)))
+    for index in range(len(tape.calls) - 1, -1, -1):
+        parent = tape.calls[index].parent
+        if parent >= 0:
+            last[parent] = max(last[parent], last[index])
+    return last
+
+
+def _segment(tape: Tape, first: int, last: int, events_of: Mapping[int, list[int]]) -> Segment:
+    positions = [p for call in range(first, last + 1) for p in events_of.get(call, ())]
+    return Segment(tape.calls[first].fqn, min(positions), max(positions) + 1)
+
+
+def classify(tape: Tape, segments: list[Segment]) -> None:
+    """Number the kinds: equal signatures, and the same tensors from outside of the stack."""
+    replays: dict[str, list[Replay]] = {}
+    names = {s.fqn for s in segments}
+    for replay in tape.replays:
+        layer = next((p for p in prefixes(replay.fqn) if p in names), None)
+        if layer is not None:
+            replays.setdefault(layer, []).append(replay)
+    signatures = [_LayerSignature(tape, s).compute(replays.get(s.fqn, ())) for s in segments]
+    owner = {t: i for i, s in enumerate(segments) for t in s.made}
+    passed: dict[Any, set[int]] = {}
+    for signature, segment in zip(signatures, segments, strict=True):
+        passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
+    kinds: dict[Any, int] = {}
+    for signature, segment in zip(signatures, segments, strict=True):
+        shared = tuple(
+            t
+            for p, t in enumerate(segment.outside)
+            if p not in passed[signature]
+            and not tape.tensors[t].name.startswith(segment.fqn + ".")
+            and 0 not in tape.tensors[t].shape  # an empty cache is as good as another
+        )
+        segment.kind = kinds.setdefault((signature, shared), len(kinds))
+
+
+class _LayerSignature:
+    """A layer's events, in terms that do not depend on which layer it is."""
+
+    def __init__(self, tape: Tape, segment: Segment) -> None:
+        self.tape = tape
+        self.segment = segment
+        self.position: dict[int, int] = {}
+        self.outside: dict[int, int] = {}
+
+    def compute(self, replays: Sequence[Replay]) -> tuple[Any, ...]:
+        """A hashable value; fills the segment's tensors."""
+        parts = [self._event(e) for e in self.tape.events[self.segment.start : self.segment.stop]]
+        parts += [self._replay(r) for r in replays]
+        self.segment.made = list(self.position)
+        self.segment.outside = list(self.outside)
+        described = tuple(self._describe(t) for t in self.outside)
+        return (tuple(parts), described)
+
+    def _event(self, event: Event) -> tuple[Any, ...]:
+        fqn = self._relative(self.tape.calls[event.call].fqn)
+        if isinstance(event, Mark):
+            source = self._tensor(event.source)
+            return (fqn, event.slots, source, self._make(event.target))
+        args = self._value(event.args)
+        kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())
+        return (fqn, event.name, args, kwargs, tuple(self._make(t) for t in event.outputs))
+
+    def _replay(self, replay: Replay) -> tuple[Any, ...]:
+        values = self._value((replay.args, tuple(replay.kwargs.items())))
+        return (self._relative(replay.fqn), replay.function, values)
+
+    def _relative(self, fqn: str) -> str:
+        return fqn[len(self.segment.fqn) :]
+
+    def _make(self, tid: int) -> Any:
+        self.position[tid] = len(self.position)
+        info = self.tape.tensors[tid]
+        return info.shape, info.dtype
+
+    def _tensor(self, tid: int) -> tuple[str, int]:
+        position = self.position.get(tid)
+        if position is not None:
+            return ("made", position)
+        return ("outside", self.outside.setdefault(tid, len(self.outside)))
+
+    def _describe(self, tid: int) -> Any:
+        info = self.tape.tensors[tid]
+        own = info.name.startswith(self.segment.fqn + ".")
+        return info.shape, info.dtype, info.kind, self._relative(info.name) if own else ""
+
+    def _value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Ref:
+            return self._tensor(value.tid)
+        if kind is TracedInt:
+            return ("int", int(value), self._expr(value.expr))
+        if kind in (tuple, list) or isinstance(value, (tuple, list)):
+            return tuple(self._value(v) for v in value)
+        if kind is slice:
+            return ("slice", *(self._value(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, float) and value != value:
+            return "nan"
+        return (kind.__name__, value) if kind in (int, float, bool) else value
+
+    def _expr(self, expr: Expr | int) -> Any:
+        if isinstance(expr, int):
+            return expr
+        if expr[0] == "attr":
+            own = expr[1].startswith(self.segment.fqn)
+            return ("attr", own, self._relative(expr[1]) if own else expr[1], *expr[2:])
+        if expr[0] == "size":
+            return ("size", self._tensor(expr[1]), expr[2])
+        return (expr[0], self._expr(expr[1]), self._expr(expr[2]))

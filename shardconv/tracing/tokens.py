@@ -1,0 +1,125 @@
+"""Token ids to call a model with, and the masks and boxes that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .modalities import IMAGES, SOUNDS, STATES, first_int, nodes
+
+_TYPE_IDS = {"image": 1, "audio": 3}
+"""``mm_token_type_ids`` of the placeholders of an image or a sound."""
+_FIRST_PLACEHOLDER = 3
+"""Position of the first placeholder: behind the padding and one token."""
+
+
+def token_parameter(model: nn.Module, parameters: Collection[str]) -> str:
+    """The parameter of a model's forward method that takes token ids; empty if there is none."""
+    if "input_ids" in parameters:
+        return "input_ids"
+    main: str = getattr(model, "main_input_name", "input_ids")
+    known = main in (*IMAGES, *SOUNDS, *STATES)
+    has_words = first_int(getattr(model, "config", None), ("vocab_size",)) > 0
+    return main if main in parameters and not known and has_words else ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMaker:
+    """Makes the token inputs of one model for one seed.
+
+    Placeholders are tokens that stand for the features of an image or a sound.
+    """
+
+    model: nn.Module
+    parameters: Collection[str]
+    """Names of the forward method's parameters."""
+    name: str
+    """Of the parameter that takes token ids; empty if there is none."""
+    batch: int
+    seed: int
+
+    @property
+    def config(self) -> Any:
+        """The model's config, or None."""
+        return getattr(self.model, "config", None)
+
+    def tensors(self, placeholders: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
+        """Ids and what belongs to them.
+
+        Args:
+            placeholders: (kind of input, number of its placeholders in each row).
+            length: of the text.
+
+        Returns:
+            int64 tensors ``[B, S]`` by parameter, ``bbox`` ``[B, S, 4]``; S counts the placeholders too.
+        """
+        ids = self.ids(length + sum(count for _, count in placeholders), self.seed)
+        types = torch.zeros_like(ids)
+        start = _FIRST_PLACEHOLDER
+        for kind, count in placeholders:
+            ids[:, start : start + count] = self.placeholder_id(kind) or 0
+            types[:, start : start + count] = _TYPE_IDS[kind]
+            start += count
+        tensors = {self.name: ids}
+        if "attention_mask" in self.parameters:
+            mask = torch.ones(self.batch, ids.shape[1], dtype=torch.long)
+            mask[0, :2] = 0
+            tensors["attention_mask"] = mask
+        if "mm_token_type_ids" in self.parameters:
+            tensors["mm_token_type_ids"] = types
+        pages = first_int(self.config, ("max_2d_position_embeddings",))
+        if "bbox" in self.parameters and pages:
+            tensors["bbox"] = self._boxes(ids.shape[1], pages)
+        return tensors
+
+    def ids(self, length: int, seed: int) -> Tensor:
+        """Random ids, int64 ``[B * streams, S]``, of which none is a placeholder."""
+        rows, streams = self._vocabulary()
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(min(3, rows - 1), rows, (self.batch * streams, length), generator=generator)
+        for special in self._placeholder_ids():
+            ids[ids == special] = min(3, rows - 1)
+        return ids
+
+    def end(self, ids: Tensor) -> None:
+        """Put one end of text in each row of ``ids`` ``[B, S]``, at its end, in place."""
+        end = getattr(self.config, "eos_token_id", None)
+        if isinstance(end, int):
+            ids[ids == end] = end + 1
+            ids[:, -1] = end
+
+    def placeholder_id(self, kind: str) -> int | None:
+        """The id of a kind's placeholders; None if the config names none."""
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        found = (getattr(n, name, None) for n in nodes(self.config) for name in names)
+        return next((i for i in found if isinstance(i, int)), None)
+
+    def _placeholder_ids(self) -> list[int]:
+        kinds = ("image", "video", "audio")
+        return [i for kind in kinds if (i := self.placeholder_id(kind)) is not None] if self.config else []
+
+    def _boxes(self, length: int, pages: int) -> Tensor:
+        """Corners ``[B, S, 4]``: left and top, right and bottom."""
+        generator = torch.Generator().manual_seed(self.seed)
+        corners = torch.randint(0, min(pages, 1000), (self.batch, length, 2, 2), generator=generator)
+        return corners.sort(dim=2).values.reshape(self.batch, length, 4)
+
+    def _vocabulary(self) -> tuple[int, int]:
+        """Rows of the embedding, and how many streams of ids are stacked in the batch."""
+        try:
+            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            table = None  # a model with several towers does not have one embedding
+        if isinstance(table, (nn.ModuleList, list, tuple)) and len(table):
+            return _num_rows(table[0]), len(table)
+        rows = _num_rows(table) if self.name in ("", "input_ids") else 0
+        return rows or first_int(self.config, ("vocab_size",)), 1
+
+
+def _num_rows(table: Any) -> int:
+    weight = getattr(table, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.dim() == 2 else 0
