@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import math
 import sys
 import zlib
@@ -19,16 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.header import ShardFile, read_header
-from shardconv_runtime.format.layout_hash import layout_sha256
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, coordinates
+from shardconv_runtime.format.stored_layout import layout_sha256
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import parse_ranks, parse_size
+from shardconv.converted.older_plans import read_any_version
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.verifying.simulation.simulated_weights import local_tensor
 from shardconv.writing import fill
@@ -345,6 +347,27 @@ class TestReplan:
         found = manifest.read(out)
         for rank in range(2):
             manifest.check_sizes(out, found, rank)
+        assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
+
+    def test_a_plan_of_version_1_is_carried_over(
+        self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        out = tmp_path / "out"
+        old = shardconv.convert(llama_dir, out, 2)
+        before = {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}}
+        document = json.loads((out / "plan.json").read_text())
+        document |= {"version": 1, "notes": ["a note", "for inference only: it is old"]}
+        text = json.dumps(document)
+        (out / "plan.json").write_text(text)
+        found = dataclasses.replace(manifest.read(out), plan_sha256=plan_json.sha256(text))
+        manifest_writing.write(found, out)
+        with pytest.raises(ShardconvError, match=r"plan\.json: version: .*run `shardconv replan OUT`"):
+            manifest.read_plan(out, found)
+        read = read_any_version(out / "plan.json")
+        assert read == dataclasses.replace(old, inference_only="it is old", notes=("a note",))
+        monkeypatch.setattr(sys.modules["shardconv.pipeline.stages"], "solve_plan", lambda *a, **k: old)
+        assert shardconv.replan(out) == old
+        assert manifest.read_plan(out, manifest.read(out)) == old
         assert {f: (out / f).read_bytes() for f in files_in(out) - {"plan.json", "manifest.json"}} == before
 
     def test_a_run_that_died_halfway_is_repaired(
