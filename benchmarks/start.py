@@ -32,16 +32,16 @@ from synthetic import Shape, write_checkpoint
 
 MODELING = "transformers.models.llama.modeling_llama"
 STAGES = {
-    ("loading", "_check"): "check of files and fingerprint",
-    ("loading", "ReadAhead"): "start of reading ahead",
-    ("loading", "_launch"): "process group",
-    ("agreement", "agree"): "agreement of the ranks",
-    ("mesh", "connect"): "subgroups",
-    ("loading", "_config"): "config",
-    ("loading", "build_model"): "build",
-    ("loading", "parallelize"): "parallelize",
-    ("weights", "read"): "read",
-    ("loading", "prepare_generation"): "generation config",
+    ("loading.load", "_check"): "check of files and fingerprint",
+    ("loading.load", "ReadAhead"): "start of reading ahead",
+    ("loading.load", "_launch"): "process group",
+    ("comm.agreement", "agree"): "agreement of the ranks",
+    ("comm.mesh", "connect"): "subgroups",
+    ("loading.load", "read_config"): "config",
+    ("loading.load", "build_model"): "build",
+    ("loading.load", "parallelize"): "parallelize",
+    ("loading.rank_files", "read"): "read",
+    ("loading.load", "prepare_generation"): "generation config",
 }
 """Functions of the runtime that ``load`` calls one after the other, and the names of their lines."""
 

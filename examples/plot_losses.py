@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-COLOURS = ("#1f5fa8", "#d9731a", "#2a8a57", "#8a4fa8")
+COLORS = ("#1f5fa8", "#d9731a", "#2a8a57", "#8a4fa8")
 WIDTH, LEFT, RIGHT = 760, 64, 24
 TICKS = 5
 
@@ -52,10 +52,10 @@ class Panel:
     def y(self, value: float) -> float:
         return self.top + self.height * (self.high - value) / (self.high - self.low)
 
-    def line(self, values: Sequence[float], colour: str, dashes: str) -> str:
+    def line(self, values: Sequence[float], color: str, dashes: str) -> str:
         points = " ".join(f"{self.x(i):.1f},{self.y(v):.1f}" for i, v in enumerate(values))
         return (
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"'
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6"'
             f' stroke-linejoin="round" stroke-dasharray="{dashes}"/>'
         )
 
@@ -83,12 +83,12 @@ def losses_panel(curves: Sequence[Curve], top: float, height: float) -> list[str
     drawn = panel.axes("loss (nats per byte)", ticks)
     for i, curve in enumerate(curves):
         dashes = "" if i == 0 else f"{4 + 3 * i} {4 + 2 * i}"
-        colour = COLOURS[i % len(COLOURS)]
-        drawn.append(panel.line(curve.losses, colour, dashes))
+        color = COLORS[i % len(COLORS)]
+        drawn.append(panel.line(curve.losses, color, dashes))
         y = top + 18 + 20 * i
         x = WIDTH - RIGHT - 330
         drawn.append(
-            f'<path d="M{x} {y - 4}h36" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
+            f'<path d="M{x} {y - 4}h36" stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"/>'
         )
         drawn.append(f'<text x="{x + 44}" y="{y}">{escape(curve.name)}</text>')
     return drawn
@@ -103,7 +103,7 @@ def differences_panel(curves: Sequence[Curve], top: float, height: float) -> lis
         f"difference from “{curves[0].name}”", [(float(p), f"1e{p}") for p in range(low, high + 1)]
     )
     for i, values in enumerate(powers, 1):
-        drawn.append(panel.line(values, COLOURS[i % len(COLOURS)], ""))
+        drawn.append(panel.line(values, COLORS[i % len(COLORS)], ""))
     return drawn
 
 

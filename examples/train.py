@@ -4,14 +4,14 @@
     shardconv convert --random-init examples/small --tp 2 --sequence-parallel out/
     torchrun --nproc-per-node 4 examples/train.py --model out --losses l.jsonl --save new README.md docs/*.md
 
-Four processes and shards for two ranks make two data-parallel copies of the model. The same training in one
-process, on the model as transformers has it:
+Four processes and shards for two ranks make two replicas of the model. The same training of the unsharded
+model in one process:
 
     shardconv merge out/ plain/
     python examples/train.py --model plain --unsharded --losses unsharded.jsonl README.md docs/*.md
 
-Tokens are bytes, so that no tokenizer is needed. A step's data depends on the seed and the step alone: any
-number of processes sees the same, and a run that is resumed goes on with what it has not seen.
+Tokens are bytes, so that no tokenizer is needed. A step's data depends on the seed and the step alone: it is
+the same for any number of processes, and a resumed run continues with unseen data.
 """
 
 from __future__ import annotations
@@ -74,26 +74,26 @@ def micro_batches(text: Tensor, step: int, options: Options) -> Tensor:
 
 @dataclass
 class Run:
-    """The model on this process. ``mesh`` is None where the whole of it is here."""
+    """The model on this process. ``mesh`` is None for the unsharded model."""
 
     model: Any
     mesh: DeviceMesh | None = None
 
     def own(self, batch: Tensor) -> Tensor:
-        """This process's rows of a batch ``[B, S]``: alike over "tp", different over "dp"."""
+        """This process's rows ``[B / dp, S]`` of a batch, global ``[B, S]``: replicated over "tp"."""
         if self.mesh is None:
             return batch
         return batch.chunk(self.mesh["dp"].size())[self.mesh["dp"].get_local_rank()].to(self.model.device)
 
     def mean(self, loss: Tensor) -> float:
-        """Of all data-parallel processes."""
+        """The mean of a scalar loss over "dp"."""
         if self.mesh is not None:
             dist.all_reduce(loss, group=self.mesh.get_group("dp"))
             loss /= self.mesh["dp"].size()
         return loss.item()
 
     def clip(self, max_norm: float) -> float:
-        """Scale the gradients; return the norm that they had."""
+        """Scale the gradients; return their norm before."""
         if self.mesh is None:
             return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
         return shardconv_runtime.clip_grad_norm(self.model, max_norm).item()
@@ -113,14 +113,14 @@ def load(options: Options) -> Run:
     )
     if options.checkpoint_activations:
         shardconv_runtime.checkpoint_activations(model)
-    # Master weights stay as they were stored; layers compute in --dtype, gradients are averaged in float32.
+    # Master weights keep their stored dtype; layers compute in --dtype, gradients are averaged in float32.
     param_dtype = getattr(torch, options.dtype) if options.dtype != "stored" else None
     shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
     return Run(model.train(), mesh)
 
 
 def train(options: Options) -> None:
-    """All steps that are still to do, then save."""
+    """Run the remaining steps, then save."""
     run = load(options)
     is_first = run.mesh is None or dist.get_rank() == 0
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -175,17 +175,17 @@ def report(step: int, loss: float, norm: float, losses: Path | None, *, new: boo
 @click.option("--accumulate", default=1, help="Forward and backward passes for each update.")
 @click.option("--lr", default=3e-3, help="The largest learning rate.")
 @click.option("--warmup", default=20, help="Updates until it is reached.")
-@click.option("--clip", default=1.0, help="Norm of the gradients at most.")
-@click.option("--dtype", default="stored", help="That layers compute in; bfloat16 is mixed precision.")
-@click.option("--sequence-parallel", is_flag=True, help="Split activations between blocks over the sequence.")
-@click.option("--checkpoint-activations", is_flag=True, help="Compute activations again, to save memory.")
+@click.option("--clip", default=1.0, help="Upper limit of the gradients' norm.")
+@click.option("--dtype", default="stored", help="Dtype of the computation; bfloat16 is mixed precision.")
+@click.option("--sequence-parallel", is_flag=True, help="Shard activations between blocks over the sequence.")
+@click.option("--checkpoint-activations", is_flag=True, help="Recompute activations, to save memory.")
 @click.option("--seed", default=0, help="Of the data.")
 @click.option("--losses", type=click.Path(path_type=Path), help="File for a line of JSON for each step.")
 @click.option(
     "--save", type=click.Path(path_type=Path), help="Directory for model and optimizer, at the end."
 )
 @click.option(
-    "--resume", type=click.Path(exists=True, path_type=Path), help="That --save wrote; its optimizer."
+    "--resume", type=click.Path(exists=True, path_type=Path), help="Directory of --save; its optimizer."
 )
 def main(**given: Any) -> None:
     """Train MODEL on the bytes of FILES."""

@@ -4,12 +4,13 @@
     shardconv convert --random-init examples/small --tp 2 --sequence-parallel out/
     torchrun --nproc-per-node 4 examples/trainer.py --model out --output trained README.md docs/*.md
 
-``ShardedTrainer`` is what a program of one's own needs; copy it. The Trainer needs accelerate.
+To use it in another program, copy ``ShardedTrainer``. The Trainer needs accelerate.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,11 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         super().__init__(model, args, **options)
 
     def get_tp_size(self) -> int:
-        """Processes that have the same data: the tokens of a batch, and its size, are counted with it."""
+        """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""
         return self.mesh["tp"].size()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Leave the model as it is, share out the data over copies, and count each sample once."""
+        """Leave the model unchanged, distribute the data over replicas, and count each sample once."""
         super().create_accelerator_and_postprocess()
         accelerator: Any = self.accelerator
         prepare_other, tp = accelerator.prepare, self.get_tp_size()
@@ -72,7 +73,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
         def prepare_one(given: Any, **how: Any) -> Any:
             if isinstance(given, nn.Module):
-                return given  # the plan and data_parallel are all that it needs
+                return given  # data_parallel has prepared it
             if not isinstance(given, DataLoader):
                 return prepare_other(given, **how)
             return prepare_data_loader(
@@ -101,24 +102,24 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
             return recursively_apply(once, data, error_on_other_type=True)
 
         accelerator.prepare = prepare
-        accelerator.clip_grad_norm_ = clip_grad_norm  # the norm of the whole model, of which this is a part
+        accelerator.clip_grad_norm_ = clip_grad_norm  # by the norm over all ranks
         accelerator.gather_for_metrics = self.gather_function = gather_for_metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a converted directory, ``model`` in ``output_dir``; every process calls it."""
-        place = Path(output_dir or self.args.output_dir)
-        shardconv_runtime.save(self.model, place / "model", overwrite=True)
+        directory = Path(output_dir or self.args.output_dir)
+        shardconv_runtime.save(self.model, directory / "model", overwrite=True)
         if self.processing_class is not None and self.args.should_save:
-            self.processing_class.save_pretrained(place)
+            self.processing_class.save_pretrained(directory)
 
-    # Trainer has no public place for what follows. These three are methods of it since 5.17, at least.
+    # The Trainer lacks public hooks for the next three. It has had these methods at least since 5.17.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        place = Path(output_dir)
+        directory = Path(output_dir)
         optimizer = self.optimizer.optimizer  # without accelerate's wrapper
-        shardconv_runtime.save_optimizer(self.model, optimizer, place / "optimizer", overwrite=True)
+        shardconv_runtime.save_optimizer(self.model, optimizer, directory / "optimizer", overwrite=True)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), place / "scheduler.pt")
+            torch.save(self.lr_scheduler.state_dict(), directory / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -129,11 +130,11 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: the model was loaded from there."""
+        """The caller has loaded the model from the checkpoint."""
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Stretches of a text, one after another; tokens are bytes."""
+    """Consecutive stretches of a text; tokens are bytes."""
 
     def __init__(self, files: tuple[Path, ...], length: int) -> None:
         text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in files)), dtype=torch.uint8)
@@ -147,10 +148,70 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
+@dataclass(frozen=True)
+class Options:
+    """The command line; see ``--help``."""
+
+    files: tuple[Path, ...]
+    model: Path
+    output: Path
+    unsharded: bool
+    steps: int
+    batch: int
+    length: int
+    accumulate: int
+    lr: float
+    dtype: str
+    sequence_parallel: bool
+    log_every: int
+    save_every: int
+    eval_file: Path | None
+    resume: Path | None
+
+
+def make_trainer(options: Options) -> Trainer:
+    """The Trainer of the unsharded model, or of this process's part of it."""
+    tp = 1 if options.unsharded else manifest.read(options.model).tp
+    dp = int(os.environ.get("WORLD_SIZE", "1")) // tp
+    args = training_arguments(options, options.batch // dp)
+    data: dict[str, Any] = {"train_dataset": Windows(options.files, options.length)}
+    if options.eval_file is not None:
+        data["eval_dataset"] = Windows((options.eval_file,), options.length)
+    if options.unsharded:
+        unsharded = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        return Trainer(unsharded, args, **data)
+    # args.device starts the process group
+    mesh = init_device_mesh(args.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = load(options.model, mesh, options.dtype, options.sequence_parallel)
+    return ShardedTrainer(model, args, mesh=mesh, **data)
+
+
+def training_arguments(options: Options, batch_size: int) -> TrainingArguments:
+    """The Trainer's arguments; ``batch_size`` is that of one replica."""
+    return TrainingArguments(
+        output_dir=str(options.output),
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=options.accumulate,
+        max_steps=options.steps,
+        learning_rate=options.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(20, options.steps // 10),
+        max_grad_norm=1.0,
+        logging_steps=options.log_every,
+        save_strategy="steps" if options.save_every else "no",
+        save_steps=options.save_every or options.steps,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to="none",
+    )
+
+
 def load(model: Path, mesh: DeviceMesh, dtype: str, sequence_parallel: bool) -> Any:
-    """This process's part of the model, split over data-parallel processes."""
-    # ``import Trainer`` changes where Python looks for modules of transformers, so that the check of the
-    # model's code finds only those that are imported: import them.
+    """This process's part of the model, sharded over data-parallel processes."""
+    # Importing ``Trainer`` changes where Python looks for modules of transformers. The check of the model's
+    # code then finds only imported ones, so import the model's.
     getattr(transformers, transformers.AutoConfig.from_pretrained(model).architectures[0])
     loaded = shardconv_runtime.load(model, mesh=mesh, training=True, sequence_parallel=sequence_parallel)
     param_dtype = getattr(torch, dtype) if dtype != "stored" else None
@@ -171,64 +232,20 @@ def load(model: Path, mesh: DeviceMesh, dtype: str, sequence_parallel: bool) -> 
 @click.option("--length", default=128, help="Bytes in a sequence.")
 @click.option("--accumulate", default=1, help="Forward and backward passes for each update.")
 @click.option("--lr", default=3e-3, help="The largest learning rate.")
-@click.option("--dtype", default="stored", help="That layers compute in; bfloat16 is mixed precision.")
-@click.option("--sequence-parallel", is_flag=True, help="Split activations between blocks over the sequence.")
+@click.option("--dtype", default="stored", help="Dtype of the computation; bfloat16 is mixed precision.")
+@click.option("--sequence-parallel", is_flag=True, help="Shard activations between blocks over the sequence.")
 @click.option("--log-every", default=1, help="Steps.")
 @click.option("--save-every", default=0, help="Steps; 0 saves at the end only.")
 @click.option("--eval-file", type=click.Path(exists=True, path_type=Path), help="Evaluate on it at the end.")
 @click.option(
     "--resume", type=click.Path(exists=True, path_type=Path), help="Checkpoint; --model is its model."
 )
-def main(
-    files: tuple[Path, ...],
-    model: Path,
-    output: Path,
-    unsharded: bool,
-    steps: int,
-    batch: int,
-    length: int,
-    accumulate: int,
-    lr: float,
-    dtype: str,
-    sequence_parallel: bool,
-    log_every: int,
-    save_every: int,
-    eval_file: Path | None,
-    resume: Path | None,
-) -> None:
+def main(**given: Any) -> None:
     """Train MODEL on the bytes of FILES."""
-    tp = 1 if unsharded else manifest.read(model).tp
-    dp = int(os.environ.get("WORLD_SIZE", "1")) // tp
-    args = TrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=batch // dp,
-        per_device_eval_batch_size=batch // dp,
-        gradient_accumulation_steps=accumulate,
-        max_steps=steps,
-        learning_rate=lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(20, steps // 10),
-        max_grad_norm=1.0,
-        logging_steps=log_every,
-        save_strategy="steps" if save_every else "no",
-        save_steps=save_every or steps,
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=torch.cuda.is_available(),
-        disable_tqdm=True,
-        report_to="none",
-    )
-    evaluated = Windows((eval_file,), length) if eval_file else None
-    options: dict[str, Any] = {"train_dataset": Windows(files, length), "eval_dataset": evaluated}
-    trainer: Trainer
-    if unsharded:
-        whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-        trainer = Trainer(whole, args, **options)
-    else:
-        # args.device starts the process group
-        mesh = init_device_mesh(args.device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
-        trainer = ShardedTrainer(load(model, mesh, dtype, sequence_parallel), args, mesh=mesh, **options)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if evaluated is not None:
+    options = Options(**given)
+    trainer = make_trainer(options)
+    trainer.train(resume_from_checkpoint=str(options.resume) if options.resume else None)
+    if options.eval_file is not None:
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()

@@ -1,14 +1,14 @@
-"""What ``scripts/gpu_check`` runs: each section in a process of its own, and one line for each check.
+"""Runs the sections of ``scripts/gpu_check``, each in its own process, and prints one line for each check.
 
 Sections, all on one GPU (``gpu_sections.py`` has their code):
 
 - nccl: world size 1 over NCCL, beside the unsharded model: eager, compiled, CUDA graphs.
-- rank: one rank of eight of an 8B model by itself, its collectives replaced by local stand-ins.
+- rank: one rank of eight of an 8B model alone, its collectives replaced by local stand-ins.
 - ranks: several ranks over gloo that share the GPU, against the unsharded model.
 - load: from the disk to the device, in GB/s.
 - memory: the peak of a load; tokens of CUDA graphs against eager ones.
 
-The exit code is 0 if nothing failed, also where nothing could be checked, and 1 if something failed.
+The exit code is 1 if a check failed, else 0, even if no check could run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATHS = [str(ROOT / name) for name in ("", "runtime", "benchmarks", "scripts")]
 SECTIONS_FILE = Path(__file__).with_name("gpu_sections.py")
 NEEDED = ("torch", "transformers", "safetensors", "click", "tqdm", "huggingface_hub")
 LIMIT_S = 470
-"""Of the whole run."""
+"""Of the full run."""
 
 SECTIONS = {
     "nccl": (
@@ -44,23 +44,23 @@ SECTIONS = {
     "load": (120, "GB/s from disk to device, cold and warm, beside safetensors and a pinned copy"),
     "rank": (200, "one rank of eight of an 8B model: prefill, decode, roofline"),
 }
-"""Seconds that each may take, and what it checks; the longest comes last."""
+"""Time limit in seconds and description of each; the longest is last."""
 
 Line = dict[str, Any]
 
 
 def why_no_package() -> str:
-    """Why nothing can be run here; empty if something can."""
+    """The reason why no section can run here; empty if they can."""
     for name in NEEDED:
         try:
             importlib.import_module(name)
-        except Exception as error:  # some check their own needs while they are imported
+        except Exception as error:  # some check their requirements on import
             return f"{sys.executable} cannot import {name}: {error}"
     return ""
 
 
 def why_no_gpu() -> str:
-    """Why nothing can be checked on a GPU here; empty if something can."""
+    """The reason why a GPU cannot be used here; empty if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -71,7 +71,7 @@ def why_no_gpu() -> str:
 
 
 def run_section(name: str, limit_s: float, options: argparse.Namespace, scratch: str) -> Iterator[Line]:
-    """The lines of a section as they come; one about its end if that was not a good one."""
+    """The lines of a section as it prints them, and one about its failure."""
     command = [sys.executable, str(SECTIONS_FILE), name, "--device", options.device, "--scratch", scratch]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
@@ -100,13 +100,13 @@ def run_section(name: str, limit_s: float, options: argparse.Namespace, scratch:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """The section, and the ranks that it started."""
+    """Kill a section and the ranks that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, 9)
 
 
 def environment() -> dict[str, str]:
-    """With the packages of this repository, installed or not."""
+    """The environment of a section: imports the packages of this repository, installed or not."""
     paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -114,7 +114,7 @@ def environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        # All ranks are here, where the machine's own name may lead nowhere.
+        # All ranks are on this machine, whose own name may not resolve.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
     }
@@ -133,7 +133,7 @@ def render(line: Line) -> str:
 
 
 def machine() -> Line:
-    """What the numbers depend on."""
+    """The machine and the versions that the numbers depend on."""
     import torch
     import transformers
 
@@ -145,17 +145,17 @@ def machine() -> Line:
 
 
 def check(options: argparse.Namespace) -> list[Line]:
-    """Run the sections, and print."""
+    """Run the sections and print their lines."""
     lines: list[Line] = []
     start = time.monotonic()
-    patience = 1 if options.device == "cuda" else 8  # how fast a CPU is does not matter
+    patience = 1 if options.device == "cuda" else 8  # the speed of a CPU is irrelevant
     with tempfile.TemporaryDirectory(prefix="shardconv-gpu-", dir=options.directory) as scratch:
         for name in options.sections:
             began = time.monotonic()
             own_limit = options.section_limit or SECTIONS[name][0] * patience
             limit = min(own_limit, LIMIT_S * patience - (began - start))
             if limit <= 0:
-                why = f"the {LIMIT_S} s of the whole run were over"
+                why = f"the {LIMIT_S} s of the full run were over"
                 lines.append({"section": name, "what": "the section", "status": "not checked", "why": why})
                 print(render(lines[-1]), flush=True)
                 continue
@@ -167,7 +167,7 @@ def check(options: argparse.Namespace) -> list[Line]:
 
 
 def skipped(sections: list[str], why: str) -> list[Line]:
-    """A line for each thing that was not checked."""
+    """A line for each section that was not checked."""
     told = [
         {"section": name, "what": SECTIONS[name][1], "status": "not checked", "why": why} for name in sections
     ]
@@ -181,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: whether it works, not how fast")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--directory", help="for up to 40 GB of files (default: temporary files)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""What the sections of ``gpu_sections.py`` share: results, random models, and the timing of steps."""
+"""The common parts of the sections of ``gpu_check``: results, random models, and the timing of steps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from synthetic import Shape
 from torch import Tensor
 
 GROUPS = 5
-"""Of steps; the median of their means is what counts."""
+"""Of steps; their result is the median of the means."""
 
 WARM_UP = 3
+TINY = Shape(hidden=64, intermediate=128, heads=8, kv_heads=4, vocab=500, layers=2)
 NEW_TOKENS = 16
 TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-3}
-"""Of the largest logit: for bfloat16 four units in its last place, since other kernels round elsewhere."""
+"""Of the largest logit: for bfloat16 four units in its last place, since kernels round differently."""
 
 
 class Section:
-    """What a section works with: sizes, the device, files, and where results go.
+    """The sizes, device, files and results of a section.
 
     Args:
         name: of the section.
-        device: ``cuda``, or ``cpu`` to try the code.
+        device: ``cuda``, or ``cpu`` to test the code.
         small: tiny sizes.
         scratch: directory for files, shared by the sections of a run.
     """
@@ -67,7 +68,7 @@ class Section:
         self._print(what=what, status=status, number=number, unit=unit, ratio=ratio, of=of, why=why)
 
     def skip(self, what: str, why: str) -> None:
-        """Say that something was not checked."""
+        """Print that something was not checked."""
         self._print(what=what, status="not checked", why=why)
 
     def _print(self, **line: Any) -> None:
@@ -75,7 +76,7 @@ class Section:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """An error in here is a failed check, and the section goes on."""
+        """A context whose error is a failed check; the section continues."""
         try:
             yield
         except Exception as error:
@@ -88,7 +89,7 @@ class Section:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Until the device is done."""
+        """Seconds of a call, until the device is idle."""
         self.synchronize()
         start = time.perf_counter()
         call()
@@ -96,7 +97,7 @@ class Section:
         return time.perf_counter() - start
 
     def free(self) -> None:
-        """Give memory of dropped tensors back; models hold themselves in cycles."""
+        """Free the memory of deleted models, which have reference cycles."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -104,7 +105,7 @@ class Section:
     # ------------------------------------------------------------------------------------------- models
 
     def checkpoint(self, name: str, shape: Shape, dtype: torch.dtype) -> Path:
-        """A directory with a random model, made where it is not there."""
+        """The directory of a random model, made if it does not exist."""
         path = self.scratch / name
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")  # a section may be killed at any time
@@ -114,7 +115,7 @@ class Section:
         return path
 
     def random_model(self, shape: Shape, dtype: torch.dtype) -> Any:
-        """A whole model on the device."""
+        """An unsharded model with random weights, on the device."""
         torch.manual_seed(0)
         fields = {**shape.config(), "dtype": dtype, "max_position_embeddings": 4096}
         del fields["torch_dtype"]
@@ -123,7 +124,7 @@ class Section:
         return model.requires_grad_(False).eval()
 
     def converted(self, source: Path, tp: int) -> Path:
-        """Its conversion."""
+        """The converted directory of a model."""
         out = source.with_name(f"{source.name}-tp{tp}")
         if not (out / "manifest.json").exists():
             command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp), str(out)]
@@ -132,7 +133,7 @@ class Section:
                 raise RuntimeError(f"convert failed: {done.stderr.strip().splitlines()[-1:]}")
         return out
 
-    def whole(self, source: Path) -> Any:
+    def unsharded(self, source: Path) -> Any:
         """The model as transformers loads it."""
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
         return model.to(self.device).requires_grad_(False).eval()
@@ -145,7 +146,7 @@ class Section:
     # -------------------------------------------------------------------------------------------- steps
 
     def prefill_s(self, model: Any, ids: Tensor) -> float:
-        """Of a pass over the whole prompt."""
+        """Seconds of a pass over the full prompt."""
 
         def call() -> Any:
             return model(ids, use_cache=False, logits_to_keep=1)
@@ -155,7 +156,7 @@ class Section:
         return statistics.median(self.seconds(call) for _ in range(GROUPS))
 
     def decode_s(self, model: Any, ids: Tensor, num_steps: int) -> float:
-        """Of a step with a static cache; steps follow each other without a wait for the device."""
+        """Seconds of a step with a static cache; steps do not wait for the device."""
         step = self._stepper(model, ids, WARM_UP + GROUPS * num_steps)
         for _ in range(WARM_UP):
             step()
@@ -175,10 +176,11 @@ class Section:
         every = torch.arange(length, device=self.device)[None]
         model(ids, past_key_values=cache, use_cache=True, position_ids=every, logits_to_keep=1)
         token = ids[:, -1:].clone()
-        places = iter(ahead)
+        positions = iter(ahead)
 
-        def step() -> None:  # nothing of the output is kept: a CUDA graph may write there again
-            model(token, past_key_values=cache, use_cache=True, position_ids=next(places), logits_to_keep=1)
+        def step() -> None:  # drops the output, which a CUDA graph may overwrite
+            position = next(positions)
+            model(token, past_key_values=cache, use_cache=True, position_ids=position, logits_to_keep=1)
 
         return step
 
@@ -203,7 +205,7 @@ def build(shape: Shape, fields: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def step_bytes(model: Any, length: int) -> int:
-    """What a decoding step reads at least: the weights but for the embedding, and the whole static cache."""
+    """The bytes that a decoding step reads at least: all weights but the embedding, and the static cache."""
     table = model.get_input_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters() if p is not table)
     layer = model.model.layers[0].self_attn
@@ -212,7 +214,7 @@ def step_bytes(model: Any, length: int) -> int:
 
 
 def greedy(model: Any, ids: Tensor) -> list[int]:
-    """New tokens."""
+    """The ids of greedily generated tokens."""
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -225,17 +227,17 @@ def greedy(model: Any, ids: Tensor) -> list[int]:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest one, of the largest logit."""
+    """The largest difference, relative to the largest logit."""
     found, expected = found.float(), expected.float()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def why_no_compiler(section: Section) -> str:
-    """Why nothing can be compiled here; empty if it can."""
+    """The reason why nothing can be compiled here; empty if it can be."""
     if section.is_cuda and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
-        return "there is no C compiler, which compiled kernels are started with"
+        return "compiled kernels need a C compiler, which is missing"
     return ""
 
 
@@ -245,7 +247,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def place(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment that torchrun gives to a rank, all ranks on the first GPU."""
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment variables that torchrun sets for a rank; all ranks use the first GPU."""
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
     return {n: str(v) for n, v in {**numbers, "MASTER_PORT": port}.items()} | {"MASTER_ADDR": "127.0.0.1"}

@@ -13,7 +13,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 from distributed import run_processes
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.plan import Plan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -37,7 +37,7 @@ def with_plan(out: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
     """A copy of a converted directory with another plan."""
     shutil.copytree(out, path)
     digest = plan_json.write(change(plan_json.read(path / "plan.json")), path / "plan.json")
-    manifest.write(replace(manifest.read(path), plan_sha256=digest), path)
+    manifest_writing.write(replace(manifest.read(path), plan_sha256=digest), path)
     return path
 
 
@@ -116,7 +116,7 @@ def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
 
     no_padding = with_plan(out, tmp_path / "no-padding", without_padding)
     require(
-        no_padding, {odd_length: "PlanError: a sequence of 5 tokens cannot be split over 2 ranks, and by its"}
+        no_padding, {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and by the"}
     )
     no_sequence = with_plan(out, tmp_path / "no-sequence", without_sequence)
     require(
@@ -179,8 +179,8 @@ def test_data_parallel(out: Path) -> None:
         {
             other_tp: "LaunchError: the dim 'tp' of the mesh has the processes",
             no_tp: "LaunchError: the mesh has the dims ('dp',), and none of them is named 'tp'",
-            no_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' there must be one",
-            twice: "PlanError: fully_shard has wrapped the model or a part of it already",
+            no_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
+            twice: "PlanError: fully_shard has already sharded the model or a part of it",
             for_inference: "PlanError: no parameter of the model requires a gradient",
             not_loaded: "PlanError: this Linear was not loaded by shardconv_runtime.load",
             two_dtypes: "PlanError: a layer has parameters in torch.float32 and torch.float64",
@@ -240,8 +240,8 @@ def test_training(out: Path) -> None:
             inference_backward: "does not require grad",
             inference_with_gradients: "PlanError: the model was loaded for inference",
             without_gradients: "does not require grad",
-            order_of_norm: "PlanError: norm_type=0.0: the order of a norm is above 0",
-            added_parameter: "PlanError: adapter.weight is a parameter that the plan does not know",
+            order_of_norm: "PlanError: norm_type=0.0 should be above 0",
+            added_parameter: "PlanError: 1 parameter of the model is missing from the plan: adapter.weight",
             saved_operators: "PlanError: save='everything' should be",
             both_recompute: "PlanError: the model recomputes its activations already",
         },

@@ -71,7 +71,7 @@ def test_what_cannot_be_written(thing: Any) -> None:
     ],
 )
 def test_what_is_not_read(value: StoredValue) -> None:
-    with pytest.raises(CheckpointError, match="is no "):
+    with pytest.raises(CheckpointError, match="is not of kind "):
         from_value(value)
 
 
