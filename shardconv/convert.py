@@ -24,7 +24,7 @@ from .arguments import (
     require_seed,
 )
 from .reporting.progress import Progress, Silent
-from .writing.output import Output, owners_of
+from .writing.output import Output, WriteOptions
 
 if TYPE_CHECKING:
     from shardconv_runtime.checkpoint.model_spec import ModelSpec
@@ -100,8 +100,8 @@ def convert(
     progress = progress or Silent()
     options = SolveOptions(tp, experts, sequence_parallel, check)
     require_seed(seed, random_init=random_init)
-    limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
-    output = Output.prepare(out, overwrite=overwrite, source=model, owners=owners_of(wanted, tp))
+    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
+    output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
 
     from shardconv_runtime.checkpoint.checkpoint_weights import select
     from shardconv_runtime.checkpoint.resolve import resolve
@@ -123,16 +123,7 @@ def convert(
     origin, found = _initialized(spec, seed or 0, progress) if random_init else _read(spec, progress)
     solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
-    write(
-        solved,
-        weights,
-        output,
-        origin,
-        ranks=wanted,
-        max_file_size=limit,
-        memory=budget,
-        progress=progress,
-    )
+    write(solved, weights, output, origin, write_options, progress)
     return solved
 
 
@@ -151,15 +142,15 @@ def _initialized(
     spec: ModelSpec, seed: int, progress: Progress
 ) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a new model, and where they come from."""
-    from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialised_source
+    from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
     from .writing.writer import origin_of
 
     if has_weights(spec):
         progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
     origin = origin_of(replace(spec, dequantize=spec.blocks is not None))
     identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
-    origin = replace(origin, source=initialised_source(origin.source, seed), identity=identity, identify=None)
-    progress.stage(f"recording the model's own initialisation: seed {seed}, drawn in {drawn_dtype(spec)}")
+    origin = replace(origin, source=initialized_source(origin.source, seed), identity=identity, identify=None)
+    progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")
     return origin, dict(initial_weights(spec, seed))
 
 

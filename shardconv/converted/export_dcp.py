@@ -40,7 +40,7 @@ from ..writing.durable import fsync
 from ..writing.job import PARTIAL, read_state
 from ..writing.output import Output
 from ..writing.target import TargetFile, target_file
-from ..writing.workspace import Workspace, opened, refuse_if_busy
+from ..writing.workspace import Claim, Workspace, opened, refuse_if_busy
 from . import derived, shards
 from .shards import Converted, OwnedPart
 
@@ -56,7 +56,7 @@ _SHARD_NAME = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensor
 """By these names transformers knows such a directory."""
 
 _MAX_NUMBER = 99_999
-"""That five digits can say."""
+"""The largest of five digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _write(
 
     source = {"name": found.manifest.source.name, **derived.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}
-    with opened(output.path, job, files, {_OWNER}, tell=progress.stage) as workspace:
+    with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
             return

@@ -14,7 +14,7 @@ from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
 from ..writing.output import Output
 from ..writing.target import LEAST_ALIGNMENT, TargetFile, target_file
-from ..writing.workspace import Workspace, opened, write_durably
+from ..writing.workspace import Claim, Workspace, opened, write_durably
 from . import derived
 from .shards import Converted
 
@@ -27,7 +27,7 @@ _OWNER = "checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What was written."""
+    """The checkpoint that was written."""
 
     num_tensors: int
     num_files: int
@@ -44,7 +44,7 @@ class _Layout:
     files: Mapping[str, Sequence[str]]
     """Names of tensors by file."""
     index: Mapping[str, Any]
-    """For ``model.safetensors.index.json``, which a single file has not."""
+    """For ``model.safetensors.index.json``, which a single file does not need."""
 
 
 def merge(
@@ -64,14 +64,14 @@ def merge(
 
     Args:
         out: a converted directory.
-        hf_dir: directory to make; it must not exist, or be empty, or hold what an earlier run left.
+        hf_dir: directory to make; it must not exist, be empty, or hold unfinished files of an earlier run.
         max_file_size: bytes of a file, or text as ``"5GB"``; a tensor is never split.
-        memory: bytes for the buffers that weights pass through, or text.
+        memory: I/O buffer size in bytes, or text.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
         progress: where to report to.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy. ``hf_dir`` then has no ``config.json``.
+        ShardconvError: the message has the problem and the remedy. ``hf_dir`` then has no ``config.json``.
 
     Example:
         >>> shardconv.merge("out/", "my-model/")
@@ -121,7 +121,7 @@ def _write(
         "versions": tool_versions(),
     }
     files = [_target_file(path, names, layout.tensors) for path, names in layout.files.items()]
-    with opened(output.path, job, files, {_OWNER}, tell=progress.stage) as workspace:
+    with opened(output.path, job, files, Claim({_OWNER}), tell=progress.stage) as workspace:
         if workspace.is_finishing:
             workspace.finish_again()
             return
@@ -139,7 +139,7 @@ def _target_file(path: str, names: Iterable[str], tensors: Mapping[str, LazyTens
 
 
 def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:
-    """Move everything to its place: ``config.json``, without which nothing loads a directory, last."""
+    """Move everything to ``hf_dir``: ``config.json``, without which nothing loads a directory, last."""
     assert workspace.checksums() is not None, "all of it was written"
     paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]
     if layout.index:

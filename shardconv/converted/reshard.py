@@ -14,7 +14,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
-from ..writing.output import Output, owners_of
+from ..writing.output import Output, WriteOptions
 from . import derived
 from .shards import Converted
 
@@ -43,31 +43,31 @@ def reshard(
 
     Args:
         out: a converted directory.
-        out2: directory to make; it must not exist, or be empty, unless ``overwrite``, or hold what an
-            earlier run left unfinished.
+        out2: directory to make; it must not exist, be empty, or hold the unfinished files of an earlier
+            run, unless ``overwrite``.
         tp: number of ranks.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
-        memory: bytes for the buffers that weights pass through, or text.
+        memory: I/O buffer size in bytes, or text.
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. See ``convert``.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
         overwrite: replace ``out2`` if it is a converted directory, and nothing else.
-        check: prove the plan on numbers (ranks simulated in float64) before anything is written.
+        check: check the plan on numbers (ranks simulated in float64) before anything is written.
         progress: where to report to.
 
     Returns:
         The plan, as in ``out2/plan.json``.
 
     Raises:
-        ShardconvError: with what is wrong and the remedy.
+        ShardconvError: the message has the problem and the remedy.
 
     Example:
         >>> plan = shardconv.reshard("out/", "out-4/", tp=4)
     """
     progress = progress or Silent()
     require_tp(tp)
-    limit, budget, wanted = parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp)
+    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     derived.require_apart(out, out2)
-    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=owners_of(wanted, tp))
+    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=write_options.owners(tp))
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
@@ -82,16 +82,7 @@ def reshard(
     solved = with_blocks(solved, stored_blocks_of(found.plan))
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)
-    write(
-        solved,
-        _gathered(weights, solved),
-        output,
-        origin,
-        ranks=wanted,
-        max_file_size=limit,
-        memory=budget,
-        progress=progress,
-    )
+    write(solved, _gathered(weights, solved), output, origin, write_options, progress)
     return solved
 
 
@@ -121,13 +112,14 @@ def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTen
 def _require_same_tensors(found: Converted, weights: Mapping[str, LazyTensor], new: Plan) -> None:
     """All that is stored is in the new plan, of its dtype: one of other versions might cast or leave out."""
     wanted = stored_plans(new)
-    kept = {id(weights[name]) for name in wanted if name in weights}
+    first = dict(found.plan.tied)  # a tied tensor is kept under any of its names
+    kept = {first.get(name, name) for name in wanted if name in weights}
     for name in sorted({*weights, *wanted}):
         problem = ""
         if name not in weights:
             problem = "which is not there"
-        elif id(weights[name]) not in kept:  # a tied tensor is kept under any of its names
-            problem = "which the model has not in this environment"
+        elif first.get(name, name) not in kept:
+            problem = "which the model lacks in this environment"
         elif name in wanted and weights[name].dtype != wanted[name].dtype:
             problem = f"which is in {weights[name].dtype} there, and in {wanted[name].dtype} here"
         if problem:

@@ -1,1 +1,1 @@
-"""Files on disk: planned to the byte, written at once, continued after a crash."""
+"""Files on disk: planned to the byte, moved into place at once, continued after a crash."""

@@ -1,8 +1,8 @@
-"""CRC-32 of a file from the CRC-32s of its parts, which may be worked out in any order.
+"""CRC-32 of a file from the CRC-32s of its parts, which may be computed in any order.
 
-``zlib.crc32`` computes the checksum of one stretch of bytes; this joins two of them. Appending n zero
-bytes to a message is a linear map of its CRC over GF(2), and the CRC of ``a + b`` is that of ``a``
-mapped over ``len(b)`` zero bytes, xor that of ``b`` (zlib's ``crc32_combine``, by Mark Adler).
+``zlib.crc32`` computes the checksum of one range of bytes; this combines two. Appending n zero bytes to a
+message is a linear map of its CRC over GF(2), and the CRC of ``a + b`` is that of ``a`` mapped over
+``len(b)`` zero bytes, xor that of ``b`` (zlib's ``crc32_combine``, by Mark Adler).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, least significant first."""
+"""Of CRC-32, least significant bit first."""
 
 _Matrix = tuple[int, ...]
 """Images of the 32 unit vectors."""
 
 
 class Extent(NamedTuple):
-    """A written stretch of a file."""
+    """A range of bytes of a file that was written."""
 
     offset: int
     """In bytes from the start of the file."""
@@ -28,7 +28,7 @@ class Extent(NamedTuple):
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two stretches laid end to end.
+    """CRC-32 of two ranges of bytes, one after the other.
 
     Args:
         first: CRC-32 of the first.
@@ -39,7 +39,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """The same stretches in order, those that touch made one.
+    """The same ranges in order, with adjacent ones merged.
 
     Raises:
         ValueError: two overlap.
@@ -59,8 +59,8 @@ def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 @lru_cache(maxsize=4096)
 def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
-    """What appending so many zero bytes does to a CRC."""
-    result = tuple(1 << place for place in range(32))
+    """The map that appending ``num_bytes`` zero bytes applies to a CRC."""
+    result = tuple(1 << bit for bit in range(32))
     power = 0
     while num_bytes:
         if num_bytes & 1:
@@ -72,11 +72,11 @@ def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
 
 @lru_cache(maxsize=64)
 def _power_matrix(power: int) -> _Matrix:
-    """Of ``2 ** power`` zero bytes."""
+    """The map of ``2 ** power`` zero bytes."""
     if power > 0:
         half = _power_matrix(power - 1)
         return _compose(half, half)
-    matrix = (_POLYNOMIAL, *(1 << place for place in range(31)))  # one zero digit
+    matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     for _ in range(3):
         matrix = _compose(matrix, matrix)
     return matrix
@@ -87,10 +87,10 @@ def _compose(outer: _Matrix, inner: _Matrix) -> _Matrix:
 
 
 def _times(matrix: _Matrix, vector: int) -> int:
-    total, place = 0, 0
+    total, bit = 0, 0
     while vector:
         if vector & 1:
-            total ^= matrix[place]
+            total ^= matrix[bit]
         vector >>= 1
-        place += 1
+        bit += 1
     return total

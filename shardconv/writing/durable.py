@@ -1,4 +1,4 @@
-"""Files and names that outlast a crash of the machine."""
+"""Files and names that survive a crash of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
+    """Write a small file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
     with partial.open("w", encoding="utf-8") as file:
@@ -20,7 +20,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make what a file holds, or the names in a directory, durable."""
+    """Make the content of a file, or the names in a directory, durable."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -29,13 +29,13 @@ def fsync(path: Path) -> None:
 
 
 def fsync_directories(root: Path) -> None:
-    """Make the names in a directory and in all below it durable."""
+    """Make the names in a directory and in all directories below it durable."""
     for path in (*(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink()), root):
         fsync(path)
 
 
 def remove(root: Path, paths: Iterable[str]) -> None:
-    """Remove files below ``root``, those that there are, and directories that are then empty."""
+    """Remove files below ``root`` that exist, and directories that are then empty."""
     for path in paths:
         file = root / path
         file.unlink(missing_ok=True)

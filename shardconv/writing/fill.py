@@ -20,22 +20,23 @@ from .workspace import Workspace
 from .write_log import HEADER, Key, Written
 
 SYNC_EVERY_S = 1.0
-"""How often what was written is made durable and journaled; a crash loses no more than this."""
+"""Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""
 
 
 def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, progress: Progress) -> None:
-    """Write what is missing of the files whose owners the workspace has locked.
+    """Write the missing bytes of the files whose owners the workspace has locked.
 
     Args:
         workspace: where to write.
-        sources: the global tensors, in an order that is the same for every part of the job: it numbers
-            the leaves in the journals.
-        memory: bytes that the buffers may take.
+        sources: the global tensors, in the same order for every part of the job: the order numbers the
+            leaves in the journals.
+        memory: I/O buffer size in bytes.
         progress: where to report to.
 
     Raises:
         SourceError: a source file cannot be read.
-        ShardconvError: a file cannot be written, for want of space, say. What was done is kept.
+        ShardconvError: a file cannot be written, for example because the disk is full. Finished work is
+            kept.
     """
     leaves: dict[LazyLeaf, int] = {}
     for tensor in sources:
@@ -66,7 +67,7 @@ def _placed(workspace: Workspace) -> Iterator[Placed]:
 
 
 def _remaining(units: Iterable[Unit], written: dict[int, Written]) -> Iterator[Unit]:
-    """The units, without what an earlier run did."""
+    """The units without the moves that an earlier run finished."""
     for unit in units:
         moves = tuple(move for move in unit.moves if unit.key not in written.get(move.file, {}))
         if moves:
@@ -86,7 +87,7 @@ def _require_space(workspace: Workspace) -> None:
 
 
 def _missing_bytes(workspace: Workspace, index: int) -> int:
-    """Of a file, those for which the disk has no place yet; an earlier run may have written some in vain."""
+    """Bytes of a file that are not yet allocated on the disk, as far as can be told."""
     path, num_bytes = workspace.location(index), workspace.files[index].num_bytes
     return max(num_bytes - path.stat().st_blocks * 512, 0) if path.exists() else num_bytes
 
@@ -99,12 +100,12 @@ def _writing(workspace: Workspace) -> Iterator[_Target]:
     except OSError as error:
         raise ShardconvError(
             f"OUT {workspace.out} cannot be written: {error.strerror or error}; correct that and run the "
-            "same command again, it continues where it was"
+            "same command again, which continues"
         ) from error
 
 
 class _Target:
-    """The open files of a workspace, and what of them is not journaled yet."""
+    """The open files of a workspace, and their writes that are not journaled yet."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -137,7 +138,11 @@ class _Target:
                 os.close(handle)
 
     def begin(self, index: int) -> int:
-        """Make a file, of its final size, with its header; the bytes of that."""
+        """Create a file of its final size and write its header.
+
+        Returns:
+            Bytes of the header.
+        """
         file = self._workspace.files[index]
         handle = self._handle(index)
         os.ftruncate(handle, 0)
@@ -147,14 +152,14 @@ class _Target:
         return len(file.header)
 
     def write(self, index: int, offset: int, data: memoryview) -> None:
-        """Write bytes at a place of a file."""
+        """Write bytes at an offset of a file."""
         handle = self._handle(index)
         while len(data):
             count = os.pwrite(handle, data, offset)
             data, offset = data[count:], offset + count
 
     def journal(self, key: Key, extents: dict[int, list[Extent]]) -> None:
-        """Journal, once it is durable, what a unit put into files."""
+        """Journal what a unit wrote, as soon as it is durable."""
         with self._lock:
             self._pending.append((key, extents))
         if self._error is not None:
@@ -177,7 +182,7 @@ class _Target:
                 return
 
     def _sync(self) -> None:
-        """Make what is pending durable, then journal it."""
+        """Make pending writes durable, then journal them."""
         with self._lock:
             pending, self._pending = self._pending, []
             handles = dict(self._handles)
@@ -192,7 +197,7 @@ class _Target:
 
 @dataclass
 class _Sink:
-    """Writes what one unit puts, and remembers where and with which checksum."""
+    """Writes the bytes of one unit, and keeps their extents."""
 
     target: _Target
     extents: dict[int, list[Extent]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Locks of files, which the system gives back when a process dies."""
+"""Locks of files, which the system releases when a process dies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BusyError(ShardconvError):
 
 @contextmanager
 def locked_journal(journal: Path, out: Path) -> Iterator[int]:
-    """Open a journal, or make it, for this process alone.
+    """Open or create a journal that no other process has open.
 
     Raises:
-        BusyError: another process has it.
+        BusyError: another process has locked it.
     """
     handle = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -35,28 +35,28 @@ def locked_journal(journal: Path, out: Path) -> Iterator[int]:
 
 
 def unlock(handle: int) -> None:
-    """Let another process have it."""
+    """Release a lock before the file is closed."""
     fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def is_locked(journal: Path, out: Path) -> bool:
-    """Whether another process has a journal at this moment."""
+    """Whether another process has locked a journal at this moment."""
     try:
         handle = os.open(journal, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        return not _lock(handle, out, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not meet
+        return not _lock(handle, out, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two processes may ask at once
     finally:
         os.close(handle)
 
 
 @contextmanager
 def setup_lock(path: Path, out: Path) -> Iterator[None]:
-    """Wait until this process alone begins or finishes.
+    """Wait until no other process begins or finishes.
 
     Raises:
-        ShardconvError: meanwhile another process removed the directory, having completed ``out``.
+        ShardconvError: another process completed ``out`` meanwhile, and removed the directory.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -72,12 +72,12 @@ def setup_lock(path: Path, out: Path) -> Iterator[None]:
 
 
 def refuse(out: Path) -> NoReturn:
-    """Raises ``BusyError``."""
+    """Raise ``BusyError``."""
     raise BusyError(f"OUT {out} is being written by another process; wait for it, or name another directory")
 
 
 def _lock(handle: int, out: Path, how: int) -> bool:
-    """Whether the lock could be had."""
+    """Whether the lock was acquired."""
     try:
         fcntl.flock(handle, how)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Where a directory may be made: never in place of anything that shardconv did not write."""
+"""The output directory, which never replaces anything that shardconv did not write."""
 
 from __future__ import annotations
 
@@ -16,11 +16,28 @@ from .workspace import refuse_if_busy
 
 
 @dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How much of a converted directory is written, and with which buffers."""
+
+    max_file_size: int
+    """Bytes of tensors after which a new file is begun."""
+    memory: int
+    """I/O buffer size in bytes."""
+    ranks: Collection[int] | None = None
+    """The ranks to write; None: all."""
+
+    def owners(self, tp: int) -> set[str] | None:
+        """Directories of the ranks to write; None: all."""
+        return None if self.ranks is None else {rank_directory(rank, tp) for rank in self.ranks}
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """A place where a converted directory may be put."""
+    """A directory that may be written."""
 
     path: Path
     overwrite: bool
+    """Whether a converted directory may be replaced."""
 
     @classmethod
     def prepare(
@@ -31,16 +48,16 @@ class Output:
         source: str | os.PathLike[str],
         owners: Collection[str] | None = None,
     ) -> Output:
-        """Check that ``out`` may be made, without making it.
+        """Check that ``out`` may be written, without creating it.
 
         Args:
-            out: the directory to make. It may hold what an earlier run left unfinished.
+            out: the directory to write. It may hold the unfinished output of an earlier run.
             overwrite: whether a converted directory may be replaced.
-            source: the model; ``out`` may not hold it.
-            owners: whose files are to be written, see ``workspace``; by default all.
+            source: the model; it may not be in ``out``.
+            owners: the owners to write, see ``workspace``; None: all.
 
         Raises:
-            ShardconvError: it exists and is not empty, or cannot be written, or another process writes to it.
+            ShardconvError: ``out`` is not empty, cannot be written, or is being written by another process.
         """
         path = Path(out).expanduser().absolute()
         if path.exists() and not path.is_dir():
@@ -54,23 +71,23 @@ class Output:
         return cls(path, overwrite)
 
     def require_free(self) -> None:
-        """Check again, now that the plan is made.
+        """Check again, after the plan was made.
 
         Raises:
-            ShardconvError: a converted directory was put there meanwhile, and may not be replaced.
+            ShardconvError: another process wrote a converted directory meanwhile, which may not be replaced.
         """
-        is_there = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
-        if is_there and not self.overwrite:
+        is_complete = (self.path / MANIFEST_NAME).is_file() and not _is_being_finished(self.path)
+        if is_complete and not self.overwrite:
             raise ShardconvError(
                 f"OUT {self.path} was written by another process meanwhile; name another directory, "
                 "or pass --overwrite"
             )
 
     def replaced(self) -> list[str]:
-        """The files of the converted directory that is there; the last one makes it complete.
+        """Files of the converted directory that is replaced; the last one makes it complete.
 
         Raises:
-            ShardconvError: it was not there before, and may not be replaced.
+            ShardconvError: as ``require_free``.
         """
         self.require_free()
         if not (self.path / MANIFEST_NAME).is_file():
@@ -78,13 +95,8 @@ class Output:
         return [*(entry.path for entry in read_manifest(self.path).files), PLAN_NAME, MANIFEST_NAME]
 
 
-def owners_of(ranks: Collection[int] | None, tp: int) -> set[str] | None:
-    """Whose files are written where these ranks' are; None for all."""
-    return None if ranks is None else {rank_directory(rank, tp) for rank in ranks}
-
-
 def _is_being_finished(path: Path) -> bool:
-    """Whether what is there was put there by a run of which something is left to do."""
+    """Whether a run that was interrupted while it moved files to ``path`` can be finished."""
     state = read_state(path / PARTIAL)
     if state is None or state.moves is None:
         return False
@@ -92,7 +104,7 @@ def _is_being_finished(path: Path) -> bool:
 
 
 def _require_replaceable(path: Path, source: Path) -> None:
-    """Only what shardconv wrote may be removed."""
+    """Require that shardconv wrote every file in ``path``."""
     if source.exists() and source.resolve().is_relative_to(path.resolve()):
         raise ShardconvError(f"OUT {path} holds the model to convert; name another directory")
     known = known_files(path)
@@ -105,13 +117,13 @@ def _require_replaceable(path: Path, source: Path) -> None:
             known |= {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in read_manifest(path).files)}
     except CheckpointError as error:
         raise ShardconvError(f"OUT {path} cannot be replaced: {error}; remove it yourself") from error
-    strange = sorted(
+    names = sorted(
         str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir() or file.is_symlink()
     )
-    foreign = [name for name in strange if name not in known and name.split("/")[0] != PARTIAL]
-    if foreign:
+    unknown = [name for name in names if name not in known and name.split("/")[0] != PARTIAL]
+    if unknown:
         raise ShardconvError(
-            f"OUT {path} holds {foreign[0]}, which shardconv did not write; move it away first"
+            f"OUT {path} holds {unknown[0]}, which shardconv did not write; move it away first"
         )
 
 
@@ -121,4 +133,4 @@ def _require_writable(path: Path) -> None:
         parent = parent.parent
     anchor = parent if parent != path else path.parent
     if not anchor.is_dir() or not os.access(anchor, os.W_OK | os.X_OK):
-        raise ShardconvError(f"OUT {path} cannot be made: no permission to write in {anchor}")
+        raise ShardconvError(f"OUT {path} cannot be created: no permission to write in {anchor}")

@@ -1,4 +1,4 @@
-"""The files to write, planned to the byte before anything is written."""
+"""Files to write, planned to the byte before the first one is written."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from shardconv_runtime.format.shard_files import ALIGNMENT, FileLayout, Shape, l
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 LEAST_ALIGNMENT = 8
-"""That of the safetensors library, whose files are to be had byte for byte."""
+"""Alignment of the safetensors library, for files with the same bytes as its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A safetensors file that is to be written."""
+    """A safetensors file to write."""
 
     path: str
     """Relative to the output directory, with ``/``."""
     owner: str
-    """Whose it is: one process at a time writes the files of an owner."""
+    """A rank or the common part; one process at a time writes the files of an owner."""
     layout: FileLayout
     tensor: Callable[[str], LazyTensor] = field(repr=False, compare=False)
-    """What a tensor is made of; called where the file is written."""
+    """The source of a tensor, by name; called when the file is written."""
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """The first bytes of the file."""
         return self.layout.header
 
     @property
     def offsets(self) -> Mapping[str, int]:
-        """The byte at which each tensor begins, in the order of the file."""
+        """Name -> offset of its first byte in the file, in the order of the file."""
         return self.layout.offsets
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the file."""
         return self.layout.num_bytes
 
 
@@ -48,14 +48,14 @@ def target_file(
     tensor: Callable[[str], LazyTensor],
     alignment: int = ALIGNMENT,
 ) -> TargetFile:
-    """Lay out a file; the same arguments give the same bytes.
+    """Lay out a file; deterministic.
 
     Args:
         path: relative to the output directory.
-        owner: whose it is.
+        owner: see ``TargetFile.owner``.
         declared: torch's name of the dtype and the shape of each tensor.
         metadata: of the header.
-        tensor: what a tensor is made of.
+        tensor: the source of a tensor, by name.
         alignment: of the first tensor, in bytes.
     """
     return TargetFile(path, owner, lay_out(declared, metadata, alignment), tensor)

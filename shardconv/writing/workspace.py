@@ -1,13 +1,13 @@
-"""``OUT/.partial``: where the files of an output directory are made, so that a crash loses nothing.
+"""``OUT/.partial``: the workspace in which the files of an output directory are written, to survive crashes.
 
-    OUT/.partial/job.json              what is being written, to the byte; no other job may continue it
-    OUT/.partial/OWNER.journal         which stretches of the owner's files are on disk
+    OUT/.partial/job.json              everything that determines the output; no other job may continue it
+    OUT/.partial/OWNER.journal         which bytes of the owner's files are on disk
     OUT/.partial/rank-.../*.safetensors
     OUT/.partial/setup.lock            held by a process that begins or finishes
 
-An **owner** (a rank, or what is common) is written by one process at a time, which holds a lock on its
-journal; so parts of the ranks can be written on many machines. Whoever finishes its part last, so that the
-journals of all owners are complete and nobody holds one, moves the files to OUT.
+An **owner** (a rank, or the common part) is written by one process at a time, which holds a lock on its
+journal; so several machines can write different ranks. The process that finishes last, when the journals of
+all owners are complete and no other is locked, moves the files to OUT.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from .job import (
 )
 from .locks import LOCK_NAME, BusyError, is_locked, locked_journal, refuse, setup_lock, unlock
 from .target import TargetFile
-from .write_log import Key, Written, append_line, forget, read_log, truncate_torn
+from .write_log import Key, Written, append_line, forget, read_log, truncate_incomplete
 
-__all__ = ["PARTIAL", "Job", "Workspace", "known_files", "opened", "refuse_if_busy", "write_durably"]
+__all__ = ["PARTIAL", "Claim", "Job", "Workspace", "known_files", "opened", "refuse_if_busy", "write_durably"]
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """An open ``OUT/.partial``, whose ``owners`` this process has locked."""
+    """An open ``OUT/.partial``, some of whose owners this process has locked."""
 
     out: Path
     files: tuple[TargetFile, ...]
-    """Of all owners."""
+    """Files of all owners."""
     journals: Mapping[str, int]
-    """Open and locked, of the owners that this process writes."""
+    """Owner -> open and locked journal, for the owners that this process writes."""
 
     @property
     def path(self) -> Path:
@@ -63,12 +63,12 @@ class Workspace:
 
     @property
     def is_finishing(self) -> bool:
-        """All is written, and an earlier process died while it moved the files to OUT."""
+        """All files are written; an earlier process died while it moved them to OUT."""
         state = read_state(self.path)
         return state is not None and state.moves is not None
 
     def location(self, index: int) -> Path:
-        """Where file ``index`` is made."""
+        """Where file ``index`` is written."""
         return self.path / self.files[index].path
 
     def mine(self) -> list[int]:
@@ -76,7 +76,7 @@ class Workspace:
         return [index for index, file in enumerate(self.files) if file.owner in self.journals]
 
     def written(self) -> dict[int, Written]:
-        """What is durable of each file of the locked owners; a file that was lost is begun again."""
+        """Index -> the durable writes, of files of locked owners; a file that was lost is begun again."""
         found = self._logged(self.journals)
         for index in [index for index in found if not self._is_there(index)]:
             forget(self._journal_of(index), index)
@@ -84,7 +84,7 @@ class Workspace:
         return found
 
     def append(self, index: int, key: Key, extents: Sequence[Extent]) -> None:
-        """Journal what a unit put into a file, and what is durable already."""
+        """Journal the writes of a unit to a file, which are durable."""
         append_line(self._journal_of(index), index, key, extents)
 
     def sync(self) -> None:
@@ -93,32 +93,32 @@ class Workspace:
             os.fsync(handle)
 
     def checksums(self) -> dict[str, int] | None:
-        """CRC-32 of each file, by path; None while an owner is not done (``unfinished``)."""
+        """Path -> CRC-32 of all files; None while an owner is unfinished."""
         found = self._complete()
         if None in found.values() or self._busy():
             return None
-        return {path: whole.crc32 for path, whole in found.items() if whole is not None}
+        return {path: extent.crc32 for path, extent in found.items() if extent is not None}
 
     def unfinished(self) -> list[str]:
-        """The owners of files that are not complete, and those that another process still holds."""
+        """Owners of incomplete files, and those that another process has locked."""
         found = self._complete()
         incomplete = {file.owner for file in self.files if found[file.path] is None}
         return sorted(incomplete | self._busy())
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Wait until no other part is beginning or finishing; the end of it is the end of this part."""
+        """Wait until no other part begins or finishes; on exit this part releases its owners."""
         with setup_lock(self.path / LOCK_NAME, self.out):
             yield
-            for handle in self.journals.values():  # or of two last parts each would leave it to the other
+            for handle in self.journals.values():  # else two last parts leave the rest to each other
                 unlock(handle)
 
     def finish(self, paths: Sequence[str], replaced: Sequence[str]) -> None:
         """Move the files to OUT, and remove the workspace.
 
         Args:
-            paths: of all files in the workspace that OUT is to have; the last one makes OUT complete.
-            replaced: of the files that OUT has and that go; the last one makes it complete now.
+            paths: all files of the new OUT, which are in the workspace; the last one makes OUT complete.
+            replaced: all files of the old OUT; the last one makes that complete.
         """
         for path in paths:
             fsync(self.path / path)
@@ -128,7 +128,7 @@ class Workspace:
         self.finish_again()
 
     def finish_again(self) -> None:
-        """Finish what ``finish`` began."""
+        """Continue ``finish``."""
         place(self.out)
         _empty(self.path)
 
@@ -136,12 +136,12 @@ class Workspace:
         return self.journals[self.files[index].owner]
 
     def _complete(self) -> dict[str, Extent | None]:
-        """By path of each file, the one stretch that it is, or None."""
+        """Path -> the extent of the complete file, or None."""
         found = self._logged({file.owner for file in self.files})
         return {file.path: _complete(file, found.get(index, {})) for index, file in enumerate(self.files)}
 
     def _busy(self) -> set[str]:
-        """Other owners that a process writes at this moment."""
+        """Owners that another process writes at this moment."""
         others = {file.owner for file in self.files} - self.journals.keys()
         return {owner for owner in others if is_locked(_journal_path(self.path, owner), self.out)}
 
@@ -156,43 +156,51 @@ class Workspace:
         return path.is_file() and path.stat().st_size == self.files[index].num_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The owners that a process writes."""
+
+    required: Collection[str]
+    """Refused if another process writes one of them."""
+    optional: Collection[str] = ()
+    """Left out where another process writes them."""
+
+
 @contextmanager
 def opened(
     out: Path,
     job: Job,
     files: Sequence[TargetFile],
-    owners: Collection[str],
+    claim: Claim,
     *,
-    optional: Collection[str] = (),
     tell: Callable[[str], None],
     check: Callable[[], object] = lambda: None,
 ) -> Iterator[Workspace]:
-    """Lock the owners' files in ``OUT/.partial`` and continue what was begun, or begin.
+    """Lock owners in ``OUT/.partial``, and continue the job that was begun there, or begin.
 
     Args:
-        out: the output directory; it is made.
-        job: what is written.
-        files: of all owners.
-        owners: whose files this process writes. If these are all, another job that was begun in ``out``
-            is thrown away; a part refuses instead, since others may have done theirs.
-        optional: owners that this process writes too, unless another one does at this moment.
-        tell: is told in one line that work begins anew.
-        check: called when no other process begins or finishes; it raises an error if this may not begin.
+        out: the output directory; it is created.
+        job: everything that determines the output.
+        files: files of all owners.
+        claim: the owners that this process writes. If these are all, the unfinished output of another job in
+            ``out`` is discarded; a part refuses instead, since other parts may be finished.
+        tell: called with one line if unfinished output is discarded.
+        check: called while no other process begins or finishes; raises an error if this one may not begin.
 
     Raises:
-        ShardconvError: another process writes the same to ``out``, or a part does not fit the others.
+        ShardconvError: another process writes the same owners, or this part does not fit the others.
     """
-    is_part = {file.owner for file in files} != {*owners, *optional}
+    is_part = {file.owner for file in files} != {*claim.required, *claim.optional}
     partial = out / PARTIAL
     partial.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.callback(_remove_if_empty, partial)  # once no file in it is open: NFS keeps those
+        stack.callback(_remove_if_empty, partial)  # after its files are closed: NFS keeps open ones
         with setup_lock(partial / LOCK_NAME, out):
             journals = {
                 owner: stack.enter_context(locked_journal(_journal_path(partial, owner), out))
-                for owner in owners
+                for owner in claim.required
             }
-            for owner in optional:
+            for owner in claim.optional:
                 with suppress(BusyError):
                     journals[owner] = stack.enter_context(locked_journal(_journal_path(partial, owner), out))
             try:
@@ -202,19 +210,19 @@ def opened(
                 raise
             _agree(out, as_json(job), journals, is_part, tell)
             for handle in journals.values():
-                truncate_torn(handle)
+                truncate_incomplete(handle)
         yield Workspace(out, tuple(files), journals)
 
 
 def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
-    """Refuse, before any work, if another process writes to ``out``.
+    """Refuse, before any work, an ``out`` that another process writes.
 
     Args:
         out: the output directory.
-        owners: the ones to look at; by default all.
+        owners: the owners to check; None: all.
 
     Raises:
-        ShardconvError: one does.
+        BusyError: another process writes one of them.
     """
     for journal in (out / PARTIAL).glob("*.journal"):
         if (owners is None or journal.stem in owners) and is_locked(journal, out):
@@ -222,7 +230,7 @@ def refuse_if_busy(out: Path, owners: Collection[str] | None = None) -> None:
 
 
 def _complete(file: TargetFile, written: Written) -> Extent | None:
-    """The one stretch that is the whole file, if all of it was written."""
+    """The extent of the file, if all of it was written."""
     extents = join(extent for unit in written.values() for extent in unit)
     return extents[0] if len(extents) == 1 and extents[0][:2] == (0, file.num_bytes) else None
 
@@ -232,7 +240,7 @@ def _agree(
 ) -> None:
     """Make this the job of the workspace."""
     partial = out / PARTIAL
-    state = read_state(partial) or State(ABANDONED)  # without it, it is not known whose the journals are
+    state = read_state(partial) or State(ABANDONED)  # without it, the journals may be of any job
     if state.job == job:
         return
     if state.job != ABANDONED:
@@ -242,7 +250,7 @@ def _agree(
 
 
 def _give_up(out: Path, state: State, reason: str, is_part: bool, tell: Callable[[str], None]) -> None:
-    """Decide that what was begun is not continued."""
+    """Announce that the unfinished output of another job is discarded, or refuse to."""
     partial = out / PARTIAL
     if is_part:
         raise ShardconvError(
@@ -251,17 +259,17 @@ def _give_up(out: Path, state: State, reason: str, is_part: bool, tell: Callable
         )
     if state.moves is not None and is_placed(out, state.moves):
         raise ShardconvError(
-            f"OUT {out} is complete, of another conversion ({reason}); remove {partial}, which is all "
-            "that an earlier run left to do, and pass --overwrite to replace OUT"
+            f"OUT {out} is the complete output of another conversion ({reason}); remove {partial}, the only "
+            "leftover of that run, and pass --overwrite to replace OUT"
         )
-    tell(f"{reason}: what was begun in {out} is thrown away")
+    tell(f"{reason}: the unfinished output in {out} is discarded")
 
 
 def _clear(out: Path, state: State, journals: Mapping[str, int]) -> None:
-    """Remove what another job left, but for the journals that are locked."""
+    """Remove the output of another job, except for locked journals."""
     partial = out / PARTIAL
     refuse_if_busy(out, {file.stem for file in partial.glob("*.journal")} - journals.keys())
-    write_state(partial, replace(state, job=ABANDONED))  # or a crash would leave half of it to be continued
+    write_state(partial, replace(state, job=ABANDONED))  # a crash must not leave half of it to be continued
     if state.moves is not None:
         displace(out, state.moves)
     for handle in journals.values():
@@ -274,7 +282,7 @@ def _clear(out: Path, state: State, journals: Mapping[str, int]) -> None:
 
 
 def _empty(partial: Path) -> None:
-    """Remove a workspace that has done its work; that it has is the last to be forgotten."""
+    """Remove a workspace; its state goes last, so that a crash in between can be continued."""
     for path in partial.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -286,7 +294,7 @@ def _empty(partial: Path) -> None:
 
 
 def _remove_if_unused(partial: Path) -> None:
-    """Remove what this process made before it was refused."""
+    """Remove the files that this process created before it was refused."""
     if not (partial / JOB_NAME).exists():
         _empty(partial)
 

@@ -1,7 +1,7 @@
-"""A journal of what was written: lines ``CRC [file, [leaf, element], [[offset, bytes, crc32], ...]]``.
+"""A journal of writes: lines ``CRC [file, [leaf, element], [[offset, bytes, crc32], ...]]``.
 
 A line is appended once the bytes that it names are durable. It begins with its own CRC-32, as eight
-hexadecimal digits: from the first one that does not have it, everything is ignored.
+hexadecimal digits; everything from the first line whose CRC is wrong is ignored.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from .crc32 import Extent
 
 Key = tuple[int, int]
-"""Of a unit of ``copying``."""
+"""The key of a unit of ``copying``."""
 
 HEADER: Key = (-1, 0)
-"""Stands for the header of a file."""
+"""The key of a file's header."""
 
 _FORGET: Key = (-2, 0)
-"""Everything about the file that was said before does not hold."""
+"""The key of a line that voids all earlier ones about its file."""
 
 _CRC_LENGTH = 9
 """Of the digits and the space."""
 
 Written = dict[Key, tuple[Extent, ...]]
-"""What each unit put into one file."""
+"""Unit -> the extents that it wrote to one file."""
 
 
 def read_log(path: Path) -> dict[int, Written]:
-    """What the journal says of each file, by its index."""
+    """Index of a file -> the writes to it that are durable."""
     found: dict[int, Written] = {}
     if path.is_file():
         for line in _lines(path.read_bytes()):
@@ -44,7 +44,7 @@ def read_log(path: Path) -> dict[int, Written]:
 
 
 def append_line(handle: int, index: int, key: Key, extents: Sequence[Extent]) -> None:
-    """Append to an open journal."""
+    """Append a line to an open journal."""
     text = json.dumps([index, key, [list(extent) for extent in extents]], separators=(",", ":")).encode()
     data = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
     while len(data):
@@ -52,19 +52,19 @@ def append_line(handle: int, index: int, key: Key, extents: Sequence[Extent]) ->
 
 
 def forget(handle: int, index: int) -> None:
-    """Void what the journal says of a file."""
+    """Void all earlier lines about a file."""
     append_line(handle, index, _FORGET, ())
 
 
-def truncate_torn(handle: int) -> None:
-    """Cut off what a crash left of a line at the end."""
+def truncate_incomplete(handle: int) -> None:
+    """Remove the incomplete line that a crash may have left at the end."""
     num_bytes = os.fstat(handle).st_size
     data = os.pread(handle, num_bytes, 0)
     os.ftruncate(handle, sum(len(line) + 1 for line in _lines(data)))
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """The lines up to the first that is not as it was written."""
+    """The lines before the first whose CRC is wrong."""
     good = []
     for line in data.split(b"\n")[:-1]:
         if line[:_CRC_LENGTH] != b"%08x " % zlib.crc32(line[_CRC_LENGTH:]):

@@ -1,4 +1,4 @@
-"""Plan and weights to files: what all ranks hold in ``common/``, the rest in a directory for each rank."""
+"""Plan and weights to files: replicated tensors in ``common/``, shards in a directory for each rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
 from shardconv_runtime.checkpoint.weight_files import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.format import manifest_writing
 from shardconv_runtime.format import plan_json as codec
-from shardconv_runtime.format.block_scales import stored_plans
 from shardconv_runtime.format.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
@@ -29,38 +28,39 @@ from shardconv_runtime.format.manifest import (
 from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shardconv_runtime.format.shard_files import PlannedShard, shard_files
 from shardconv_runtime.format.small_files import entry_of, files_to_copy, plain_config
+from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub.remote_files import RemoteFile
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..reporting.progress import Progress
 from .fill import fill
 from .job import difference
-from .output import Output
+from .output import Output, WriteOptions
 from .target import TargetFile
-from .workspace import Workspace, opened, write_durably
+from .workspace import Claim, Workspace, opened, write_durably
 
 TOOLS = ("shardconv", "torch", "transformers", "safetensors")
-"""Whose versions the manifest records."""
+"""Packages whose versions the manifest records."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights come from, as far as it concerns what is written beside them."""
+    """Where the weights come from, for everything that is written beside them."""
 
     source: Source
     """For the manifest."""
     identity: Mapping[str, object]
-    """As JSON, what changes when a byte of the weights does: a run continues one of the same identity."""
+    """JSON that changes whenever the weights do; a run continues one of the same identity."""
     copy_small_files: Callable[[Path], list[FileEntry]]
-    """Copies what is not weights to a directory."""
+    """Copies the files that are not weights to a directory."""
     identify: Callable[[], Mapping[str, object]] | None = None
-    """Gives the identity again; None where nothing can change it."""
+    """Computes the identity again; None: it cannot change."""
 
 
 def origin_of(spec: ModelSpec) -> Origin:
-    """The model itself, as it is at this moment: to be called before its weights are looked at."""
+    """The model on disk, in its current state; to be called before its weights are read."""
 
     def identify() -> dict[str, object]:
         return {"files": {path.name: _identity(path) for path in spec.weight_files}}
@@ -73,66 +73,62 @@ def write(
     weights: Mapping[str, LazyTensor],
     output: Output,
     origin: Origin,
-    *,
-    ranks: Collection[int] | None = None,
-    max_file_size: int,
-    memory: int,
+    options: WriteOptions,
     progress: Progress,
 ) -> bool:
-    """Write the converted model, or some ranks of it, continuing what an earlier run began.
+    """Write the converted model, or some ranks of it; an interrupted run is continued.
 
     Args:
         plan: how each parameter is laid out.
         weights: global tensors by FQN.
         output: where to write.
         origin: of the weights; its small files are copied.
-        ranks: the ranks to write; None for all.
-        max_file_size: bytes of tensors after which a new file is begun.
-        memory: budget in bytes for the buffers.
+        options: which ranks to write, and how.
         progress: where to report to.
 
     Returns:
-        Whether all ranks are done, and the directory complete.
+        Whether all ranks are written and the directory is complete.
 
     Raises:
-        SourceError: a weight does not have the shape that the plan says, cannot be read, or was changed.
-        ShardconvError: the output cannot be written, or another process does.
+        SourceError: a weight has another shape than in the plan, cannot be read, or changed.
+        ShardconvError: the output cannot be written, or is being written by another process.
     """
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
-    files = _target_files(plan, parameters, weights, max_file_size)
-    directories = [rank_directory(rank, plan.tp) for rank in range(plan.tp)]
-    owners = {file.owner for file in files}
-    mine = owners if ranks is None else owners & {directories[rank] for rank in ranks}
-    optional = (owners & {COMMON_DIRECTORY}) - mine
-    job = _job(plan, origin, max_file_size)
-    with opened(
-        output.path, job, files, mine, optional=optional, tell=progress.stage, check=output.require_free
-    ) as workspace:
+    files = _target_files(plan, parameters, weights, options.max_file_size)
+    job = _job(plan, origin, options.max_file_size)
+    claim = _claim({file.owner for file in files}, options.owners(plan.tp))
+    with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            fill(workspace, weights.values(), memory=memory, progress=progress)
+            fill(workspace, weights.values(), memory=options.memory, progress=progress)
             _require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)
 
 
+def _claim(owners: set[str], wanted: set[str] | None) -> Claim:
+    """The wanted owners; the common part is written by any process that is free to."""
+    required = owners if wanted is None else owners & wanted
+    return Claim(required, (owners & {COMMON_DIRECTORY}) - required)
+
+
 def _require_unchanged(origin: Origin) -> None:
-    """What was read before a change does not belong to what was read after it."""
+    """Require that the source did not change while it was read."""
     found = origin.identity if origin.identify is None else origin.identify()
     if found != origin.identity:
         raise SourceError(
-            f"{origin.source.name} was changed while it was read ({difference(origin.identity, found)}); "
-            "run the same command again, it begins anew"
+            f"{origin.source.name} changed while it was read ({difference(origin.identity, found)}); "
+            "run the same command again, which starts over"
         )
 
 
 def tool_versions() -> dict[str, str]:
-    """Versions of what writes a converted directory."""
+    """Versions of the packages that write a converted directory."""
     return {name: version(name) for name in TOOLS}
 
 
 def source_of(spec: ModelSpec) -> Source:
-    """What a manifest says of the model that was converted."""
+    """The converted model, for the manifest."""
     name = spec.name if spec.revision else _directory(spec).resolve().name
     files = tuple(SourceFile(f.name, num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
@@ -144,7 +140,7 @@ def _target_files(
     weights: Mapping[str, LazyTensor],
     max_file_size: int,
 ) -> list[TargetFile]:
-    """The files of all owners: of ``common/``, then of each rank."""
+    """The files of all owners: ``common/``, then each rank."""
 
     def target(file: PlannedShard) -> TargetFile:
         def tensor(name: str) -> LazyTensor:
@@ -156,7 +152,7 @@ def _target_files(
 
 
 def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
-    """What a run must have in common with the one that it continues."""
+    """Everything that must be equal for a run to continue an earlier one."""
     return {
         "source": {"name": origin.source.name, "revision": origin.source.revision, **origin.identity},
         "tp": plan.tp,
@@ -169,7 +165,7 @@ def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
 
 
 def _identity(file: WeightFile) -> str:
-    """What changes when a file does: its hash where the Hub or its cache knows it, else size and time."""
+    """Text that changes when a file does: its hash if the Hub or its cache knows it, else size and time."""
     if isinstance(file, RemoteFile):
         return file.sha256 or file.commit
     stats = file.stat()
@@ -177,7 +173,7 @@ def _identity(file: WeightFile) -> str:
 
 
 def _sha256(file: WeightFile) -> str:
-    """sha256 of a file on the Hub, or in its cache, which names large ones by it; else empty."""
+    """sha256 of a file on the Hub, or in its cache, where it names large files; else empty."""
     if isinstance(file, RemoteFile):
         return file.sha256
     blob = file.resolve()
@@ -185,14 +181,14 @@ def _sha256(file: WeightFile) -> str:
 
 
 def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, progress: Progress) -> bool:
-    """Complete the directory if no owner is missing."""
+    """Complete the directory if all owners are finished."""
     if workspace.is_finishing:
         workspace.finish_again()
         return True
     checksums = workspace.checksums()
     if checksums is None:
-        rest = _in_short(workspace.unfinished(), plan.tp)
-        progress.stage(f"this part is done; still to be written by others: {rest}")
+        rest = _listed(workspace.unfinished(), plan.tp)
+        progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [
@@ -207,17 +203,17 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
 def complete(
     workspace: Workspace, plan: Plan, source: Source, entries: Iterable[FileEntry], output: Output
 ) -> None:
-    """Write plan and manifest, and move everything to its place."""
+    """Write plan and manifest, and move all files to OUT."""
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
     plan_sha256 = codec.write(plan, workspace.path / PLAN_NAME)
     found = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
-    write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(found))
+    write_durably(workspace.path / MANIFEST_NAME, manifest_writing.dumps(found))
     paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]
     workspace.finish(paths, output.replaced())
 
 
-def _in_short(owners: Collection[str], tp: int) -> str:
-    """Owners in words: ``ranks 0-2, 4-63``."""
+def _listed(owners: Collection[str], tp: int) -> str:
+    """Owners as text: ``ranks 0-2, 4-63``."""
     ranks = [rank for rank in range(tp) if rank_directory(rank, tp) in owners]
     runs: list[list[int]] = []
     for rank in ranks:
@@ -241,7 +237,7 @@ def _directory(spec: ModelSpec) -> Path:
 
 
 def copy_small_files(spec: ModelSpec, directory: Path) -> list[FileEntry]:
-    """Copy what of the model is not weights."""
+    """Copy the files of the model that are not weights; their entries in the manifest."""
     root = _directory(spec)
     entries = []
     for path in files_to_copy(root, code=spec.trust_remote_code):

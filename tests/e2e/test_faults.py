@@ -84,9 +84,9 @@ def test_one_directory_has_one_writer_and_one_source(
     conversion.options = ("--tp", "4")
     result = conversion.run()
     assert result.code == 0
-    (said,) = [line for line in result.errors.splitlines() if "thrown away" in line]
+    (said,) = [line for line in result.errors.splitlines() if "is discarded" in line]
     assert said.startswith(f"source.files.{source.name} was ")
-    assert said.endswith(f": what was begun in {conversion.out} is thrown away")
+    assert said.endswith(f": the unfinished output in {conversion.out} is discarded")
     assert digests(conversion.out) == expected
 
 

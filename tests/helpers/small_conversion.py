@@ -25,7 +25,7 @@ from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
 from shardconv.reporting.progress import Silent
-from shardconv.writing.output import Output
+from shardconv.writing.output import Output, WriteOptions
 from shardconv.writing.writer import Origin, write
 
 TINY = {
@@ -88,10 +88,8 @@ class Model:
             lazy_tensors([self.file]),
             output,
             Origin(Source(self.path.name), self.identify(), self._copy_small_files, self.identify),
-            ranks=ranks,
-            max_file_size=max_file_size,
-            memory=memory,
-            progress=progress or Stages(),
+            WriteOptions(max_file_size, memory, ranks),
+            progress or Stages(),
         )
 
     @lru_cache  # noqa: B019

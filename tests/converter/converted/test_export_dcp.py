@@ -26,9 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import CheckpointError, ShardconvError
-from shardconv_runtime.format.block_scales import SUFFIX
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.stored_layout import SUFFIX
 from small_conversion import Model, Stages, contents, crashes, placed
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -39,7 +39,7 @@ from shardconv.converted import export_dcp
 from shardconv.converted.export_dcp import export
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill, job, writer
-from shardconv.writing.output import Output
+from shardconv.writing.output import Output, WriteOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -217,9 +217,7 @@ def write(plan: Plan, weights: Path, out: Path) -> None:
     """Convert, without a model."""
     origin = writer.Origin(Source("random"), {}, lambda directory: [])
     output = Output.prepare(out, overwrite=False, source=weights)
-    assert writer.write(
-        plan, lazy_tensors([weights]), output, origin, max_file_size=10**9, memory=1 << 20, progress=Silent()
-    )
+    assert writer.write(plan, lazy_tensors([weights]), output, origin, WriteOptions(10**9, 1 << 20), Silent())
 
 
 @pytest.fixture
@@ -289,7 +287,7 @@ class TestInterrupted:
         assert [path.name for path in (place / "dir").iterdir()] == [".partial"]
         stages = Stages()
         export(tiny, place / "dir", progress=stages)
-        assert not [text for text in stages.told if "thrown away" in text]
+        assert not [text for text in stages.told if "is discarded" in text]
         assert contents(place / "dir") == contents(place / "expected")
 
     @pytest.mark.parametrize("when", ["half", "after"])
@@ -359,7 +357,7 @@ class TestInterrupted:
                 export(tiny, place / "dir")
         stages = Stages()
         export(place / "out2", place / "dir", progress=stages)
-        assert [text for text in stages.told if "thrown away" in text]
+        assert [text for text in stages.told if "is discarded" in text]
         export(place / "out2", place / "expected")
         assert contents(place / "dir") == contents(place / "expected")
 

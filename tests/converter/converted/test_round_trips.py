@@ -26,7 +26,7 @@ from zoo.models import build
 import shardconv
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
-from shardconv.writing.output import Output
+from shardconv.writing.output import Output, WriteOptions
 from shardconv.writing.writer import Origin, write
 
 
@@ -50,7 +50,7 @@ class TestAnyLayout:
         """Convert, without a model."""
         origin = Origin(Source("random"), {}, lambda directory: [])
         output = Output.prepare(out, overwrite=False, source=out.parent)
-        done = write(plan, weights, output, origin, max_file_size=limit, memory=1 << 20, progress=Silent())
+        done = write(plan, weights, output, origin, WriteOptions(limit, 1 << 20), Silent())
         assert done
         return out
 

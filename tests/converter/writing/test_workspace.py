@@ -28,7 +28,7 @@ from shardconv.writing.fill import fill
 from shardconv.writing.job import JOB_NAME, Moves, State, difference, read_state, write_state
 from shardconv.writing.output import Output
 from shardconv.writing.target import TargetFile, target_file
-from shardconv.writing.workspace import PARTIAL, Workspace, opened, refuse_if_busy
+from shardconv.writing.workspace import PARTIAL, Claim, Workspace, opened, refuse_if_busy
 
 VERSIONS = {"shardconv": "1", "torch": "1", "transformers": "1", "safetensors": "1"}
 
@@ -260,7 +260,8 @@ class TestContinued:
         self.left(model, out)
         (out / PARTIAL / JOB_NAME).write_text(text)
         with pytest.raises(
-            ShardconvError, match=r"job\.json cannot be read, .*; remove .*/\.partial and run"
+            ShardconvError,
+            match=r"job\.json, the state of an .*, cannot be read; remove .*/\.partial and run",
         ):
             model.convert(out)
 
@@ -271,7 +272,7 @@ class TestContinued:
         state = read_state(out / PARTIAL)
         assert state is not None
         write_state(out / PARTIAL, State(state.job, Moves((path, "manifest.json"), ())))
-        with pytest.raises(ShardconvError, match=r"job\.json cannot be read"):
+        with pytest.raises(ShardconvError, match=r"job\.json, .* cannot be read"):
             model.convert(out)
         assert (model.path / "config.json").exists()
 
@@ -280,8 +281,8 @@ class TestContinued:
         self.left(model, out)
         other = Model.save(directory / "other", vocab_size=12)
         other.convert(out, progress=told)
-        assert [text for text in told.told if "thrown away" in text] == [
-            f"source.name was model, now it is other: what was begun in {out} is thrown away"
+        assert [text for text in told.told if "is discarded" in text] == [
+            f"source.name was model, is now other: the unfinished output in {out} is discarded"
         ]
         other.convert(directory / "expected")
         assert contents(out) == contents(directory / "expected")
@@ -294,7 +295,7 @@ class TestContinued:
         model.file.write_bytes(bytes(data))
         model.convert(out, progress=told)
         assert any(
-            re.match("source.files was [0-9a-f]{8}, now it is [0-9a-f]{8}: what was", text)
+            re.match("source.files was [0-9a-f]{8}, is now [0-9a-f]{8}: the unfinished output", text)
             for text in told.told
         )
         model.convert(directory / "expected")
@@ -311,7 +312,7 @@ class TestContinued:
         fill, data = writer.fill, model.file.read_bytes()
         monkeypatch.setattr(writer, "fill", lambda *args, **options: (fill(*args, **options), change(data)))
         with pytest.raises(
-            SourceError, match=r"model was changed while it was read \(files was .*; run the same"
+            SourceError, match=r"model changed while it was read \(files was .*; run the same"
         ):
             model.convert(out)
         assert not placed(out)
@@ -340,9 +341,7 @@ class TestContinued:
         before = contents(out)
         new = self.stopped(model, out, "shardconv.writing.workspace.place", tp=1, overwrite=True)
         (out / PARTIAL / new[which]).unlink()
-        with pytest.raises(
-            ShardconvError, match=r"is gone, which was to be moved .*; remove .*/\.partial and"
-        ):
+        with pytest.raises(ShardconvError, match=r"was to be moved .* and is gone; remove .*/\.partial and"):
             model.convert(out, tp=1, overwrite=True)
         assert placed(out) == before, "what is there stays"
         shutil.rmtree(out / PARTIAL)
@@ -359,7 +358,7 @@ class TestContinued:
         new = self.stopped(model, out, "shardconv.writing.job._move", tp=1, overwrite=True)
         (out / PARTIAL / new[which]).unlink()
         with pytest.raises(
-            ShardconvError, match=r"is gone, which was to be moved .*/out; remove .*/out and run"
+            ShardconvError, match=r"was to be moved .*/out and is gone; remove .*/out and run"
         ):
             model.convert(out, tp=1, overwrite=True)
         assert not looks_complete(out)
@@ -374,7 +373,7 @@ class TestContinued:
         complete = placed(out)
         for overwrite in (False, True):
             with pytest.raises(
-                ShardconvError, match=r"is complete, of another conversion \(tp was 2, now it"
+                ShardconvError, match=r"is the complete output of another conversion \(tp was 2, is now"
             ):
                 model.convert(out, tp=1, overwrite=overwrite)
             assert placed(out) == complete
@@ -398,7 +397,7 @@ class TestAtOnce:
 
     def open(self, directory: Path, files: list[TargetFile], owners: str, optional: str = "") -> Any:
         """A workspace of some owners."""
-        return opened(directory / "out", {"a": 1}, files, set(owners), optional=set(optional), tell=print)
+        return opened(directory / "out", {"a": 1}, files, Claim(set(owners), set(optional)), tell=print)
 
     def fill(self, workspace: Workspace) -> None:
         fill(workspace, [], memory=1 << 20, progress=Stages())
@@ -443,13 +442,11 @@ class TestAtOnce:
         out = directory / "out"
         with self.open(directory, files, "a"):
             pass
-        with pytest.raises(
-            ShardconvError, match=r"holds parts of another conversion \(a was 1, now it is 2\)"
-        ):
-            opened(out, {"a": 2}, files, {"b"}, tell=print).__enter__()
+        with pytest.raises(ShardconvError, match=r"holds parts of another conversion \(a was 1, is now 2\)"):
+            opened(out, {"a": 2}, files, Claim({"b"}), tell=print).__enter__()
         told: list[str] = []
-        with opened(out, {"a": 2}, files, {"a", "b", "c"}, tell=told.append):
-            assert told == [f"a was 1, now it is 2: what was begun in {out} is thrown away"]
+        with opened(out, {"a": 2}, files, Claim({"a", "b", "c"}), tell=told.append):
+            assert told == [f"a was 1, is now 2: the unfinished output in {out} is discarded"]
 
     def test_another_job_is_not_thrown_away_while_a_part_is_written(
         self, directory: Path, files: list[TargetFile]
@@ -458,7 +455,7 @@ class TestAtOnce:
         with self.open(directory, files, "c") as part:
             self.fill(part)
             with pytest.raises(ShardconvError, match="is being written by another process"):
-                opened(out, {"a": 2}, others, {"a", "b"}, tell=print).__enter__()
+                opened(out, {"a": 2}, others, Claim({"a", "b"}), tell=print).__enter__()
             assert part.location(2).read_bytes().endswith(bytes(3))
         state = read_state(out / PARTIAL)
         assert state is not None
@@ -623,10 +620,10 @@ def test_what_is_placed_was_synced(model: Model, directory: Path, monkeypatch: p
 )
 def test_missing_parts_in_short(ranks: list[int], common: bool, text: str) -> None:
     owners = [rank_directory(rank, 64) for rank in ranks] + [COMMON_DIRECTORY] * common
-    assert writer._in_short(owners, 64) == text
+    assert writer._listed(owners, 64) == text
 
 
 def test_what_is_another_in_short() -> None:
-    assert difference({"a": {"b": 1}}, {"a": {"b": 2}}) == "a.b was 1, now it is 2"
-    assert difference({"a": 1}, {"a": 1, "c": "x"}) == "c was None, now it is x"
-    assert difference({"plan": "0" * 64}, {"plan": "1" * 64}) == "plan is not what it was"
+    assert difference({"a": {"b": 1}}, {"a": {"b": 2}}) == "a.b was 1, is now 2"
+    assert difference({"a": 1}, {"a": 1, "c": "x"}) == "c was None, is now x"
+    assert difference({"plan": "0" * 64}, {"plan": "1" * 64}) == "plan changed"

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.writing.crc32 import Extent
-from shardconv.writing.write_log import HEADER, Written, append_line, forget, read_log, truncate_torn
+from shardconv.writing.write_log import HEADER, Written, append_line, forget, read_log, truncate_incomplete
 
 SAID: list[tuple[int, tuple[int, int], tuple[Extent, ...]]] = [
     (0, HEADER, (Extent(0, 80, 0xFFFFFFFF),)),
@@ -80,7 +80,7 @@ def test_every_cut(tmp_path: Path, journal: int) -> None:
         path.write_bytes(data[:length])
         whole = lines_before(data, length)
         assert read_log(path) == after(whole)
-        truncate_torn(journal)
+        truncate_incomplete(journal)
         assert path.read_bytes() == b"".join(data.splitlines(True)[:whole])
         append_line(journal, 5, HEADER, [])
         assert read_log(path) == {**after(whole), 5: {HEADER: ()}}
@@ -104,7 +104,7 @@ def test_garbage_at_the_end(tmp_path: Path, journal: int, garbage: bytes, count:
     say(journal, count)
     os.write(journal, garbage)
     assert read_log(path) == after(count)
-    truncate_torn(journal)
+    truncate_incomplete(journal)
     assert read_log(path) == after(count)
     forget(journal, 0)
     assert read_log(path) == {index: log for index, log in after(count).items() if index}

@@ -17,9 +17,9 @@ from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill
-from shardconv.writing.output import Output
+from shardconv.writing.output import Output, WriteOptions
 from shardconv.writing.target import target_file
-from shardconv.writing.workspace import opened
+from shardconv.writing.workspace import Claim, opened
 from shardconv.writing.write_log import read_log
 from shardconv.writing.writer import Origin, write
 
@@ -89,7 +89,7 @@ def test_the_journal_is_short(tmp_path: Path, in_bands: bool) -> None:
     if in_bands:
         tensor = gathered.gathered("w", tensor)
     file = target_file("w.safetensors", "me", {"w": ("float32", (1000, 64))}, {}, lambda name: tensor)
-    with opened(tmp_path / "out", {"a": 1}, [file], {"me"}, tell=print) as workspace:
+    with opened(tmp_path / "out", {"a": 1}, [file], Claim({"me"}), tell=print) as workspace:
         fill.fill(workspace, [tensor], memory=1 << 24, progress=Silent())
         logged = read_log(workspace.path / "me.journal")[0]
         assert workspace.checksums() is not None
@@ -117,9 +117,8 @@ def test_columns_for_other_ranks(tmp_path: Path) -> None:
             source,
             output,
             origin,
-            max_file_size=10**9,
-            memory=1 << 20,
-            progress=Silent(),
+            WriteOptions(10**9, 1 << 20),
+            Silent(),
         )
         assert done
         weights = shards.read(tmp_path / name).weights()
