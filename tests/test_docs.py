@@ -39,6 +39,13 @@ def without_code(text: str) -> str:
     return re.sub(r"^ {4}(?! *[-*]).*$", "", FENCE.sub("", text), flags=re.MULTILINE)
 
 
+def code_lines(text: str) -> list[str]:
+    """Lines of fenced and indented code that is not Python; continued lines are joined."""
+    blocks = [body for language, body in FENCE.findall(text) if language != "python"]
+    indented = re.findall(r"^ {4,}(.+)$", FENCE.sub("", text), re.MULTILINE)
+    return [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *indented]
+
+
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     found: list[str] = []
@@ -64,12 +71,17 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
     assert not broken
 
 
+SCRIPTS = "benchmarks|examples|scripts"
+TOPS = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
 def named_paths(text: str) -> Iterator[str]:
-    """What stands in backticks and is a path of this project, or a Python file."""
-    tops = "|".join(re.escape(p.name) for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """Paths of this project and Python files, in backticks and in the commands of code."""
     for token in re.findall(r"`([\w./-]+)`", without_code(text)):
-        if re.match(rf"(?:{tops})/", token) or token.endswith(".py"):
+        if re.match(rf"(?:{TOPS})/", token) or token.endswith(".py"):
             yield token
+    for line in code_lines(text):
+        yield from re.findall(rf"(?<!\S)((?:{TOPS})/[\w./-]+)(?!\S)", line)
 
 
 @ON_EACH_PAGE
@@ -110,10 +122,7 @@ def test_the_tests_that_security_names_exist() -> None:
 
 def shell_lines(text: str) -> Iterator[str]:
     """Lines of code, and code within lines, that call ``shardconv``."""
-    blocks = [body for language, body in FENCE.findall(text) if language != "python"]
-    indented = re.findall(r"^ {4,}(.+)$", FENCE.sub("", text), re.MULTILINE)
-    inline = re.findall(r"`(shardconv [^`]+)`", text)
-    for line in [*"\n".join(blocks).replace("\\\n", " ").splitlines(), *indented, *inline]:
+    for line in [*code_lines(text), *re.findall(r"`(shardconv [^`]+)`", text)]:
         call = re.match(r"\s*(?:\$ )?(shardconv [\w-].*)", line)
         if call:
             yield call[1]
@@ -139,6 +148,18 @@ def problem(line: str) -> str | None:
 @ON_EACH_PAGE
 def test_commands_and_options_exist(page: str) -> None:
     assert not [found for line in shell_lines(TEXT[page]) if (found := problem(line))]
+
+
+@ON_EACH_PAGE
+def test_options_of_scripts_exist(page: str) -> None:
+    for line in code_lines(TEXT[page]):
+        call = re.search(
+            r"^\s*(?:python |torchrun .*?)?((?:examples|scripts|benchmarks)/[\w.]+)(\s.*)?$", line
+        )
+        if call and call[2]:
+            text = (ROOT / call[1]).read_text()
+            wrong = [o for o in re.findall(r"(?<=\s)--[\w-]+", call[2].split("#")[0]) if o not in text]
+            assert not wrong, f"{line}: {wrong}"
 
 
 def test_wrong_commands_are_found() -> None:
