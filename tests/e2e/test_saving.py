@@ -215,7 +215,8 @@ class TestDataParallel:
 
     def test_a_mesh_that_mixes_ranks_is_refused(self, outs: Callable[[str], Path], tmp_path: Path) -> None:
         errors = run_errors(2, save_data_parallel, outs("llama"), tmp_path / "s", "mixed", start_group=True)
-        assert all("are ranks of one model, but replicas for its data parallelism" in str(error) for error in errors)
+        text = "are ranks of one model, but replicas for its data parallelism"
+        assert all(text in str(error) for error in errors)
 
 
 def save_data_parallel(path: Path, out: Path, kind: str) -> None:
