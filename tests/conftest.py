@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import types
@@ -19,6 +20,7 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
 os.environ["SHARDCONV_STRICT_RULES"] = "1"
 
 import pytest
+import quick_calls  # noqa: F401  (before the code that is tested)
 import torch
 import transformers
 from shardconv_runtime.format.plan import Plan
@@ -29,12 +31,18 @@ from shardconv.arguments import SolveOptions
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def llama_dir(tmp_path: Path) -> Path:
-    """A small Llama checkpoint in float32."""
-    path = tmp_path / "llama"
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama checkpoint in float32, which no test changes."""
+    path = tmp_path_factory.mktemp("saved") / "llama"
     save_random(small_config(), transformers.LlamaForCausalLM, path)
     return path
+
+
+@pytest.fixture
+def llama_dir(saved_llama: Path, tmp_path: Path) -> Path:
+    """A small Llama checkpoint in float32, of the test's own."""
+    return shutil.copytree(saved_llama, tmp_path / "llama")
 
 
 @pytest.fixture

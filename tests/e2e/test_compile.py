@@ -39,6 +39,9 @@ NAMES = ("llama", "gemma2", "gpt2", "mixtral", "olmo2", "t5", "bert")
 """Plain; with windows and soft caps; with fused weights; with experts; with norms over a sharded dim; an
 encoder with a decoder; an encoder."""
 
+SHOWN_ELSEWHERE = ("gpt2", "bert")
+"""Slow tests: code is generated for the one below, and the encoder of t5 is one."""
+
 NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
 """Where it is not one: each graph takes seconds to capture."""
 
@@ -264,7 +267,10 @@ class Case:
     ranks: list[Measured]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.slow) if n in SHOWN_ELSEWHERE else n for n in NAMES],
+)
 def case(request: pytest.FixtureRequest, converted: Callable[[str], Converted]) -> Case:
     """One model after the other."""
     name = request.param

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zoo.models import build
-from zoo.training import FORMS, ROUTERS, train
+from zoo.training import FORMS, ROUTERS, Form, train
 from zoo.variants import grouped
 
 CASES = [
@@ -23,13 +23,22 @@ CASES = [
 ]
 
 
+PAIRS = tuple(form for form in FORMS if (form.sequence + form.parallel_loss + form.checkpointing) % 2 == 0)
+"""Forms with every pair of choices."""
+IN_EVERY_FORM = ("llama", "mixtral")
+
+
+@pytest.mark.parametrize("forms", [PAIRS, pytest.param(FORMS, marks=pytest.mark.slow)], ids=["pairs", "all"])
 @pytest.mark.parametrize(("model_type", "tp", "variant"), CASES)
-def test_gradients_are_those_of_the_unsharded_model(model_type: str, tp: int, variant: str) -> None:
+def test_gradients_are_those_of_the_unsharded_model(
+    model_type: str, tp: int, variant: str, forms: tuple[Form, ...]
+) -> None:
     model = grouped("causal", model_type) if variant == "grouped" else build("causal", model_type)
     assert model is not None
-    found = list(train(model, tp, variant))
+    forms = FORMS if model_type in IN_EVERY_FORM else forms
+    found = list(train(model, tp, variant, forms))
     assert [(r.form, r.status, r.message) for r in found if r.status != "equal"] == []
-    assert len(found) == len(FORMS)
+    assert len(found) == len(forms)
 
 
 @pytest.mark.parametrize(

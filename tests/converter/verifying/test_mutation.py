@@ -281,9 +281,9 @@ def other_inputs(solved: Solved) -> list[dict[str, Tensor]]:
 class Tally:
     """What became of the corrupted plans."""
 
+    cases: set[str] = field(default_factory=set)
     caught: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
-    escaped: list[str] = field(default_factory=list)
 
 
 TALLY = Tally()
@@ -291,6 +291,7 @@ TALLY = Tally()
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_corruption_escapes(case: str) -> None:
+    TALLY.cases.add(case)
     make, tp = CASES[case]
     right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
     truth = Truth(right.model, other_inputs(right))
@@ -334,9 +335,9 @@ def changes(right: Plan, wrong: Plan) -> str:
 
 
 def test_most_corruptions_matter_and_each_check_is_needed() -> None:
-    """Run after the others: of a few hundred corruptions, few are harmless."""
-    if sum(TALLY.caught.values()) < len(CASES) * MUTANTS:
-        pytest.skip("only some of the models were run")
+    """Of a few hundred corruptions, few are harmless."""
+    for case in CASES.keys() - TALLY.cases:  # those that another worker has run, or nobody
+        test_no_corruption_escapes(case)
     print(dict(TALLY.caught))
     for kind, found in sorted(TALLY.kinds.items()):
         print(kind, dict(found))

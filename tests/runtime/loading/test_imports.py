@@ -35,7 +35,8 @@ assert callable(load) and callable(shardconv_runtime.load)
 heavy |= {"shardconv", "click"} & set(sys.modules)
 model = load(sys.argv[1])
 import torch
-tokens = model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+ids = torch.ones(1, 4, dtype=torch.long)
+tokens = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 files = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("shardconv")}
 print(json.dumps([sorted(heavy), files, tokens.shape[1]]))
 """

@@ -18,6 +18,7 @@ import pytest
 import shardconv_runtime
 import torch
 from converted import llama_plan, random_llama, write_directory
+from quick_calls import real_fsync
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.format.block_scales import dequantized
@@ -391,7 +392,7 @@ def cold_file(tmp_path: Path) -> Path:
     path = tmp_path / "cold"
     path.write_bytes(os.urandom(1 << 20) * 32)
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
+    real_fsync(descriptor)
     for _ in range(20):  # pages on their way to the kernel's lists stay
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if not any(cached_pieces(path)):
