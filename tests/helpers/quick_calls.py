@@ -1,7 +1,7 @@
 """Calls that take most of a tiny conversion, and whose outcome no test can see, are made short.
 
-A test cannot crash the machine: what a process wrote is there when it is killed, synced or not. Processes that
-start a new interpreter sync as always. The calls are replaced when this module is imported.
+A test cannot crash the machine: what a process wrote is there when it is killed, synced or not. Processes
+that start a new interpreter sync as always. The calls are replaced when this module is imported.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def kill_often(work: Work, check: Callable[[int], object], reset: Work, out: Pat
         if not crashes(work, number, how):
             return number
         state = read_state(out / PARTIAL)
-        number += 1 if state is not None and state.moves is not None else 4
+        number += 1 if state is not None and state.moves is not None else 7
         check(number)
 
 
