@@ -1,1 +1,1 @@
-"""The weights of a new model: transformers' own initialisation, recorded and drawn parameter by parameter."""
+"""The weights of a new model: transformers' own initialization, recorded and drawn parameter by parameter."""

@@ -1,6 +1,6 @@
-"""How a model's constructor initialises each tensor, recorded, so that one can be made without the rest.
+"""How a model's constructor initializes each tensor, recorded, so that one can be made without the rest.
 
-A model is built on the meta device, transformers' initialisation included, and each operator that writes to
+A model is built on the meta device, transformers' initialization included, and each operator that writes to
 some memory becomes a **step**. The steps that one tensor depends on are found backwards from its last value.
 A step that overwrites all of a tensor ends the search for earlier ones: numbers that are drawn and never used
 (the constructor's, which transformers draws again) are not drawn at all. Doing these steps on real tensors
@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heappop, heappush
 from typing import Any
 
@@ -25,138 +24,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-aten = torch.ops.aten
+from .construction_steps import (
+    ELEMENTWISE,
+    FILLS,
+    OVERWRITES,
+    SHAPED,
+    TRUNCATED,
+    Chain,
+    MemoryKey,
+    Step,
+    Window,
+    changed_windows,
+    memory_key,
+    packet_of,
+    windows_in,
+)
 
 Seeds = Callable[[int], int]
 """The seed of a step, by its index."""
-
-BLANK = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_permuted,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-}
-"""Make memory without values."""
-
-SHAPED = {
-    *BLANK,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-    aten.rand_like,
-    aten.randn_like,
-    aten.new_zeros,
-    aten.new_ones,
-    aten.new_full,
-}
-"""Read no more than the shape of their first argument."""
-
-OVERWRITES = {
-    aten.copy_,
-    aten.fill_,
-    aten.zero_,
-    aten.normal_,
-    aten.uniform_,
-    aten.log_normal_,
-    aten.exponential_,
-    aten.cauchy_,
-    aten.bernoulli_,
-    aten.random_,
-}
-"""Write to every element of their first argument without reading it."""
-
-FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
-"""Functions that ``LazyInit`` records whole, as they were when torch was imported."""
-
-TRUNCATED = nn.init._no_grad_trunc_normal_
-"""Private: all references to ``trunc_normal_``, wherever they were imported to, come here. On a meta tensor
-torch does nothing; done step by step, it would draw until no element lies outside."""
-
-ELEMENTWISE = {nn.init.uniform_, nn.init.normal_, TRUNCATED, aten.normal_.default, aten.uniform_.default}
-"""Draw each element on its own from one distribution: part of a tensor may be drawn alone."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """What a meta tensor was when it was seen; some operators change the shape of a tensor in place."""
-
-    memory: torch.UntypedStorage
-    """It is kept, so that its identity stays its own."""
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    is_conj: bool
-    is_neg: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Window:
-        """The window of a tensor."""
-        offset = int(tensor.storage_offset())
-        flags = tensor.is_conj(), tensor.is_neg()
-        return cls(tensor.untyped_storage(), tensor.dtype, offset, tensor.shape, tensor.stride(), *flags)
-
-    @property
-    def key(self) -> int:
-        """Identity of the memory."""
-        return int(self.memory._cdata)
-
-    @property
-    def spans(self) -> bool:
-        """Whether it is all of its memory, each element once."""
-        expected = 1
-        for size, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda dim: dim[1]):
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return self.shape.numel() * self.dtype.itemsize == self.memory.nbytes()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One operator that wrote to some memory; in the place of tensors it has windows."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any
-    default_dtype: torch.dtype
-    reads: frozenset[int]
-    """Storages whose values it reads."""
-    writes: frozenset[int]
-    covers: frozenset[int]
-    """Storages of which nothing older is left; those that it made are among them."""
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws numbers."""
-        return _is_random(self.func)
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether it makes memory without values."""
-        return _packet(self.func) in BLANK
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """The steps that a tensor's value depends on."""
-
-    indices: tuple[int, ...]
-    """Ascending."""
-    blank: bool
-    """Some of them may leave elements without a value."""
-    is_written: bool
-    """Whether any step gives the tensor itself values."""
 
 
 class Construction(LazyInit):  # type: ignore[no-untyped-call]
     """While active, models are built on the meta device, and how each tensor gets its value is recorded.
 
-    What needs a value at once, as ``item`` does, gets the one that a replay would give.
+    Code that needs a value at once, such as ``item``, gets the one that a replay would give.
 
     Args:
         seeds: gives the seed of each step that draws numbers.
@@ -165,12 +56,12 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
     def __init__(self, seeds: Seeds) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self._writers_of: dict[int, list[int]] = defaultdict(list)
+        self._writers_of: dict[MemoryKey, list[int]] = defaultdict(list)
         self._seeds = seeds
 
     @contextmanager
     def active(self) -> Iterator[Construction]:
-        """Record what is done in the block, that included which torch leaves out on the meta device.
+        """Record the operators of the block, with those that torch leaves out on the meta device.
 
         Threads take turns, with those that build models too.
         """
@@ -178,7 +69,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
             yield self
 
     def meta(self, tensor: Tensor) -> Tensor:
-        """What stood for a tensor in the block: itself, unless it was made before, with values."""
+        """The tensor that stood for another in the block: itself, unless it was made before, with values."""
         return self._as_meta(tensor)
 
     def chain(self, tensor: Tensor) -> Chain:
@@ -187,13 +78,13 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         Raises:
             ValueError: something that it depends on was made outside of the block.
         """
-        own = _storage(tensor)
+        own = memory_key(tensor)
         todo: list[int] = []
-        live: set[int] = set()
+        live: set[MemoryKey] = set()
         found: set[int] = set()
         blank = is_written = False
 
-        def want(storage: int, before: int) -> None:
+        def want(storage: MemoryKey, before: int) -> None:
             live.add(storage)
             writers = self._writers_of.get(storage, [])
             at = bisect_left(writers, before)
@@ -224,12 +115,12 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         if len(chain.indices) != 1 or not tensor.is_contiguous() or not Window.of(tensor).spans:
             return None
         step = self.steps[chain.indices[0]]
-        drawn = _windows((step.args, step.kwargs))
+        drawn = windows_in((step.args, step.kwargs))
         alike = len(drawn) == 1 and drawn[0].dtype == tensor.dtype
         return step if alike and step.func in ELEMENTWISE else None
 
     def value(self, tensor: Tensor, chain: Chain) -> Tensor:
-        """What a meta tensor stands for, on the CPU; elements without a value are NaN."""
+        """The value of a meta tensor, with its shape and dtype, on the CPU; elements without one are NaN."""
         memory = _Memory(self._constants)
         for index in chain.indices:
             step = self.steps[index]
@@ -246,9 +137,9 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view in getattr(func, "tags", ()):
             return
         args, kwargs, outputs = tree_map_only(Tensor, Window.of, (args, kwargs, outputs))
-        packet, given = _packet(func), _windows((args, kwargs))
-        made = {window.key for window in _windows(outputs)} - {window.key for window in given}
-        changed = _changed(func, args, kwargs)
+        packet, given = packet_of(func), windows_in((args, kwargs))
+        made = {window.key for window in windows_in(outputs)} - {window.key for window in given}
+        changed = changed_windows(func, args, kwargs)
         writes = made | {window.key for window in changed}
         if not writes:
             return  # a view: its geometry says all
@@ -267,20 +158,12 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         return lambda meta: self.value(meta, chain)
 
     def _truncated(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """In the place of ``TRUNCATED``."""
+        """Called instead of ``TRUNCATED``."""
         if not tensor.is_meta:
             made: Tensor = TRUNCATED(tensor, *args, **kwargs)
             return made
         self._record(TRUNCATED, (tensor, *args), kwargs, tensor)
         return tensor
-
-
-def draw(step: Step, tensor: Tensor, seed: int) -> None:
-    """Do an elementwise step on another tensor, in place; threads may do so at the same time."""
-    generator = torch.Generator().manual_seed(seed)
-    args, kwargs = tree_map_only(Window, lambda _: tensor, (step.args, step.kwargs))
-    with torch.no_grad():
-        step.func(*args, **{**kwargs, "generator": generator})
 
 
 @dataclass(slots=True)
@@ -290,8 +173,8 @@ class _Memory:
     Memory that no step made is made without values: its first step overwrites it, or reads its shape only.
     """
 
-    constants: dict[int, Tensor]
-    real: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    constants: Mapping[int, Tensor]
+    real: dict[MemoryKey, torch.UntypedStorage] = field(default_factory=dict)
 
     def __call__(self, window: Window) -> Tensor:
         if window.key not in self.real:
@@ -320,8 +203,8 @@ class _Memory:
 class _OnCpu(TorchFunctionMode):
     """Has code that asks believe that a meta tensor is one on the CPU, but for torch's own and ours.
 
-    torch's initialisers leave some meta tensors as they are. transformers makes an empty tensor to see
-    whether it is on the meta device, and then leaves out a model's initialisation. Data that goes to a
+    torch's initializers leave some meta tensors as they are. transformers makes an empty tensor to see
+    whether it is on the meta device, and then leaves out a model's initialization. Data that goes to a
     tensor's device would be lost on the way to the meta device.
     """
 
@@ -343,7 +226,7 @@ _OWN = ("torch", "shardconv_runtime", "shardconv")
 
 
 def _is_misled(module: str) -> bool:
-    """Whether this is an initialiser of torch's, or the code of a model."""
+    """Whether this is an initializer of torch's, or the code of a model."""
     return module == nn.init.__name__ or module.partition(".")[0] not in _OWN
 
 
@@ -385,37 +268,3 @@ def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Window]:
-    """The tensors that an operator writes to."""
-    if func in FILLS or func is TRUNCATED:
-        return _windows((args, kwargs))
-    given = [value for value, written in zip(args, _written(func)[0], strict=False) if written]
-    return _windows(given + [value for name, value in kwargs.items() if name in _written(func)[1]])
-
-
-def _windows(values: Any) -> list[Window]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Window)]
-
-
-@cache
-def _written(func: Any) -> tuple[tuple[bool, ...], frozenset[str]]:
-    """Which arguments an operator writes to, by position and by name."""
-    arguments = func._schema.arguments
-    flags = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-    return flags, frozenset(a.name for a, flag in zip(arguments, flags, strict=True) if flag)
-
-
-@cache
-def _is_random(func: Any) -> bool:
-    return func in FILLS or func is TRUNCATED or torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _packet(func: Any) -> Any:
-    return getattr(func, "overloadpacket", func)
-
-
-def _storage(tensor: Tensor) -> int:
-    """Identity of the memory under a tensor, valid while something refers to it."""
-    return int(tensor.untyped_storage()._cdata)

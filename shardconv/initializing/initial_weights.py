@@ -1,4 +1,4 @@
-"""The weights of a model that is to be trained from scratch: those that transformers' initialisation gives.
+"""The weights of a model that is to be trained from scratch: those that transformers' initialization gives.
 
 Each is a computation that is done when its result is written, from numbers of its own: the seed of a draw
 follows from the seed of the model, the name of the parameter and the number of the draw. The weights depend
@@ -26,7 +26,8 @@ from shardconv_runtime.tensors.copying import num_workers
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, from_leaf
 from torch import Tensor
 
-from .construction import Construction, Step, draw
+from .construction import Construction
+from .construction_steps import Step, draw
 
 BLOCK = 1 << 22
 """Elements that are drawn by one thread from one seed, where each is drawn on its own."""
@@ -34,8 +35,8 @@ BLOCK = 1 << 22
 PART = 1 << 25
 """Elements of such a parameter that are in memory at a time, if its rows are not longer."""
 
-_SOURCE = "{}, initialised at random with seed {}"
-_SOURCE_PATTERN = re.compile(r".*, initialised at random with seed \d+", re.DOTALL)
+_SOURCE = "{}, initialized at random with seed {}"
+_SOURCE_PATTERN = re.compile(r".*, initiali[sz]ed at random with seed \d+", re.DOTALL)
 
 
 def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
@@ -64,13 +65,13 @@ def initial_weights(spec: ModelSpec, seed: int) -> dict[str, LazyTensor]:
     return {name: lazy[key] for name, key in names.items()}
 
 
-def initialised_source(source: Source, seed: int) -> Source:
-    """What a manifest says of a model that was initialised at random."""
+def initialized_source(source: Source, seed: int) -> Source:
+    """The source that the manifest of a randomly initialized model names."""
     return replace(source, name=_SOURCE.format(source.name, seed))
 
 
-def is_initialised(source: Source) -> bool:
-    """Whether a manifest says that the weights were initialised at random."""
+def is_initialized(source: Source) -> bool:
+    """Whether a manifest says that the weights were initialized at random."""
     return not source.files and _SOURCE_PATTERN.fullmatch(source.name) is not None
 
 
@@ -133,7 +134,7 @@ class _Weight:
         try:
             self.chain = construction.chain(tensor)
         except ValueError as error:
-            raise SourceError(f"{self._place()} cannot be initialised: {error}") from error
+            raise SourceError(f"{self._described()} cannot be initialized: {error}") from error
         if not self.chain.is_written and tensor.numel():
             raise self._lacks("a value")
 
@@ -142,7 +143,7 @@ class _Weight:
 
         Args:
             seeds: of the model.
-            users: how many tensors depend on each step: what several do is drawn whole, alike for each.
+            users: how many tensors depend on each step: several get the same numbers from a shared step.
         """
         step = self._construction.elementwise(self._tensor, self.chain)
         random = [index for index in self.chain.indices if self._construction.steps[index].is_random]
@@ -154,7 +155,7 @@ class _Weight:
         return from_leaf(self._leaf(self._computed, self._tensor.numel()), self._tensor.shape)
 
     def _drawn(self, step: Step, seeds: _Seeds) -> LazyTensor:
-        """In parts of whole rows, and these in blocks."""
+        """In parts of complete rows, and these in blocks."""
         rows, row = self._tensor.shape[0], self._tensor.numel() // self._tensor.shape[0]
         parts = []
         for start in range(0, rows, max(PART // row, 1)):
@@ -175,13 +176,13 @@ class _Weight:
     def _leaf(self, compute: Callable[[], Tensor], count: int) -> ComputedLeaf:
         return ComputedLeaf(self._name, compute, str(self._tensor.dtype).removeprefix("torch."), count)
 
-    def _place(self) -> str:
+    def _described(self) -> str:
         return f"{self._model}: {self._name} {list(self._tensor.shape)}"
 
     def _lacks(self, what: str) -> SourceError:
         return SourceError(
-            f"{self._place()} lacks {what} after the model's own initialisation; add it to the _init_weights "
-            "of the model's class, or convert a checkpoint"
+            f"{self._described()} lacks {what} after the model's own initialization; add it to the "
+            "_init_weights of the model's class, or convert a checkpoint"
         )
 
 
@@ -212,7 +213,7 @@ def _built(spec: ModelSpec, construction: Construction) -> dict[str, Tensor]:
             model = spec.model_class._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
         if not any(getattr(module, "_is_hf_initialized", False) for module in model.modules()):
             raise SourceError(
-                f"transformers {transformers.__version__} did not initialise {spec.model_class.__name__} on "
+                f"transformers {transformers.__version__} did not initialize {spec.model_class.__name__} on "
                 "building it; this is a gap in shardconv, please report it with the model's config.json"
             )
     except ShardconvError:

@@ -148,9 +148,9 @@ def _require_usable(directory: Path, plan: Plan, numerics: bool, trust_remote_co
 
 
 def _require_source(directory: Path, contents: Contents) -> None:
-    from ...initializing.initial_weights import is_initialised
+    from ...initializing.initial_weights import is_initialized
 
-    if is_initialised(contents.manifest.source):
+    if is_initialized(contents.manifest.source):
         raise SourceError(
             f"{directory} is {contents.manifest.source.name}: there is no checkpoint to compare it with; "
             "leave out --against, the checksums are verified without it"
@@ -164,7 +164,7 @@ def _reference(
     trust_remote_code: bool,
     progress: Progress,
 ) -> Reference | None:
-    """The model to compare with; None where the plan does not say how."""
+    """The model to compare with; None if the plan cannot be used."""
     if contents.plan is None:
         return None
     from .against import read_reference
@@ -176,7 +176,7 @@ def _reference(
 def _compare(
     directory: Path, reference: Reference, problems: list[str], remarks: list[str], progress: Progress
 ) -> int | None:
-    """Add what differs; the number of tensors that were compared.
+    """Add the differences; return the number of tensors that were compared.
 
     Where there are problems already, files that cannot be read are not another one.
     """

@@ -1,4 +1,4 @@
-"""Models that are initialised at random: their weights are those of a new model, whatever tp is."""
+"""Models that are initialized at random: their weights are those of a new model, whatever tp is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of_config(config: Any, cls: type, seed: int = 0, dtype: str = "float32") -> 
 
 
 def really(config: Any, cls: type[PreTrainedModel], seed: int) -> dict[str, Tensor]:
-    """The weights of a model that transformers initialises."""
+    """The weights of a model that transformers initializes."""
     torch.manual_seed(seed)
     model = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -205,7 +205,7 @@ def tiny(how: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", [how for how in WAYS if how not in ("nothing", "a part")])
-def test_ways_to_initialise(how: str) -> None:
+def test_ways_to_initialize(how: str) -> None:
     weights, real = tiny(how), really(TinyConfig(how), Tiny, 0)["weight"]
     weight = weights["weight"]
     assert torch.equal(weights["echo"], weight[0, :1].expand(2) / 2), "a value that code asked for"
@@ -228,7 +228,7 @@ def test_ways_to_initialise(how: str) -> None:
 @pytest.mark.parametrize(("how", "what"), [("nothing", "a value"), ("a part", "values of some elements")])
 def test_a_parameter_without_a_value_is_named(how: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tiny, "_init_weights", lambda self, module: WAYS[how](self.weight))
-    message = f"Tiny: weight [40, 8] lacks {what} after the model's own initialisation"
+    message = f"Tiny: weight [40, 8] lacks {what} after the model's own initialization"
     with pytest.raises(SourceError, match=re.escape(message)):
         tiny(how)
 
@@ -348,7 +348,7 @@ class TestConvert:
         shardconv.convert(config_dir, out, 2, random_init=True, ranks=[0])
         shardconv.convert(config_dir, out, 2, random_init=True, seed=9, progress=told)
         assert any("seed 0" in text and "seed 9" in text for text in told.told), told.told
-        assert "recording the model's own initialisation: seed 9, drawn in float32" in told.told
+        assert "recording the model's own initialization: seed 9, drawn in float32" in told.told
         shardconv.convert(config_dir, tmp_path / "new", 2, random_init=True, seed=9)
         assert contents(out) == contents(tmp_path / "new")
 
@@ -369,7 +369,7 @@ class TestConvert:
         out = tmp_path / "out"
         shardconv.convert(config_dir, out, 2, random_init=True, seed=4)
         source = manifest.read(out).source
-        assert (source.name, source.files) == ("config, initialised at random with seed 4", ())
+        assert (source.name, source.files) == ("config, initialized at random with seed 4", ())
         assert shardconv.verify(out).num_files == len(contents(out))
         with pytest.raises(SourceError, match="seed 4: there is no checkpoint to compare it with"):
             shardconv.verify(out, against=config_dir)
@@ -394,8 +394,8 @@ class TestConvert:
         argv = ["convert", "--random-init", str(config_dir), str(tmp_path / "out"), "--tp", "2"]
         assert cli.run(argv) == 0
         text = capsys.readouterr()
-        assert "of 44.0 kB, initialised at random with seed 0; shardconv inspect" in text.out
-        assert "recording the model's own initialisation: seed 0, drawn in float32" in text.err
+        assert "of 44.0 kB, initialized at random with seed 0; shardconv inspect" in text.out
+        assert "recording the model's own initialization: seed 0, drawn in float32" in text.err
 
 
 def test_a_block_scaled_config_gives_a_plain_model(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_it_is_loaded_and_resharded(config_dir: Path, tmp_path: Path) -> None:
     shardconv.convert(config_dir, tmp_path / "four", 4, random_init=True, seed=2, dtype="float64")
     shardconv.reshard(tmp_path / "four", tmp_path / "again", 1)
     assert shards(tmp_path / "again") == shards(tmp_path / "one")
-    assert manifest.read(tmp_path / "again").source.name == "config, initialised at random with seed 2"
+    assert manifest.read(tmp_path / "again").source.name == "config, initialized at random with seed 2"
     merged(tmp_path / "four")
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "four-merged", dtype=torch.float64)
     ids = torch.arange(12).view(2, 6)
