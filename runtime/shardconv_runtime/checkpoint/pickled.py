@@ -58,6 +58,9 @@ def load_pickled(file: Path, device: str) -> dict[str, torch.Tensor]:
         file: to read.
         device: of the tensors; only the pickle is read for ``"meta"``.
 
+    Returns:
+        Global tensors by name, with the shapes, strides and dtypes of the file.
+
     Raises:
         SourceError: torch cannot read the file, or it does not hold a dict of tensors.
     """

@@ -113,7 +113,14 @@ class LeavingOutAbsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of a checkpoint as recorded tensors in this context; real tensors stay as they are."""
+    """Record the operations on a checkpoint's tensors in this context.
+
+    Args:
+        tensors: global, by name; real tensors stay as they are.
+
+    Yields:
+        Tensors of the same names, shapes and dtypes, which appear to be on the CPU.
+    """
     with LeavingOutAbsent():  # type: ignore[no-untyped-call]
         yield {
             name: RecordedTensor(tensor) if isinstance(tensor, LazyTensor) else tensor
@@ -125,6 +132,9 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
     """The lazy tensor of a result; None if it is absent from the checkpoint.
 
     A real tensor, which code computed from constants alone, is kept in memory.
+
+    Args:
+        tensor: global, recorded or real, of any shape and dtype.
     """
     if isinstance(tensor, RecordedTensor):
         return None if tensor.absent else tensor.lazy
@@ -134,7 +144,17 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
-    """The tensors of a checkpoint with the small ones read into memory, so that code may write into them."""
+    """The tensors of a checkpoint with the small ones read into memory, so that code may write into them.
+
+    Args:
+        tensors: global, by name.
+
+    Returns:
+        By name, with the same shapes and dtypes; those of fewer than ``LARGE`` elements are on the CPU.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
     return {
         name: read_tensor(lazy) if math.prod(lazy.shape) < LARGE else lazy for name, lazy in tensors.items()
     }

@@ -367,14 +367,7 @@ def _elements(tensor: torch.Tensor, size: int) -> np.ndarray[Any, Any]:
 
 
 def read_tensor(tensor: LazyTensor) -> torch.Tensor:
-    """Read a tensor into memory.
-
-    Returns:
-        On the CPU, contiguous, of the shape and dtype of ``tensor``.
-
-    Raises:
-        SourceError: a file cannot be read.
-    """
+    """Read a tensor into memory; see ``read_tensors`` for its shape, dtype and errors."""
     return read_tensors([tensor])[0]
 
 

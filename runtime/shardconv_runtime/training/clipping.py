@@ -53,7 +53,7 @@ def clip_grad_norm(
         foreach: scale many gradients in one operation; the default.
 
     Returns:
-        The norm before, see ``grad_norm``.
+        The norm before clipping, a replicated scalar, see ``grad_norm``.
 
     Raises:
         PlanError: see ``grad_norm``.
