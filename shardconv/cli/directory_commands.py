@@ -30,14 +30,14 @@ from .working import print_plan, printable, working
 
 @click.command("inspect")
 @click.argument("out", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print the plan itself.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @tokens_option
 @where_options
 def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub: Any) -> None:
     """Show the plan and the files of the converted directory OUT.
 
-    OUT may be the id of a repository on the Hub, too: of it the plan and the manifest are downloaded, and the
-    sizes of all files compared.
+    OUT may also be the id of a repository on the Hub: only its plan and manifest are downloaded, and the
+    sizes of all files are checked.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
 @click.command("replan")
 @click.argument("out", type=click.Path())
 @sequence_option
-@click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
+@click.option("--no-check", is_flag=True, help="Skip the numerical check of the new plan.")
 @trust_option("OUT")
 @loudness_options
 def replan_command(
@@ -64,9 +64,9 @@ def replan_command(
 ) -> None:
     """Solve OUT again for the installed torch and transformers, keeping its shards.
 
-    A plan holds for the model code that it was solved for; after an upgrade the runtime refuses it
-    and names this command. It takes seconds. If the new plan slices some tensor in another way, OUT is
-    left as it is and has to be converted again.
+    A plan is valid for the model code that it was solved for; after an upgrade the runtime refuses it
+    and names this command. It takes seconds. If the new plan shards some tensor in another way, OUT is
+    not changed, and the model has to be converted again.
 
     \b
     Example:
@@ -83,7 +83,7 @@ def replan_command(
     if not quiet:
         code = solved.code
         click.echo(
-            f"{out}: planned for torch {code.torch}, transformers {code.transformers}; the shards are kept"
+            f"{out}: solved for torch {code.torch}, transformers {code.transformers}; the shards are kept"
         )
 
 
@@ -92,17 +92,19 @@ def replan_command(
 @click.option(
     "--against", metavar="MODEL", help="Compare every byte with this model, a directory or a Hub id."
 )
-@click.option("--numerics", is_flag=True, help="Run all ranks in this process, and the unsharded model.")
+@click.option(
+    "--numerics", is_flag=True, help="Compare all ranks, run in this process, with the unsharded model."
+)
 @hub_options("MODEL")
 @trust_option("OUT and in MODEL")
 @loudness_options
 def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None:
-    """Check every file of the converted directory OUT, to the byte.
+    """Check every byte of the converted directory OUT.
 
-    Sizes, checksums and headers are compared with the manifest and the plan. With --against, what each
-    rank holds is compared with the weights of MODEL, cast as they were converted. With --numerics, the ranks
+    Sizes, checksums and headers are compared with the manifest and the plan. With --against, the tensors of
+    each rank are compared with the weights of MODEL, cast as in the conversion. With --numerics, the ranks
     run in float64 on their real weights and are compared with the unsharded model; layers that do not fit
-    in memory are left out. All problems are listed; the exit code is then 2.
+    in memory are left out. If there are problems, all are listed and the exit code is 2.
 
     \b
     Examples:
@@ -132,9 +134,8 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
     """Write the converted directory OUT as an ordinary checkpoint to the directory HF_DIR.
 
     The files are those that transformers would save, in its layout, with the bytes of OUT; no model is
-    built in memory. That transformers loads them to the same parameters is checked before anything is
-    written. Until all is done, HF_DIR has no config.json; the same command continues a run that was
-    interrupted.
+    built in memory. Before anything is written, shardconv checks that transformers loads them to the same
+    parameters. HF_DIR gets its config.json last; the same command continues an interrupted run.
 
     \b
     Example:
@@ -156,15 +157,15 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
 @trust_option("OUT")
 @size_options
 @part_options("OUT2")
-@click.option("--no-check", is_flag=True, help="Skip the proof of the new plan.")
+@click.option("--no-check", is_flag=True, help="Skip the numerical check of the new plan.")
 @loudness_options
 def reshard_command(
     out: str, out2: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
 ) -> None:
     """Convert the converted directory OUT for N ranks, to the directory OUT2.
 
-    The weights come from OUT alone and are not cast; the files are those that converting the original
-    model for N ranks gives. The same command continues a run that was interrupted.
+    The weights are read from OUT only and are not cast; the files equal those of a conversion of the
+    original model for N ranks. The same command continues an interrupted run.
 
     \b
     Example:
@@ -189,17 +190,17 @@ def reshard_command(
     type=click.Choice(FORMATS),
     default=FORMATS[0],
     show_default=True,
-    help="What reads it: torch.distributed.checkpoint (dcp), and transformers.",
+    help="dcp: for torch.distributed.checkpoint and transformers.",
 )
 @size_options
 @loudness_options
 def export_command(out: str, directory: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Write the converted directory OUT to the directory DIR, in another sharded format.
 
-    dcp is the sharded safetensors that torch.distributed.checkpoint reads with a HuggingFaceStorageReader,
-    for any number of ranks, and from_pretrained of transformers. There are files for each rank of OUT, with
-    names of tensors as in the model, and each element once. Until all is done, readers refuse DIR; the same
-    command continues a run that was interrupted.
+    dcp is sharded safetensors, which torch.distributed.checkpoint reads with a HuggingFaceStorageReader for
+    any number of ranks, and transformers with from_pretrained. Each rank of OUT has its own files, with the
+    model's names of tensors; each element is stored once. Readers refuse DIR until it is complete; the same
+    command continues an interrupted run.
 
     \b
     Example:

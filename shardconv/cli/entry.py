@@ -1,7 +1,6 @@
 """The command line: parse, call, print, exit codes.
 
-0: done; 2: what was asked for cannot be done, said in one line; 130: interrupted; 1: a fault of
-shardconv itself.
+0: success; 1: an internal error; 2: the request cannot be met, with one line that says why; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code, every error having been printed in one line."""
+    """Run the command line, and print any error in one line.
+
+    Returns:
+        The exit code.
+    """
     try:
         with of_commands():
             result = cli.main(args=argv, prog_name="shardconv", standalone_mode=False)
@@ -73,18 +76,18 @@ def _usage_message(error: click.ClickException) -> str:
 def cli() -> None:
     """Ahead-of-time tensor parallelism for transformers models.
 
-    A model is converted once, on any machine without a GPU, to a plan and one set of weights for each
+    A model is converted once, on any machine, without a GPU, to a plan and one set of weights for each
     rank. Under torchrun each rank then reads only its own bytes.
 
     \b
-      shardconv plan MODEL --tp 8           what a conversion would do, from the config alone
-      shardconv convert MODEL --tp 8 out/   do it
-      shardconv inspect out/                what a converted directory holds, or a repository of one
-      shardconv report out/                 the same and more as a web page, with a picture
-      shardconv verify out/                 that every byte of it is right
-      shardconv reshard out/ --tp 4 out-4/  the same model for another number of ranks
-      shardconv merge out/ hf/              back to an ordinary checkpoint
-      shardconv export out/ --format dcp d/ for torch's distributed checkpoint
+      shardconv plan MODEL --tp 8           show what a conversion would do; needs the config only
+      shardconv convert MODEL --tp 8 out/   convert
+      shardconv inspect out/                show a converted directory, or one on the Hub
+      shardconv report out/                 show it as a web page with a picture
+      shardconv verify out/                 check every byte of it
+      shardconv reshard out/ --tp 4 out-4/  convert it for another number of ranks
+      shardconv merge out/ hf/              convert it back to an ordinary checkpoint
+      shardconv export out/ --format dcp d/ convert it for torch.distributed.checkpoint
       shardconv replan out/                 solve it again after an upgrade of transformers
       shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
 

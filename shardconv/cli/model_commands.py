@@ -34,17 +34,17 @@ from .working import working
 @part_options("OUT")
 @stream_option
 @initial_options
-@click.option("--no-check", is_flag=True, help="Skip the proof of the plan on numbers (simulated ranks).")
+@click.option("--no-check", is_flag=True, help="Skip the numerical check.")
 @model_options
 def convert_command(
     model: str, out: str, tp: int, no_check: bool, quiet: bool, verbose: bool, **options: Any
 ) -> None:
     """Convert MODEL to the directory OUT for N ranks.
 
-    MODEL is a directory with config.json and weights, or the id of a Hub repository. The plan is proven
-    before anything is written: every rank is simulated in float64 and compared with the unsharded model.
-    Until all is done, OUT has no manifest.json and holds a directory .partial only; the same command
-    continues a run that was interrupted.
+    MODEL is a directory with config.json and weights, or the id of a Hub repository. Before anything is
+    written, the plan is checked: all ranks are simulated in float64 and compared with the unsharded model.
+    Until the conversion is complete, OUT holds only a directory .partial; the same command continues an
+    interrupted run.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def convert_command(
       shardconv convert org/name --revision v1.0 --tp 8 --dtype bfloat16 out/
       shardconv convert org/mixture --tp 8 --experts ep out/
       shardconv convert org/name --tp 8 --sequence-parallel out/
-      shardconv convert org/large --tp 8 --ranks 0-3 out/    # and 4-7 on another machine; reads their bytes
+      shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     from ..reporting.report import human_bytes
@@ -66,13 +66,13 @@ def convert_command(
         summary = summarize(solved)
         click.echo(
             f"{out}: {human_bytes(max(summary.rank_bytes))} on each of {tp} ranks, "
-            f"of {human_bytes(summary.total_bytes)}{_initialised(options)}; "
+            f"of {human_bytes(summary.total_bytes)}{_initialized(options)}; "
             f"shardconv inspect {out} shows the plan"
         )
 
 
-def _initialised(options: dict[str, Any]) -> str:
-    return f", initialised at random with seed {options['seed'] or 0}" if options["random_init"] else ""
+def _initialized(options: dict[str, Any]) -> str:
+    return f", initialized at random with seed {options['seed'] or 0}" if options["random_init"] else ""
 
 
 @click.command("plan")
@@ -84,17 +84,16 @@ def _initialised(options: dict[str, Any]) -> str:
     "--format",
     "chosen",
     type=click.Choice(("report", "json", "tp_plan")),
-    help="A report, the plan itself as in plan.json, or a tp_plan of transformers.  "
-    "[default: report; json in FILE]",
+    help="A report, the plan as in plan.json, or a tp_plan of transformers.  [default: report; json in FILE]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write it to FILE, too."
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Also write it to FILE."
 )
 @click.option(
     "--check/--no-check",
     default=None,
-    help="Prove the plan on numbers too, as convert does.  [default: if it is written as json]",
+    help="Check the plan numerically, as convert does.  [default: if it is written as json]",
 )
 @tokens_option
 @model_options
@@ -110,12 +109,12 @@ def plan_command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Show how MODEL would be converted for N ranks; needs its config only, no weights.
+    """Show how MODEL would be converted for N ranks; needs its config, no weights.
 
-    A plan that is written as json can be loaded from: load("org/name", plan="plan.json").
-    Prints each kind of layer with its category, local shapes and bytes per rank, what stays replicated
-    and why, and the collectives of one forward pass with the bytes of their tensors.
+    The report lists each kind of layer with its category, local shapes and bytes per rank, the replicated
+    parameters and why, and the collectives of one forward pass with the bytes of their tensors.
 
+    A plan in JSON can load a model without converted files: load("org/name", plan="plan.json").
     A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
     from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
 
@@ -125,10 +124,10 @@ def plan_command(
       shardconv plan ./my-model --tp 4 --json -o plan.json
       shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
-    from shardconv_runtime.format.typed_json import write_text
+    from shardconv_runtime.format.json_writing import write_text
 
     if as_json and chosen not in (None, "json"):
-        raise click.UsageError(f"--json and --format {chosen} are two formats; give one")
+        raise click.UsageError(f"--json and --format {chosen} contradict each other; give one")
     chosen = "json" if as_json else chosen
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
@@ -144,7 +143,7 @@ def plan_command(
 def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":
-        from shardconv_runtime.hub.access import Hub
+        from shardconv_runtime.hub_options import Hub
 
         from ..converted.tp_plan import skeleton, to_json, tp_plan
 

@@ -1,4 +1,4 @@
-"""The converted directory that OUT is, or holds: on this machine, or on the Hub."""
+"""The converted directory that OUT is or contains, on this machine or on the Hub."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """A converted directory, of which the manifest and the plan were read."""
+    """A converted directory, with its manifest and plan."""
 
     directory: Path
-    """On the Hub: in the cache, with these two files."""
+    """Of a repository: in the cache, with only these two files."""
     manifest: Manifest
     plan: Plan
     repository: Repository | None = None
-    """Where the rest is, if that is on the Hub."""
+    """The repository on the Hub that it comes from."""
 
     def check_sizes(self) -> None:
-        """Check that every file is there and whole, as far as its size tells.
+        """Check that every file exists and has its size.
 
         Raises:
-            CheckpointError: one is not.
-            SourceError: the Hub cannot be asked.
+            CheckpointError: a file is missing or has another size.
+            SourceError: the Hub cannot be reached.
         """
         from shardconv_runtime.format import manifest
 
@@ -44,25 +44,25 @@ class Opened:
 
 
 def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
-    """The converted directory that OUT is, or holds for ``tp`` ranks.
+    """The converted directory that OUT is or contains.
 
     Args:
         out: a directory, or the id of a repository.
-        tp: the number of ranks; None: whatever number, if there is only one.
+        tp: number of ranks; None: any, if there is only one directory.
         hub: the fields of ``Hub``.
 
     Raises:
-        SourceError: the repository cannot be read; there is none for so many ranks, or several.
-        CheckpointError: there is none, or it is malformed.
+        SourceError: the repository cannot be read, or has no directory for ``tp`` ranks, or several.
+        CheckpointError: there is no converted directory, or it is malformed.
         PlanError: the plan is malformed or of another version.
     """
     from shardconv_runtime.format import manifest
 
     repository = None
     if is_on_hub(out):
-        from shardconv_runtime.hub.access import Hub
         from shardconv_runtime.hub.fetch import find
         from shardconv_runtime.hub.library_logging import without_hub_logging
+        from shardconv_runtime.hub_options import Hub
 
         with without_hub_logging():
             repository, found = find(out, Hub(**hub), tp)
@@ -78,7 +78,7 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
 
 
 def is_on_hub(out: str) -> bool:
-    """Whether OUT can only be the id of a repository, as ``user/name``."""
+    """Whether OUT is the id of a repository, ``user/name``, and not a path."""
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
     from shardconv_runtime.hub.access import looks_like_path
@@ -90,17 +90,17 @@ def require_local(out: str) -> None:
     """Refuse the id of a repository, for a command that reads every byte.
 
     Raises:
-        SourceError: with what to do.
+        SourceError: ``out`` is one; says how to download it.
     """
     if is_on_hub(out):
         raise SourceError(
-            f"no such directory: {out}; a repository on the Hub is downloaded first: hf download {out} "
-            "--local-dir DIR, then give DIR, or its tp-N/"
+            f"no such directory: {out}; download a repository on the Hub first: hf download {out} "
+            "--local-dir DIR, then give DIR or its tp-N/"
         )
 
 
 def _local(path: Path, tp: int | None) -> Path:
-    """The directory itself, or the one in it."""
+    """The converted directory at or in ``path``."""
     from shardconv_runtime.format.manifest import MANIFEST_NAME, variant
     from shardconv_runtime.hub.tp_folders import only
 

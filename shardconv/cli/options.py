@@ -1,4 +1,4 @@
-"""The options that commands share, each in one place with its help."""
+"""The options that commands share, with their help."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 
 def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A value is refused here, before the libraries are imported, and passed on as it was given."""
+    """A callback that checks a value before the libraries are imported, and passes it on unchanged."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         check(value)
@@ -50,22 +50,22 @@ experts_option = click.option(
     type=click.Choice(EXPERT_MODES),
     default="tp",
     show_default=True,
-    help="Split mixture-of-experts layers inside of each expert, or keep experts whole (ep).",
+    help="Shard mixture-of-experts layers inside each expert (tp), or distribute unsharded experts (ep).",
 )
 
 sequence_option = click.option(
     "--sequence-parallel",
     is_flag=True,
-    help="Solve for activations that are split over the sequence, too (for training).",
+    help="Also solve for activations that are sharded over the sequence (for training).",
 )
 
 tokens_option = click.option(
-    "--tokens", default=2048, show_default=True, metavar="N", help="Tokens of the reported pass."
+    "--tokens", default=2048, show_default=True, metavar="N", help="Length of the forward pass in the report."
 )
 
 loudness_options = together(
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-    click.option("-v", "--verbose", is_flag=True, help="Show what transformers logs, and tracebacks."),
+    click.option("-v", "--verbose", is_flag=True, help="Show the logging of transformers, and tracebacks."),
 )
 
 size_options = together(
@@ -75,7 +75,7 @@ size_options = together(
         show_default=True,
         metavar="SIZE",
         callback=_checked(parse_size),
-        help="Begin a new file after so much; as 500MB or 5GB. A tensor is never split.",
+        help="Maximum size of the tensors in a file, as 500MB or 5GB; a larger tensor gets its own file.",
     ),
     click.option(
         "--memory",
@@ -83,7 +83,7 @@ size_options = together(
         show_default=True,
         metavar="SIZE",
         callback=_checked(parse_memory),
-        help="For the buffers that weights pass through.",
+        help="I/O buffer size.",
     ),
 )
 
@@ -91,22 +91,22 @@ initial_options = together(
     click.option(
         "--random-init",
         is_flag=True,
-        help="Write the weights of a new model, to train from scratch; MODEL needs a config only.",
+        help="Initialize a new model, to train from scratch; MODEL needs a config only.",
     ),
     click.option(
         "--seed",
         type=int,
         metavar="N",
-        help="Of --random-init: the same weights for any --tp.  [default: 0]",
+        help="Seed of --random-init; the weights are the same for any --tp.  [default: 0]",
     ),
 )
 
 
 def hub_options(what: str) -> Callable[[Command], Command]:
-    """How the Hub is reached for what is named so in the help."""
+    """How the Hub is reached for the argument ``what``."""
     return together(
         click.option("--revision", help=f"Branch, tag or commit of {what} on the Hub.  [default: main]"),
-        click.option("--cache-dir", type=click.Path(file_okay=False), help="Where Hub downloads are cached."),
+        click.option("--cache-dir", type=click.Path(file_okay=False), help="Cache of Hub downloads."),
         click.option(
             "--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only."
         ),
@@ -122,17 +122,17 @@ where_options = together(
         type=int,
         metavar="N",
         callback=_checked(lambda tp: None if tp is None else require_tp(tp)),
-        help="Where OUT holds several, in tp-N/: the one for N ranks.",
+        help="The directory for N ranks, if OUT has several in tp-N/.",
     ),
     hub_options("OUT"),
 )
-"""Which of the converted directories that are in OUT, and how it is read if it is a repository."""
+"""Which converted directory in OUT, and how the Hub is reached if OUT is a repository."""
 
 stream_option = click.option(
     "--stream/--download",
     default=None,
-    help="Read from the Hub only the bytes that are written, and keep none in the cache; or download whole "
-    "files to the cache. What is in the cache is read there.  [default: stream with --ranks, else download]",
+    help="Read only the needed bytes from the Hub, without caching them, or download all files to the cache. "
+    "Cached files are not downloaded again.  [default: stream with --ranks, else download]",
 )
 
 model_options = together(
@@ -154,17 +154,16 @@ def trust_option(where: str) -> Callable[[Command], Command]:
 
 
 def part_options(out: str) -> Callable[[Command], Command]:
-    """Which part of the directory that is named ``out`` in the help is written, and over what."""
+    """Which ranks of the argument ``out`` are written, and whether it may be replaced."""
     return together(
         click.option(
             "--ranks",
             metavar="LIST",
-            help="Write these ranks only, as 0-3 or 0,2,5; the part that comes last completes "
-            f"{out}.  [default: all]",
+            help=f"Write only these ranks, as 0-3 or 0,2,5; the last part completes {out}.  [default: all]",
         ),
         click.option(
             "--overwrite",
             is_flag=True,
-            help=f"Replace {out} if it is a converted directory, and nothing else.",
+            help=f"Replace {out}, which must be a converted directory.",
         ),
     )

@@ -16,16 +16,18 @@ from .working import working
 @click.argument("out", type=click.Path())
 @click.argument("repo_id")
 @click.option("--private", is_flag=True, help="Make the repository private.")
-@click.option("--revision", metavar="BRANCH", help="Branch to push to, made if need be.  [default: main]")
-@click.option("--token", help="Hub token that may write.  [default: that of the Hub login]")
-@click.option("--dry-run", is_flag=True, help="Change nothing, list what would be sent and deleted.")
+@click.option(
+    "--revision", metavar="BRANCH", help="Branch to push to, created if it does not exist.  [default: main]"
+)
+@click.option("--token", help="Hub token with write access.  [default: that of the Hub login]")
+@click.option("--dry-run", is_flag=True, help="Change nothing; list the files that would be sent or deleted.")
 @loudness_options
 def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Publish the converted directory OUT in the repository REPO_ID of the Hugging Face Hub.
 
-    OUT is verified first. Its files go to tp-N/, so that one repository may hold the model for several
-    numbers of ranks; what is equal is stored, and sent, once. The model card names them all, with a picture
-    of each plan; what a person wrote in it stays. The same command continues a push that was interrupted.
+    OUT is verified first. Its files go to tp-N/, so that one repository can hold the model for several
+    numbers of ranks; equal files are stored and sent once. The model card lists them, with a picture of each
+    plan; text that you wrote in it is kept. The same command continues an interrupted push.
 
     \b
     Examples:

@@ -19,20 +19,19 @@ from .options import tokens_option, where_options
     "--output",
     metavar="FILE",
     type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write it to FILE; - is standard output.  [default: OUT-report.html, beside OUT; here if OUT is on "
+    help="Write to FILE; - is standard output.  [default: OUT-report.html next to OUT, or here if OUT is on "
     "the Hub]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace FILE even if it is not such a report.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE even if it is not a report.")
 @tokens_option
 @where_options
 def report_command(
     out: str, output: str | None, overwrite: bool, tokens: int, tp: int | None, **hub: Any
 ) -> None:
-    """Write what inspect shows, and more, as one HTML page with a picture.
+    """Write an HTML page with all that inspect shows, and a picture.
 
-    OUT is a converted directory, the id of a repository on the Hub that holds one, or a plan.json. The page
-    needs nothing else: no network and no scripts. An earlier report in FILE is replaced; anything else is
-    not.
+    OUT is a converted directory, the id of a repository on the Hub with one, or a plan.json. The page is
+    self-contained: no network, no scripts. An earlier report in FILE is replaced, any other file is not.
 
     \b
     Examples:
@@ -41,7 +40,7 @@ def report_command(
       shardconv report plan.json -o page.html
     """
     from shardconv_runtime.format import plan_json as codec
-    from shardconv_runtime.format.typed_json import write_text
+    from shardconv_runtime.format.json_writing import write_text
 
     from ..publishing.picture import picture
     from ..reporting.html_report import html_report
@@ -68,7 +67,7 @@ def report_command(
 
 
 def _beside(out: Path) -> Path:
-    """Where to write by default."""
+    """The default target."""
     about = _directory(out) or out
     resolved = about.resolve()
     target = resolved.parent / f"{resolved.name if about.is_dir() else resolved.stem}-report.html"
@@ -77,7 +76,7 @@ def _beside(out: Path) -> Path:
 
 
 def _directory(out: Path) -> Path | None:
-    """The converted directory that OUT is, or is the plan of."""
+    """The converted directory that OUT is, or whose plan it is."""
     from shardconv_runtime.format.manifest import MANIFEST_NAME
 
     if out.is_dir():
@@ -86,27 +85,27 @@ def _directory(out: Path) -> Path | None:
 
 
 def _require_replaceable(target: Path, out: Path, *, overwrite: bool) -> None:
-    """Refuse to write into OUT, or over a file that is something else.
+    """Refuse to write into OUT, or to replace a file that is not a report.
 
     Raises:
-        CheckpointError: with the remedy.
+        CheckpointError: ``target`` may not be written.
     """
     from ..reporting.html_report import MARK
 
     directory = _directory(out)
     if directory is not None and target.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(
-            f"{target} is in the converted directory {directory}, which has only what its manifest lists; "
-            "give another FILE"
+            f"{target} is in the converted directory {directory}, which may only hold the files in its "
+            "manifest; give another FILE"
         )
     if target.resolve() == out.resolve():
         raise CheckpointError(f"{target} is the plan itself; give another FILE")
     if not target.parent.is_dir():
         raise CheckpointError(
-            f"there is no directory {target.parent} to write {target.name} to; make it first"
+            f"there is no directory {target.parent} to write {target.name} to; create it first"
         )
     if target.exists() and not overwrite and MARK.encode() not in _beginning(target):
-        raise CheckpointError(f"{target} is there and is not a report; give another FILE, or --overwrite")
+        raise CheckpointError(f"{target} exists and is not a report; give another FILE, or --overwrite")
 
 
 def _beginning(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""What the commands do around their work: progress, quiet libraries, printed plans."""
+"""Shared by commands: progress, quiet libraries, printed plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 @contextmanager
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
-    gc.set_threshold(100_000, 50, 50)  # the libraries make many objects that stay: a quarter of the start
+    gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
     from shardconv_runtime.hub.library_logging import without_library_logging
 
     from ..reporting.progress import for_terminal
@@ -27,6 +27,7 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
 
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
+    """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
     from shardconv_runtime.format import plan_json as codec
 
     from ..reporting.report import report
@@ -35,5 +36,5 @@ def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
 
 
 def printable(text: str) -> str:
-    """A text that may quote what is in files, without what a terminal would take for a command."""
+    """Text with control characters escaped, since it may quote the content of files."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

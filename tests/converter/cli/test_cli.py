@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.plan import Plan
 
 from shardconv import cli
@@ -163,7 +163,7 @@ class TestConvert:
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(manifest, "dumps", interrupt)
+        monkeypatch.setattr(manifest_writing, "dumps", interrupt)
         code, out, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
         assert (code, out, err.strip()) == (
             130,
@@ -182,7 +182,7 @@ class TestConvert:
         def fail(*args: object) -> None:
             raise ZeroDivisionError("oh")
 
-        monkeypatch.setattr(manifest, "dumps", fail)
+        monkeypatch.setattr(manifest_writing, "dumps", fail)
         code, _, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
         assert (code, err.count("\n")) == (1, 1)
         assert err.startswith("error: internal error (ZeroDivisionError: oh); please report it")
@@ -319,7 +319,7 @@ class TestBadInput:
         def fail(*args: object) -> None:
             raise OSError(28, "No space left on device", "out/plan.json")
 
-        monkeypatch.setattr(manifest, "dumps", fail)
+        monkeypatch.setattr(manifest_writing, "dumps", fail)
         err = self.refused(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
         assert "No space left on device" in err
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
@@ -403,7 +403,7 @@ class TestFromConverted:
         argv = ("reshard", tmp_path / "out", tmp_path / "out2", "--tp", 4, "--ranks", "0-1")
         code, out, err = run(capsys, *argv)
         assert (code, out) == (0, "")
-        assert "still to be written by others: ranks 2-3" in err
+        assert "others still have to write ranks 2-3" in err
 
     def test_quiet_prints_nothing(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
