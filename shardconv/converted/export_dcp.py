@@ -27,7 +27,7 @@ from pathlib import Path
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ParameterPlan
-from shardconv_runtime.format.shard_files import split
+from shardconv_runtime.format.shard_files import grouped
 from shardconv_runtime.format.slices import Range, ranges
 from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.tensors import lazy_tensor as lazy
@@ -201,7 +201,7 @@ def _files_of(rank: int, chunks: Mapping[str, Sequence[Chunk]], limit: int) -> l
     contents: list[dict[str, Chunk]] = []
     for index in range(max(map(len, chunks.values()))):
         held = {name: many[index] for name, many in chunks.items() if index < len(many)}
-        parts = split({name: chunk.tensor.num_bytes for name, chunk in held.items()}, limit)
+        parts = grouped({name: chunk.tensor.num_bytes for name, chunk in held.items()}, limit)
         contents += [{name: held[name] for name in names} for names in parts]
     if max(rank + 1, len(contents)) > _MAX_NUMBER:
         raise ShardconvError(

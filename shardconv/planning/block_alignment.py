@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from shardconv_runtime.format.block_scales import is_split_between
+from shardconv_runtime.format.block_scales import is_sharded_between
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ParameterPlan
 
@@ -57,7 +57,7 @@ def find_divided_block(
     for entry in parameters:
         for name in expand_all(entry.names):
             for index, (dim, block) in enumerate(zip(entry.dims, blocks.get(name, ()), strict=False)):
-                if not is_split_between(dim, block, solution.layouts.mesh):
+                if not is_sharded_between(dim, block, solution.layouts.mesh):
                     tid = by_name[stand_in(name, stand_ins)]
                     return Obstacle((analysis.dims[tid][index],), f"{name} has blocks of {block}")
     return None

@@ -20,7 +20,7 @@ from shardconv_runtime.format.plan import (
     ModulePlan,
     NormInfo,
     ReduceScatterStep,
-    Resharding,
+    ReshardingStep,
     SliceStep,
     ZeroOutOfShardStep,
 )
@@ -150,8 +150,8 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
         entry = entries.get(site.where.fqn, _Entry())
         if axes_of(layout) and entry.category != "experts":
             entries[site.where.fqn] = entry
-            entry.category, entry.flags = "experts", site.split.flags
-            local_ids = LocalRowsOrEndStep if site.split.past_end else LocalRowsStep
+            entry.category, entry.flags = "experts", site.sharding.flags
+            local_ids = LocalRowsOrEndStep if site.sharding.past_end else LocalRowsStep
             ids, weights = site.where.inputs[1:]
             entry.inputs += [
                 local_ids(site.where.ids, layout, per_token=solution.per_token(ids)),
@@ -200,8 +200,8 @@ def _calls(solution: Solution) -> dict[int, _Call]:
 
 def _dim(step: Boundary) -> int:
     """The tensor dim that a step is about; 0 where it is about none."""
-    return step.dim if isinstance(step, Resharding) else 0
+    return step.dim if isinstance(step, ReshardingStep) else 0
 
 
 def _at_dim(step: Boundary, dim: int) -> Boundary:
-    return replace(step, dim=dim) if isinstance(step, Resharding) else step
+    return replace(step, dim=dim) if isinstance(step, ReshardingStep) else step

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shardconv_runtime.format.shard_files import ALIGNMENT, FileLayout, Shape, lay_out
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.format.shard_files import ALIGNMENT, FileLayout, lay_out
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
 
 LEAST_ALIGNMENT = 8
 """Alignment of the safetensors library, for files with the same bytes as its own."""

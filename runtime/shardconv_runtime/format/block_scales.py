@@ -2,8 +2,7 @@
 
 The factors of NAME are a tensor of their own in the files, NAME_scale_inv, as in published
 checkpoints: element (i, j) of a parameter with blocks of (128, 128) has the factor
-(i // 128, j // 128). A rank holds the factors of the values that it holds, so ranks' parts must begin and
-end between blocks.
+(i // 128, j // 128). A rank holds the factors of its values, so its part must begin and end between blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ def check_blocks(entry: ParameterPlan, mesh: Mesh) -> None:
         PlanError: it does not in some dim.
     """
     for dim, block in zip(entry.dims, entry.block, strict=True):
-        if not is_split_between(dim, block, mesh):
+        if not is_sharded_between(dim, block, mesh):
             raise PlanError(
-                f"{entry.names[0]}: dim {to_text(dim)} is split inside of blocks of {block}, "
+                f"{entry.names[0]}: dim {to_text(dim)} is sharded inside of blocks of {block}, "
                 "which share a factor"
             )
 
 
-def is_split_between(dim: Dim, block: int, mesh: Mesh) -> bool:
+def is_sharded_between(dim: Dim, block: int, mesh: Mesh) -> bool:
     """Whether each rank's part of a dim, and each of its segments, begins and ends between blocks."""
     factors = block_dim(dim, block)
     return size(factors) == math.ceil(size(dim) / block) and all(
@@ -49,11 +48,11 @@ def is_split_between(dim: Dim, block: int, mesh: Mesh) -> bool:
 
 
 def dequantized(values: Tensor, factors: Tensor, block: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values times their factors.
+    """Values times their factors, of the shape of the values; no collective runs.
 
     Args:
-        values: local, of any float8 dtype.
-        factors: local, one for each block; a dim's last block may be cut short.
+        values: local ``[n, m]`` (any number of dims), of any float8 dtype.
+        factors: local ``[ceil(n / block[0]), ceil(m / block[1])]``; a dim's last block may be shorter.
         block: sizes of the blocks, one for each dim.
         dtype: of the result; the product is computed in float32.
     """

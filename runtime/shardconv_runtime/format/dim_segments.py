@@ -9,7 +9,7 @@ from .slices import Mesh, Range, local_size
 
 
 def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
-    """Local positions of a dim in ranges that are split by the same axes, and these axes; none is empty."""
+    """Nonempty ranges of local positions of a dim that are sharded over the same axes, and these axes."""
     out: list[tuple[Range, frozenset[int]]] = []
     done = 0
     for length, axes in _local_runs(dim, mesh, rank):
@@ -20,7 +20,7 @@ def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozens
 
 
 def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
-    """Lengths of runs of local positions, and the axes that split each; neighbors differ."""
+    """Lengths of runs of local positions, and the axes that shard each; neighbors differ."""
     if isinstance(dim, Leaf):
         return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
     children = dim.factors if isinstance(dim, Product) else dim.segments

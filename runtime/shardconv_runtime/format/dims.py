@@ -1,12 +1,12 @@
-"""A tensor's dim as a tree that says how it is put together, and how it is split.
+"""A tensor's dim as a tree that says how it is put together, and how it is sharded.
 
-- a **leaf** of some size, split over zero or more mesh axes,
+- a **leaf** of some size, sharded over zero or more mesh axes,
 - a **product** of dims, outer to inner (``heads * head_dim``),
 - a **sum** of segments, laid end to end (``q + k + v``).
 
-Written as text, a leaf is its size and, after ``@``, the mesh axes that split it: ``32@0*128``
-is 32 heads split over mesh axis 0, each 128 wide; ``32@0*128 + 8@0*128 + 8@0*128`` a fused
-query/key/value dim. ``4@0.1`` splits over axes 0 and 1, axis 0 being the outer.
+Written as text, a leaf is its size and, after ``@``, the mesh axes that shard it: ``32@0*128``
+is 32 heads sharded over mesh axis 0, each 128 wide; ``32@0*128 + 8@0*128 + 8@0*128`` a fused
+query/key/value dim. ``4@0.1`` is sharded over axes 0 and 1, axis 0 being the outer.
 
 This module needs no torch.
 """
@@ -33,7 +33,7 @@ MAX_LEAVES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """``size`` positions, split over mesh ``axes`` (outer first); no axes: whole on every rank.
+    """``size`` positions, sharded over mesh ``axes`` (outer first); no axes: replicated.
 
     Size 0 is an **open** leaf, written ``?``: a size that only the input decides (batch times length).
     """
@@ -69,7 +69,7 @@ def size(dim: Dim) -> int:
 
 
 def axes_of(dim: Dim) -> frozenset[int]:
-    """All mesh axes that split some leaf of the dim."""
+    """All mesh axes over which some leaf of the dim is sharded."""
     return frozenset(a for leaf in leaves(dim) for a in leaf.axes)
 
 
@@ -104,7 +104,7 @@ def to_text(dim: Dim) -> str:
 
 def shown(dim: Dim) -> str:
     """The dim as text of bounded length, for errors."""
-    return _cut(to_text(dim))
+    return _shortened(to_text(dim))
 
 
 def _unwrap(dim: Dim) -> Dim:
@@ -120,7 +120,7 @@ def _nested(dim: Dim, kinds: type | UnionType) -> str:
     return f"({to_text(dim)})" if isinstance(_unwrap(dim), kinds) else to_text(dim)
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
@@ -131,7 +131,7 @@ _TOKEN = re.compile(
 
 def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
     """The known parts (outer, inner) around the one open factor of a product; None if all is known, or if the
-    dim is one open leaf that is split itself.
+    dim is one open leaf that is sharded itself.
 
     Raises:
         PlanError: an open leaf anywhere else.
@@ -139,13 +139,13 @@ def open_parts(dim: Dim) -> tuple[Dim, Dim] | None:
     factors = dim.factors if isinstance(dim, Product) else (dim,)
     if isinstance(dim, Leaf) and not dim.size and dim.axes:
         return None
-    places = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
+    positions = [i for i, factor in enumerate(factors) if factor == Leaf(0)]
     known = [factor for factor in factors if factor != Leaf(0)]
-    if len(places) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
+    if len(positions) > 1 or any(leaf.size == 0 for factor in known for leaf in leaves(factor)):
         raise PlanError(f"dim {shown(dim)}: only one factor of a product may be open")
-    if not places:
+    if not positions:
         return None
-    outer, inner = factors[: places[0]], factors[places[0] + 1 :]
+    outer, inner = factors[: positions[0]], factors[positions[0] + 1 :]
     return Product((Leaf(1), *outer)), Product((Leaf(1), *inner))
 
 
@@ -175,11 +175,11 @@ class _TextReader:
         self.text = text
         self.position = 0
         self.tokens: list[str] = []
-        self.tokens = [*self._split(text), _END]
+        self.tokens = [*self._tokens_of(text), _END]
         if len(self.tokens) > 2 * MAX_LEAVES:
-            raise PlanError(f"a dim has more than {MAX_LEAVES} leaves: {_cut(text)}")
+            raise PlanError(f"a dim has more than {MAX_LEAVES} leaves: {_shortened(text)}")
 
-    def _split(self, text: str) -> Iterator[str]:
+    def _tokens_of(self, text: str) -> Iterator[str]:
         at = 0
         while at < len(text):
             match = _TOKEN.match(text, at)
@@ -189,7 +189,7 @@ class _TextReader:
             at = match.end()
 
     def error(self) -> PlanError:
-        return PlanError(f'not a dim: {_cut(self.text)!r} (a dim reads like "32@0*128 + 8@0*128")')
+        return PlanError(f'not a dim: {_shortened(self.text)!r} (a dim reads like "32@0*128 + 8@0*128")')
 
     def accept(self, token: str) -> bool:
         found = self.tokens[self.position] == token

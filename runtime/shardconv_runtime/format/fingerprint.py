@@ -1,7 +1,7 @@
 """Binds a plan to the source of the model code that it was solved for.
 
-Attribute edits and module names mean nothing for other code, so that a rank refuses a plan whose
-code is not the installed one. The source is read, not imported: a mismatch shows before torch starts.
+Attribute edits and module names mean nothing for other code, so that a rank refuses a plan solved for
+other code than the installed one. The source is read, not imported: a mismatch shows before torch starts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MISSING = "missing"
 def fingerprint(module_names: Sequence[str]) -> str:
     """sha256 (hex) over the names and the source of these modules; order and repetition do not matter.
 
-    Line endings are normalised. A module that is not installed, or has no source, counts as
-    ``missing``, which no source equals. No module is imported.
+    Line endings are normalized. A module that is not installed, or has no source, counts as
+    ``missing``. No module is imported.
     """
     digest = hashlib.sha256()
     for name in sorted(set(module_names)):
@@ -44,13 +44,13 @@ def check_code(plan: Plan) -> None:
     The source decides, not the versions: another build of torch with the same model code is fine.
 
     Raises:
-        CodeMismatchError: it is not; the message has the versions of both and the remedy.
+        CodeMismatchError: it differs; the message has the versions of both and the remedy.
     """
     code = plan.code
     if fingerprint(code.sources) == code.fingerprint:
         return
     missing = [name for name in code.sources if _source_digest(name) == _MISSING]
-    lacking = f" ({missing[0]} is not there)" if missing else ""
+    lacking = f" ({missing[0]} is not installed)" if missing else ""
     raise CodeMismatchError(
         f"the model code differs from the code that the plan was solved for{lacking}: "
         f"the plan is for transformers {code.transformers} with torch {code.torch}, "
@@ -79,27 +79,25 @@ def _source(name: str) -> str | None:
 
 def _find(name: str) -> ModuleSpec | None:
     """The spec of a module, found from its top package down without importing any."""
-    places: Sequence[str] | None = None
+    locations: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     components = name.split(".")
     if not all(components):
         return None
     for depth in range(1, len(components) + 1):
-        spec = _find_in(".".join(components[:depth]), places)
+        spec = _find_in(".".join(components[:depth]), locations)
         if spec is None or (spec.submodule_search_locations is None and depth < len(components)):
             return None
         found = spec.submodule_search_locations
-        places = (
-            None if found is None else [os.fspath(place) for place in found]
-        )  # finders ignore Path objects
+        locations = None if found is None else list(map(os.fspath, found))  # finders ignore Path objects
     return spec
 
 
-def _find_in(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+def _find_in(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
     loaded: ModuleSpec | None = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None:
         return loaded
-    specs = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    specs = (finder.find_spec(name, locations) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 
 

@@ -13,7 +13,7 @@ from .slices import Mesh, Range
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class GradSum:
     """Positions of a local tensor, ranges in each dim, and the mesh axes over which gradients are summed."""
 
     axes: tuple[int, ...]
@@ -21,10 +21,10 @@ class Sum:
     is_full: bool
 
 
-def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[Sum, ...]:
-    """What must be summed of a parameter's gradient that is Partial over ``axes``.
+def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tuple[GradSum, ...]:
+    """The sums that a parameter's local gradient needs, which is Partial over ``axes``.
 
-    All ranks along the axes of a sum hold its positions alike.
+    The positions of a sum are replicated along its axes.
     """
     wanted = {a for a in axes if mesh[a] > 1}
     if not wanted:
@@ -33,15 +33,15 @@ def sums(entry: ParameterPlan, mesh: Mesh, rank: int, axes: Iterable[int]) -> tu
     cells = list(product(*(each.items() for each in dims)))
     found = []
     for cell in cells:
-        left = tuple(sorted(wanted.difference(*(split for split, _ in cell))))
+        left = tuple(sorted(wanted.difference(*(sharded for sharded, _ in cell))))
         if left:
-            found.append(Sum(left, tuple(spans for _, spans in cell), len(cells) == 1))
+            found.append(GradSum(left, tuple(spans for _, spans in cell), len(cells) == 1))
     return tuple(sorted(found, key=lambda each: (each.axes, each.positions)))
 
 
 def by_axes(dim: Dim, mesh: Mesh, rank: int) -> dict[frozenset[int], tuple[Range, ...]]:
-    """The ranges of local positions of a dim that some axes split, by these axes."""
+    """The ranges of local positions of a dim, by the axes over which they are sharded."""
     out: dict[frozenset[int], tuple[Range, ...]] = {}
-    for span, split in local_segments(dim, mesh, rank):
-        out[split] = (*out.get(split, ()), span)
+    for span, sharded in local_segments(dim, mesh, rank):
+        out[sharded] = (*out.get(sharded, ()), span)
     return out

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: its dtypes, and what says where each tensor is. Nothing else is read.
+"""The header of a safetensors file: its dtypes, and where each tensor is. Nothing else is read.
 
 The format: 8 bytes with the length of the header (little endian), the header as JSON, then the
 bytes of the tensors without a gap. https://github.com/huggingface/safetensors#format
@@ -129,7 +129,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str,
 
     Raises:
         CheckpointError: the file cannot be read, is truncated or has trailing bytes, or its header is
-            not one; the message names the file and the place.
+            malformed; the message names the file and the tensor.
     """
     try:
         with open(path, "rb") as file:
@@ -150,7 +150,7 @@ def parse_header(
         name: for messages.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: it is malformed or truncated.
     """
     try:
         length = _read_length(read(0, _LENGTH_BYTES), num_bytes)
@@ -160,13 +160,13 @@ def parse_header(
         raise CheckpointError(f"{name}: the safetensors header is not UTF-8") from error
     except MalformedError as error:
         raise CheckpointError(
-            f"{name}: not a whole safetensors file: {error}; copy or convert it again"
+            f"{name}: not an intact safetensors file: {error}; copy or convert it again"
         ) from error
 
 
 def _read_length(prefix: bytes, num_bytes: int) -> int:
     if len(prefix) < _LENGTH_BYTES:
-        raise MalformedError("", f"it has {num_bytes} bytes only")
+        raise MalformedError("", f"it has only {num_bytes} bytes")
     (length,) = struct.unpack("<Q", prefix)
     if not 2 <= length <= MAX_HEADER_BYTES:
         raise MalformedError("", f"its header would have {length} bytes")
@@ -185,7 +185,7 @@ def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, St
     end = 0
     for name, tensor in ordered.items():
         if tensor.offsets[0] != end:
-            raise MalformedError(name, f"its bytes begin at {tensor.offsets[0]} and should at {end}")
+            raise MalformedError(name, f"its bytes begin at {tensor.offsets[0]} and should begin at {end}")
         end = tensor.offsets[1]
     if end != num_data_bytes:
         raise MalformedError("", f"its tensors have {end} bytes, the file holds {num_data_bytes} of them")

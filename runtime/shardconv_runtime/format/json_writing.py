@@ -20,7 +20,7 @@ def dump_document(value: Any, format_name: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there either whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

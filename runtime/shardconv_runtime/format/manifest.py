@@ -1,4 +1,4 @@
-"""The files of a converted directory: their names, sizes and checksums, and what they were made from.
+"""The files of a converted directory: their names, sizes and checksums, and the source that they came from.
 
 ``manifest.json`` is written last and atomically, so that a directory which has one is complete.
 Paths in it are relative, and are checked before anything is opened.
@@ -75,7 +75,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was converted."""
+    """The model that was converted."""
 
     name: str
     """Id of the repository, or name of the directory."""
@@ -123,7 +123,7 @@ def shard_metadata(rank: int | None, tp: int, layout_sha256: str) -> dict[str, s
     Args:
         rank: whose file it is; None for a file of ``common/``.
         tp: number of ranks.
-        layout_sha256: of the plan, see ``layout_hash``; a plan that was solved again for other code
+        layout_sha256: of the plan, see ``stored_layout``; a plan that was solved again for other code
             may keep it, and with it the shards.
     """
     return {
@@ -138,7 +138,7 @@ def loads(text: str) -> Manifest:
     """Read a manifest from JSON.
 
     Raises:
-        CheckpointError: anything is not as ``docs/plan-format.md`` says; the message names the place.
+        CheckpointError: the text violates ``docs/plan-format.md``; the message begins with the field.
     """
     try:
         manifest = load_document(Manifest, text, FORMAT, VERSION, codec.MAX_BYTES)
@@ -204,7 +204,7 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
 
 
 def sha256_checksum(path: str | os.PathLike[str]) -> str:
-    """The ``checksum`` of a file that is no shard."""
+    """The ``checksum`` of a file other than a shard."""
     return f"sha256:{sha256_of(path)}"
 
 
@@ -230,7 +230,7 @@ def resolve(directory: str | os.PathLike[str], path: str) -> Path:
         target = (root / path).resolve()
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{os.fspath(directory)}: {path} cannot be found: {error}") from error
-    if not any(target.is_relative_to(place) for place in _places(root)):
+    if not any(target.is_relative_to(directory) for directory in _allowed_directories(root)):
         raise CheckpointError(
             f"{os.fspath(directory)}: {path} is a link out of the directory, to {target}; "
             "put the file itself there"
@@ -274,7 +274,7 @@ def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str)
 def check_shard(
     path: str | os.PathLike[str], rank: int | None, tp: int, layout_sha256: str
 ) -> dict[str, StoredTensor]:
-    """Check that a safetensors file is whole and belongs to this rank and layout; return its tensors.
+    """Check that a safetensors file is complete and belongs to this rank and layout; return its tensors.
 
     Raises:
         CheckpointError: it is truncated, or was swapped with a file of another rank, tp or layout.
@@ -289,8 +289,8 @@ def check_shard(
     return tensors
 
 
-def _places(root: Path) -> list[Path]:
-    """The directories that a file of the directory ``root`` may be in.
+def _allowed_directories(root: Path) -> list[Path]:
+    """The directories in which a file of the directory ``root`` may be.
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
     ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
@@ -304,10 +304,10 @@ def _places(root: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file is there.
+    """Whether a file exists.
 
     Raises:
-        CheckpointError: that cannot be found out.
+        CheckpointError: the directory cannot be read.
     """
     try:
         return path.is_file()
@@ -358,14 +358,14 @@ def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
     owner = top if _RANK_DIRECTORY.fullmatch(top) else None
     if owner != (None if entry.rank is None else rank_directory(entry.rank, tp)):
         reader = "every rank" if entry.rank is None else f"rank {entry.rank}"
-        problem = f"{entry.path[:200]!r} is not the place of a file that {reader} reads"
+        problem = f"{entry.path[:200]!r} is not in the directory of the files that {reader} reads"
         raise MalformedError(f"{where}.path", problem)
 
 
 def _path_problem(path: str) -> str:
-    """Why a path is no safe relative path; empty if it is one."""
+    """Why a path is unsafe or not relative; empty if it is safe."""
     if not path or any(c in '\\:*?"<>|\x7f' or ord(c) < 32 for c in path):
-        return 'a path needs a name, and has no control character and none of \\ : * ? " < > |'
+        return 'a path must not be empty, or have a control character or one of \\ : * ? " < > |'
     if path.startswith("/"):
         return "the path must be relative"
     if len(path) > MAX_PATH_LENGTH or any(len(os.fsencode(part)) > 255 for part in path.split("/")):

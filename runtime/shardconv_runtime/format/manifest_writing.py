@@ -24,7 +24,7 @@ def dumps(manifest: Manifest) -> str:
 
 
 def is_intact(text: str) -> bool:
-    """Whether a manifest is, to the byte, as ``dumps`` wrote it.
+    """Whether a manifest is byte for byte as ``dumps`` wrote it.
 
     Raises:
         CheckpointError: it is malformed.
@@ -33,5 +33,5 @@ def is_intact(text: str) -> bool:
 
 
 def write(manifest: Manifest, directory: str | os.PathLike[str]) -> None:
-    """Write the manifest of a directory, whole or not at all; the last step of a conversion."""
+    """Write the manifest of a directory atomically; the last step of a conversion."""
     write_text(Path(directory) / MANIFEST_NAME, dumps(manifest))

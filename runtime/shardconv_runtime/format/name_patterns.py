@@ -22,7 +22,7 @@ def compress(names: Iterable[str]) -> tuple[str, ...]:
     """The patterns that stand for exactly these names, in natural order of their first names.
 
     Names that differ only in numbers share a pattern where they are a full product of numbers;
-    otherwise they are split on the outermost number.
+    otherwise they are divided by the outermost number.
 
     Raises:
         PlanError: a name has an empty component, a brace, a slash or a control character.
@@ -49,7 +49,7 @@ def _check_name(name: str) -> None:
 
 
 def _products(rows: frozenset[_Numbers]) -> Iterator[list[_Numbers]]:
-    """Split equally long rows into full products, given as one list of values for each column."""
+    """Divide equally long rows into full products, given as one list of values for each column."""
     if rows == {()}:
         yield []
         return

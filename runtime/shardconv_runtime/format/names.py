@@ -76,7 +76,7 @@ def _components(pattern: str) -> list[str]:
 
 
 def _choices(pattern: str, component: str) -> Sequence[Sequence[str | int]]:
-    """What a component may be, as runs: one text, or the numbers in its braces."""
+    """The choices for a component, as runs: one text, or the numbers in its braces."""
     if not component.startswith("{"):
         return [[component]]
     spans: list[range] = []
@@ -100,5 +100,5 @@ def _malformed(pattern: str) -> PlanError:
 
 
 def shown(text: str) -> str:
-    """A name or pattern for an error, cut to a readable length."""
+    """A name or pattern for an error, of bounded length."""
     return repr(text if len(text) <= 200 else text[:200] + "...")

@@ -1,4 +1,4 @@
-"""What must hold in how a plan says that norms over sharded dims compute."""
+"""The rules for the norms of a plan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .plan_checks import check_axes, check_dtype, fail, is_step, one_of
 from .slices import Mesh
 
 GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
-"""What may be applied to the gate of a gated norm: functions of ``torch.nn.functional``, or nothing."""
+"""Activations of the gate of a gated norm: functions of ``torch.nn.functional``, or none."""
 
 
 def check_norms(where: str, modules: tuple[ModulePlan, ...], mesh: Mesh) -> None:
     """Check the norms among module entries.
 
     Raises:
-        MalformedError: naming the place, which begins with ``where``.
+        MalformedError: a rule is broken; the message begins with ``where``.
     """
     for index, entry in enumerate(modules):
         if entry.norm is not None:

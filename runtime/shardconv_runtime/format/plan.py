@@ -1,6 +1,6 @@
-"""The plan: what the converter found out and the runtime builds from.
+"""The plan that the converter solves for and the runtime builds from.
 
-Frozen values; ``codec`` writes and reads them as JSON, ``docs/plan-format.md`` is the specification.
+Frozen values; ``plan_json`` writes and reads them, ``docs/plan-format.md`` is the specification.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What to build."""
+    """The model to build."""
 
     class_name: str
     """``module:Class`` of the model."""
@@ -51,19 +51,18 @@ class ParameterPlan:
     """One tree for each dim, outermost first; global sizes."""
     dtype: str
     partial: tuple[int, ...] = ()
-    """Mesh axes over which the parameter is a Partial: whole where their coordinate is 0, zero elsewhere."""
+    """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, else zero."""
     reason: str = ""
     """Why it is replicated; empty where some dim is sharded or partial."""
     block: tuple[int, ...] = ()
-    """Sizes of the blocks, one for each dim, of values in float8 that share a factor, see ``blocks``. The
-    module gets their product in the model's dtype."""
+    """Sizes of the blocks, one for each dim, of float8 values that share a factor, see ``block_scales``. The
+    module gets values times factors, in the model's dtype."""
     block_dtype: str = ""
     """Of the factors."""
     grad_axes: tuple[int, ...] = ()
-    """Mesh axes over which the gradient is a Partial, where the parameter is not split over them: it is
-    summed over the ranks that hold these positions alike."""
+    """Mesh axes over which the gradient is a Partial; positions that are not sharded over them are summed."""
     grad_levels: int = 0
-    """How many levels above the parameter's own module is the one that reads it: 0, its own module."""
+    """Levels from the parameter's own module up to the one that reads it; 0: its own module reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class AllReduceStep:
     per_token: int = 0
     """Elements of the (global) tensor for each token of the input; for reports, likewise in all steps."""
     grad_axes: tuple[int, ...] = ()
-    """Mesh axes of this step over which the gradient of its replicated side is a Partial: of what
-    ``all_reduce`` and ``all_gather`` return, of what ``slice`` is given."""
+    """Mesh axes of the step over which the gradient of its replicated side is a Partial: of the output of
+    ``all_reduce`` and ``all_gather``, of the input of ``slice``; likewise below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,8 @@ class AllGatherStep:
     layout: Dim
     per_token: int = 0
     grad_axes: tuple[int, ...] = ()
-    """See ``AllReduceStep``."""
     local_grad_axes: tuple[int, ...] = ()
-    """The same for the sharded side, where the layout has segments that are not sharded."""
+    """The same for the sharded side, where the layout has segments that are not sharded; likewise below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,7 @@ class SliceStep:
     layout: Dim
     per_token: int = 0
     grad_axes: tuple[int, ...] = ()
-    """See ``AllReduceStep``."""
     local_grad_axes: tuple[int, ...] = ()
-    """See ``AllGatherStep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +154,7 @@ class LocalRowsStep:
 
 @dataclass(frozen=True, slots=True)
 class LocalRowsOrEndStep:
-    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows, one past the last.
-
-    For modules of experts that leave those out.
-    """
+    """As ``LocalRowsStep``, but out-of-shard ids become the number of local rows: experts skip these ids."""
 
     slot: str
     op: Literal["local_rows_or_end"] = field(default="local_rows_or_end", init=False)
@@ -182,12 +175,12 @@ class ZeroOutOfShardStep:
     per_token: int = 0
 
 
-Resharding = AllGatherStep | SliceStep | ReduceScatterStep
+ReshardingStep = AllGatherStep | SliceStep | ReduceScatterStep
 """Steps that change how one dim is sharded."""
 
 Boundary = (
     AllReduceStep
-    | Resharding
+    | ReshardingStep
     | GradAllReduceStep
     | GradDivideStep
     | LocalRowsStep
@@ -218,9 +211,9 @@ class NormInfo:
     """``rms`` or ``layer``."""
     eps: float
     size: int
-    """Global size of what is normalised together: the last dim, or one group of it."""
+    """Global size of the last dim, or of one group of it, where groups are normalized one by one."""
     axes: tuple[int, ...]
-    """Mesh axes that split it; none where ranks hold whole groups."""
+    """Mesh axes that shard it; none where each group is on one rank."""
     weight: str = ""
     """Name of the weight parameter in the module; empty if there is none."""
     bias: str = ""
@@ -231,9 +224,9 @@ class NormInfo:
     weight_before_cast: bool = False
     """Multiply by the weight in the compute dtype, then cast; else cast first."""
     groups: tuple[int, ...] = (1,)
-    """Local number of groups of the last dim, which are normalised one by one: for all ranks, or each."""
+    """Local number of groups of the last dim: one for all ranks, or one for each."""
     input: str = ""
-    """Argument that is normalised; empty where the norm has one argument."""
+    """Argument that is normalized; empty where the norm has one argument."""
     gate: str = ""
     """Argument that multiplies, after ``gate_activation``; empty if there is none."""
     gate_activation: str = ""
@@ -244,7 +237,7 @@ class NormInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """What the runtime does to the modules of these names."""
+    """How the runtime changes the modules of these names."""
 
     names: tuple[str, ...]
     category: str
@@ -260,7 +253,7 @@ class ModulePlan:
     """Row, vocab, experts: the Partial output is reduced here."""
     norm: NormInfo | None = None
     flags: tuple[str, ...] = ()
-    """Experts: bool attributes that are set, so that the module leaves ids past the last expert out."""
+    """Experts: bool attributes to set, so that the module skips ids past the last expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,17 +267,16 @@ class LogitsInfo:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """Parameters whose gradient is a Partial over ``axes``, as ``ParameterPlan.grad_axes`` says it."""
+    """The ``grad_axes`` and ``grad_levels`` of the parameters of these names, see ``ParameterPlan``."""
 
     names: tuple[str, ...]
     axes: tuple[int, ...]
     levels: int = 0
-    """See ``ParameterPlan.grad_levels``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawPlan:
-    """From which stream of random numbers modules draw in training mode, see ``random_draws``."""
+    """The stream of random numbers from which modules draw in training mode."""
 
     names: tuple[str, ...]
     axes: tuple[int, ...] = ()
@@ -297,21 +289,21 @@ class DrawPlan:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """What differs where activations between the parallel blocks are split over the sequence."""
+    """The sequence-parallel form: activations between the parallel blocks are sharded over the sequence.
+
+    Its fields replace those of the plan; ``gradients`` replaces the ``grad_axes`` of its parameters.
+    """
 
     modules: tuple[ModulePlan, ...]
-    """In place of those of the plan."""
     gradients: tuple[GradientPlan, ...] = ()
-    """In place of the ``grad_axes`` of the plan's parameters."""
     draws: tuple[DrawPlan, ...] = ()
-    """In place of those of the plan."""
     may_pad: bool = False
     """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """What a plan needs beyond inference; without it, the model cannot be trained."""
+    """The part of a plan that training needs."""
 
     sequence: SequencePlan | None = None
     parallel_loss: bool = False
@@ -334,18 +326,18 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     """Every parameter and persistent buffer of the model exactly once, tied ones under their first name."""
     modules: tuple[ModulePlan, ...]
-    """Only modules that are not left as they are."""
+    """Only modules that change."""
     tied: tuple[tuple[str, str], ...] = ()
     """(alias, name) of parameters that are the same tensor."""
     logits: LogitsInfo | None = None
     experts: str = "tp"
-    """How mixture-of-experts layers are split: ``tp``, inside of each expert, or ``ep``, whole experts."""
+    """How mixture-of-experts layers are sharded: ``tp``, inside of each expert, or ``ep``, by expert."""
     training: TrainingPlan | None = None
     """None: for inference only."""
     inference_only: str = ""
     """Why the model cannot be trained; empty where it can."""
     notes: tuple[str, ...] = ()
-    """What a person should know: opaque modules, guessed values, operators without a rule."""
+    """For a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION
 
 
@@ -364,7 +356,7 @@ def parameter_plans(plan: Plan) -> dict[str, ParameterPlan]:
 
 
 def module_plans(plan: Plan) -> dict[str, ModulePlan]:
-    """The entry of each module that is not left as it is by its FQN, in the order of the plan.
+    """The entry of each module that changes by its FQN, in the order of the plan.
 
     Raises:
         PlanError: two entries claim one name, or the patterns stand for too many names.
@@ -373,21 +365,21 @@ def module_plans(plan: Plan) -> dict[str, ModulePlan]:
 
 
 def layout_of(step: Boundary) -> Dim | None:
-    """The layout of the dim that a step is about; None for a step that is about none."""
-    return step.layout if isinstance(step, Resharding | LocalRowsStep | LocalRowsOrEndStep) else None
+    """The layout of the dim that a step concerns; None for a step that concerns all dims alike."""
+    return step.layout if isinstance(step, ReshardingStep | LocalRowsStep | LocalRowsOrEndStep) else None
 
 
 def global_shape(entry: ParameterPlan) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
+    """Global shape of the parameter."""
     return tuple(size(dim) for dim in entry.dims)
 
 
 def local_shape(entry: ParameterPlan, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Shape of what ``rank`` holds; of a Partial, too, each rank holds a tensor of this shape."""
+    """Local shape on ``rank``; of a Partial, too, each rank holds a tensor of this shape."""
     return tuple(local_size(dim, mesh, rank) for dim in entry.dims)
 
 
-def by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
+def by_name(path: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
     """Expand the names of entries.
 
     Raises:
@@ -398,10 +390,10 @@ def by_name(place: str, entries: tuple[_Entry, ...]) -> dict[str, _Entry]:
         try:
             names = expand_all(entry.names, MAX_NAMES - len(found))
         except PlanError as error:
-            raise PlanError(f"{place}[{index}].names: {error}") from error
+            raise PlanError(f"{path}[{index}].names: {error}") from error
         for name in names:
             if name in found:
                 earlier = entries.index(found[name])
-                raise PlanError(f"{place}[{index}].names: {name!r} is claimed by {place}[{earlier}] already")
+                raise PlanError(f"{path}[{index}].names: {name!r} is claimed by {path}[{earlier}] already")
             found[name] = entry
     return found

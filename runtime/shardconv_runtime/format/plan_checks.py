@@ -1,4 +1,4 @@
-"""What must hold in a plan beyond the types of its fields; run whenever a plan is read or written."""
+"""The rules of a plan beyond the types of its fields; checked whenever a plan is read or written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .plan import (
     ModulePlan,
     ParameterPlan,
     Plan,
-    Resharding,
+    ReshardingStep,
     ZeroOutOfShardStep,
     module_plans,
     parameter_plans,
@@ -39,7 +39,7 @@ CATEGORY_FIELDS: Mapping[str, frozenset[str]] = {
     "norm": frozenset({"norm"}),
     "boundary": frozenset(),
 }
-"""Which fields that not every module has may be set in a category."""
+"""The fields, of those that not every module has, that may be set in a category."""
 
 FLAG_STEPS: Mapping[str, tuple[str, ...]] = {
     "gather_output": ("all_gather",),
@@ -69,8 +69,7 @@ MAX_TEXT_LENGTH = 10_000
 """Most characters of a note, a reason, a version."""
 
 MAX_RANGES_IN_ALL = 2**22
-"""Most ranges that the parts of all ranks of all parameter entries may fall into: what it takes to hash a
-layout."""
+"""Most ranges of all ranks' parts of all parameter entries: hashing a layout visits each."""
 
 _IMPORTABLE = re.compile(r"[\w-]+(\.[\w-]+)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -80,7 +79,7 @@ def check_plan(plan: Plan) -> None:
     """Check the rules of ``docs/plan-format.md`` that the types do not express, but for those of training.
 
     Raises:
-        MalformedError: naming the place in the plan.
+        MalformedError: a rule is broken; the message begins with the path of the field.
         PlanError: the name patterns of two entries overlap, or are malformed.
     """
     _check_head(plan)
@@ -92,7 +91,7 @@ def check_plan(plan: Plan) -> None:
         check_module(f"modules[{index}]", module, plan)
     _check_experts(plan)
     if plan.training is not None and plan.inference_only:
-        fail("inference_only", "the plan has what training needs")
+        fail("inference_only", "must be empty, since the plan has a training part")
     _check_tied(plan.tied, parameter_plans(plan))
     modules = module_plans(plan)
     if plan.logits is not None:
@@ -131,7 +130,7 @@ def check_tp(tp: int) -> None:
     """Check a number of ranks.
 
     Raises:
-        MalformedError: it is none that a plan or a manifest may have.
+        MalformedError: it is outside of the range that a plan or a manifest may have.
     """
     if not 1 <= tp <= MAX_TP:
         fail("tp", f"must be 1 or more, and at most {MAX_TP}, got {tp}")
@@ -148,12 +147,12 @@ def _check_texts(plan: Plan) -> None:
 
 
 def _check_ranges(plan: Plan) -> None:
-    """What is done for each rank's part of each entry is bounded."""
+    """The work for each rank's part of each entry is bounded."""
     count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
     if count * plan.tp > MAX_RANGES_IN_ALL:
         fail(
             "parameters",
-            f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: split outer dims",
+            f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: shard outer dims",
         )
 
 
@@ -181,18 +180,19 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     check_axes(f"{where}.partial", entry.partial, mesh)
     check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
     if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:
-        fail(f"{where}.grad_levels", "there are not so many modules around the parameter")
+        fail(f"{where}.grad_levels", "the parameter is inside of fewer modules")
     if both := sorted(set(entry.partial).intersection(_all_axes(entry.dims))):
-        fail(
-            f"{where}.partial", f"mesh axis {both[0]} also splits a dim; it can be Partial or Shard, not both"
+        problem = (
+            f"mesh axis {both[0]} also shards a dim; a tensor is Partial or Shard over an axis, not both"
         )
+        fail(f"{where}.partial", problem)
 
 
 def check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
     """Check an entry of ``modules``.
 
     Raises:
-        MalformedError: naming the place, which begins with ``where``.
+        MalformedError: a rule is broken; the message begins with ``where``.
     """
     if not entry.names:
         fail(f"{where}.names", "a module entry needs a name")
@@ -200,13 +200,13 @@ def check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
         fail(f"{where}.category", one_of(entry.category, CATEGORY_FIELDS))
     for field in ("gather_output", "input_is_parallel", "reduce_output", "norm", "flags"):
         if getattr(entry, field) and field not in CATEGORY_FIELDS[entry.category]:
-            fail(f"{where}.{field}", f'a module of the category "{entry.category}" has none')
+            fail(f"{where}.{field}", f'a module of the category "{entry.category}" cannot have it')
     for side, steps in (("input", entry.inputs), ("output", entry.outputs)):
         for index, step in enumerate(steps):
             _check_boundary(f"{where}.{side}s[{index}]", step, side, plan.mesh)
     for field, ops in FLAG_STEPS.items():
         if getattr(entry, field) and not any(_has_op(entry.outputs, op) for op in ops):
-            fail(f"{where}.{field}", f"there is no {' or '.join(ops)} among the outputs")
+            fail(f"{where}.{field}", f"needs a step {' or '.join(ops)} among the outputs")
     _check_out_of_shard(where, entry)
     _check_flags(where, entry)
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
@@ -215,7 +215,7 @@ def check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
 
 
 def _check_out_of_shard(where: str, entry: ModulePlan) -> None:
-    """Which ids are out of the shard must be known where something is zeroed for it."""
+    """A step that zeroes positions needs the ids that an earlier step found to be out-of-shard."""
     remembers = False
     for index, step in enumerate(entry.inputs):
         if isinstance(step, ZeroOutOfShardStep) and not remembers:
@@ -266,7 +266,7 @@ def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Me
         axes = getattr(step, field, ())
         check_axes(f"{where}.{field}", axes, mesh)
         if outside := sorted(set(axes) - moved):
-            fail(f"{where}.{field}", f"{step.op} does nothing over mesh axis {outside[0]}")
+            fail(f"{where}.{field}", f"{step.op} does not run over mesh axis {outside[0]}")
 
 
 def _check_slot(where: str, slot: str, side: str) -> None:
@@ -279,26 +279,26 @@ def _check_slot(where: str, slot: str, side: str) -> None:
 def _check_edits(where: str, edits: Sequence[Edit], tp: int) -> None:
     seen: set[str] = set()
     for index, edit in enumerate(edits):
-        place = f"{where}[{index}]"
+        at = f"{where}[{index}]"
         first, *path = edit.attribute.split(".")
         if not (first.isidentifier() and _is_public_path([first, *path])):
-            fail(f"{place}.attribute", f"not the path of an attribute: {edit.attribute!r}")
+            fail(f"{at}.attribute", f"not the path of an attribute: {edit.attribute!r}")
         if edit.attribute in seen:
-            fail(f"{place}.attribute", f"{edit.attribute!r} is edited twice")
+            fail(f"{at}.attribute", f"{edit.attribute!r} is edited twice")
         seen.add(edit.attribute)
         if edit.value < 1 or any(value < 1 for value in edit.local):
-            fail(place, "the values must be 1 or more")
+            fail(at, "the values must be 1 or more")
         if max(edit.local, default=0) > edit.value:
-            fail(place, "a local value is larger than the global one")
+            fail(at, "a local value is larger than the global one")
         if len(edit.local) not in (1, tp):
-            fail(f"{place}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
+            fail(f"{at}.local", f"expected 1 value or {tp} (one for each rank), got {len(edit.local)}")
 
 
 def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, ParameterPlan]) -> None:
     seen: set[str] = set()
     for index, (alias, name) in enumerate(tied):
         if name not in parameters:
-            fail(f"tied[{index}]", f"there is no parameter {name!r} that {alias!r} could be tied to")
+            fail(f"tied[{index}]", f"{alias!r} is tied to {name!r}, which is not a parameter of the plan")
         if alias in parameters or alias in seen:
             fail(f"tied[{index}]", f"{alias!r} is a parameter or an alias already")
         if not 1 <= len(alias) <= MAX_NAME_LENGTH:
@@ -310,9 +310,9 @@ def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None
     _check_slot("logits.slot", logits.slot, "output")
     entry = modules.get(logits.module)
     if entry is None:
-        fail("logits.module", f"there is no module entry for {logits.module!r}")
+        fail("logits.module", f"the plan has no module entry for {logits.module!r}")
     if not any(step.op == "all_gather" and step.slot == logits.slot for step in entry.outputs):
-        fail("logits", f"{logits.module!r} gathers nothing at {logits.slot!r}")
+        fail("logits", f"{logits.module!r} has no all_gather at {logits.slot!r}")
 
 
 def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
@@ -322,8 +322,8 @@ def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
         raise MalformedError(where, str(error)) from error
 
 
-def _check_layout(where: str, step: Resharding | LocalRowsStep | LocalRowsOrEndStep, mesh: Mesh) -> None:
-    """A boundary's layout may have an open factor, where the steps can do without its size."""
+def _check_layout(where: str, step: ReshardingStep | LocalRowsStep | LocalRowsOrEndStep, mesh: Mesh) -> None:
+    """The layout of a step may have an open factor, where the step does not need its size."""
     layout, is_lookup = step.layout, isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     try:
         parts = open_parts(layout)
@@ -331,21 +331,21 @@ def _check_layout(where: str, step: Resharding | LocalRowsStep | LocalRowsOrEndS
         raise MalformedError(where, str(error)) from error
     if isinstance(layout, Leaf) and not layout.size:
         if is_lookup:
-            fail(where, f"{to_text(layout)}: an open dim is not possible here")
+            fail(where, f"{to_text(layout)}: an open dim is not allowed here")
         check_axes(where, layout.axes, mesh)
     else:
         if parts is not None and (is_lookup or all(map(axes_of, parts))):
-            fail(where, f"{to_text(layout)}: an open factor is not possible here")
+            fail(where, f"{to_text(layout)}: an open factor is not allowed here")
         _check_dims(where, parts or (layout,), mesh)
     if not axes_of(layout):
-        fail(where, f"no mesh axis splits it, so that {step.op} would do nothing")
+        fail(where, f"must be sharded over a mesh axis; else {step.op} has no effect")
 
 
 def check_axes(where: str, axes: Sequence[int], mesh: Mesh) -> None:
     """Check that mesh axes are of the mesh, each named once.
 
     Raises:
-        MalformedError: naming ``where``.
+        MalformedError: a rule is broken; the message begins with ``where``.
     """
     if outside := [a for a in axes if not 0 <= a < len(mesh)]:
         fail(where, f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}")
@@ -387,10 +387,10 @@ def _is_importable(text: str) -> bool:
 
 
 def one_of(got: str, known: Iterable[str]) -> str:
-    """The problem with a text that is none of the known ones."""
+    """The message for a text that is not among the known ones."""
     return f"expected one of {', '.join(known)}; got {got[:60]!r}"
 
 
 def fail(where: str, problem: str) -> NoReturn:
-    """Refuse the plan for a problem at a place in it."""
+    """Refuse the plan for a problem with the field at the path ``where``."""
     raise MalformedError(where, problem)

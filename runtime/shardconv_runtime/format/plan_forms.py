@@ -1,4 +1,4 @@
-"""The forms in which a plan can be used beside inference: for training, and split over the sequence."""
+"""The forms in which a plan can be used beside inference: for training, and sequence-parallel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .plan import Plan, parameter_plans
 
 
 def require_training(plan: Plan) -> None:
-    """Check that a plan has what a backward pass needs.
+    """Check that a plan has the collectives of a backward pass.
 
     Raises:
-        PlanError: it has not; with the reason, if the plan has one.
+        PlanError: it has none; with the reason, if the plan gives one.
     """
     if plan.training is None:
         raise PlanError(
@@ -23,7 +23,7 @@ def require_training(plan: Plan) -> None:
 
 
 def of_sequence(plan: Plan) -> Plan:
-    """The plan with what its sequence-parallel form has in place of the plain one.
+    """The plan with the modules, gradients and draws of its sequence-parallel form.
 
     Raises:
         PlanError: it has none.

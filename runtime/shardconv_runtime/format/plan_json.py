@@ -19,7 +19,7 @@ MAX_BYTES = 16 * 2**20
 """Largest plan or manifest that is read."""
 
 MAX_SIGNS = 2**18
-"""Most ``*`` and ``+`` of a plan, which join the leaves of its dims: each leaf takes time to read."""
+"""Most ``*`` and ``+`` in a plan, which join the leaves of its dims: each leaf takes time to read."""
 
 _OTHER_VERSION = "run `shardconv replan OUT` on its directory, which solves it again and keeps the shards"
 
@@ -35,7 +35,7 @@ def dumps(plan: Plan) -> str:
     try:
         text = dump_document(plan, FORMAT)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"a plan with such a value cannot be written: {error}") from error
+        raise PlanError(f"the plan has a value that JSON cannot hold: {error}") from error
     loads(text)
     return text
 
@@ -48,7 +48,7 @@ def loads(text: str) -> Plan:
         True
 
     Raises:
-        PlanError: anything is not as ``docs/plan-format.md`` says; the message names the place.
+        PlanError: the text violates ``docs/plan-format.md``; the message begins with the path of the field.
     """
     try:
         if text.count("*") + text.count("+") > MAX_SIGNS:
@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> str:
-    """Write a plan to a file, whole or not at all, and return its sha256 in hex.
+    """Write a plan to a file atomically, and return its sha256 in hex.
 
     Raises:
         PlanError: see ``dumps``.
@@ -91,7 +91,7 @@ def sha256(text: str) -> str:
 
 
 def _check(plan: Plan) -> None:
-    """All checks; what few plans need is imported for these."""
+    """All checks; those that few plans need are imported for these plans only."""
     check_plan(plan)
     if any(entry.norm is not None for entry in plan.modules):
         from .norm_checks import check_norms

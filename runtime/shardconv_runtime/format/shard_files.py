@@ -31,12 +31,10 @@ _LENGTH_BYTES = 8
 
 assert sys.byteorder == "little", "safetensors files are little endian"
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where everything is in a safetensors file."""
+    """Header and offsets of a safetensors file."""
 
     header: bytes
     offsets: Mapping[str, int]
@@ -59,7 +57,7 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
     """The files of some ranks; the same plan and size give the same bytes.
 
     Args:
-        plan: what the files hold, and how it is laid out.
+        plan: the tensors and their layouts.
         ranks: whose files; None stands for ``common/``.
         max_file_size: bytes of tensors after which a new file is begun.
     """
@@ -72,7 +70,7 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
             if is_common(entry) == (rank is None)
         }
         sizes = {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in held.items()}
-        parts = split(sizes, max_file_size)
+        parts = grouped(sizes, max_file_size)
         for index, names in enumerate(parts):
             declared = {name: held[name] for name in names}
             path = shard_path(rank, plan.tp, index, len(parts))
@@ -80,7 +78,9 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
 
 
 def lay_out(
-    declared: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str], alignment: int = ALIGNMENT
+    declared: Mapping[str, tuple[str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    alignment: int = ALIGNMENT,
 ) -> FileLayout:
     """Lay out a file; the same arguments give the same bytes.
 
@@ -104,7 +104,7 @@ def lay_out(
     return FileLayout(header, offsets, len(header) + end)
 
 
-def split(num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
+def grouped(num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Consecutive names that together stay within ``limit`` bytes, or are alone."""
     parts: list[list[str]] = []
     held = 0

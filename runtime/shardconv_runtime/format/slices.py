@@ -1,9 +1,9 @@
 """Which positions of a tensor dim each rank holds.
 
-The tree of a dim (``dims.py``) and a rank give the vector of global positions which that rank holds. Slicing
-a parameter, gathering and slicing an activation, merging and resharding all use that vector.
+The tree of a dim (``dims.py``) and a rank give the vector of global positions that the rank holds. Slicing
+a parameter, gathering and slicing an activation, merging and resharding all use this vector.
 
-A size that the axes do not divide is split into shares that differ by at most one, the first
+A size that the axes do not divide is sharded into shares that differ by at most one, the first
 ranks taking the larger ones. A rank's positions always ascend.
 
 This module needs no torch.
@@ -79,7 +79,7 @@ def local_size(dim: Dim, mesh: Mesh, rank: int) -> int:
 def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
     """The global positions that ``rank`` holds, in local order, as maximal ranges.
 
-    They ascend. There are few of them unless an inner factor is split: ``1000*64@0`` falls into
+    They ascend. There are few of them unless an inner factor is sharded: ``1000*64@0`` falls into
     1000 ranges for each rank.
 
     Raises:
@@ -119,7 +119,7 @@ def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...])
         return tuple((a * inner_size, b * inner_size) for a, b in outer)
     count = sum(b - a for a, b in outer) * len(inner)
     if count > MAX_RANGES:
-        raise PlanError(f"a dim falls into more than {MAX_RANGES} ranges for one rank: split an outer factor")
+        raise PlanError(f"a dim falls into more than {MAX_RANGES} ranges for one rank: shard an outer factor")
     return _merge(
         (i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner
     )
@@ -152,10 +152,10 @@ class GatherIndex:
     sizes: tuple[int, ...]
     """Local size of each member, in coordinate order."""
     pieces: tuple[Piece, ...]
-    """Laid end to end they are the global dim. Of positions that several members hold, one is taken."""
+    """Laid end to end they are the global dim. A position that several members hold is taken from one."""
 
     def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
-        """Positions in the concatenated local pieces which, in this order, are the global dim.
+        """Positions in the concatenated local pieces that, in this order, are the global dim.
 
         Args:
             stride: positions that each member takes in the concatenation, where they are padded
@@ -171,12 +171,12 @@ def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> Gat
     """How to rebuild the global dim from the local pieces of the ranks along ``axes``.
 
     Args:
-        axes: mesh axes of the group, at least those that split the dim (the default). The
+        axes: mesh axes of the group, at least those that shard the dim (the default). The
             members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
             such group.
 
     Raises:
-        PlanError: ``axes`` lack an axis that splits the dim.
+        PlanError: ``axes`` lack an axis that shards the dim.
     """
     group_axes = axes_of(dim) if axes is None else frozenset(axes)
     if missing := sorted(axes_of(dim) - group_axes):
@@ -214,7 +214,7 @@ def validate(dim: Dim, mesh: Mesh) -> None:
     """Check that the ranks of ``mesh`` together hold each position of the dim as its tree says.
 
     Raises:
-        PlanError: a size below 1, an axis outside of the mesh, an axis that splits two factors of
+        PlanError: a size below 1, an axis outside of the mesh, an axis that shards two factors of
             one product (some positions would be held by no rank), or a tree too deep or too large.
             The segments of a sum may share an axis.
     """
@@ -223,13 +223,13 @@ def validate(dim: Dim, mesh: Mesh) -> None:
         raise PlanError(f"dim {shown(dim)}: its size is above {MAX_SIZE}")
     if num_ranges(dim) > MAX_RANGES:
         raise PlanError(
-            f"dim {shown(dim)}: a rank's part of it may fall into more than {MAX_RANGES} ranges: split an "
+            f"dim {shown(dim)}: a rank's part of it may fall into more than {MAX_RANGES} ranges: shard an "
             "outer factor"
         )
 
 
 def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
-    """Check each dim of a tensor, and that no mesh axis splits two of them.
+    """Check each dim of a tensor, and that no mesh axis shards two of them.
 
     Raises:
         PlanError: see ``validate``.
@@ -239,7 +239,7 @@ def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
     if twice := _repeated(axes_of(dim) for dim in dims):
         text = ", ".join(shown(dim) for dim in dims)
         raise PlanError(
-            f"mesh axis {twice[0]} splits more than one dim of [{text}]; one axis can split one dim"
+            f"mesh axis {twice[0]} shards more than one dim of [{text}]; one axis can shard one dim"
         )
 
 
@@ -255,7 +255,7 @@ def _validate_tree(dim: Dim, mesh: Mesh, root: Dim, depth: int) -> None:
     for child in children:
         _validate_tree(child, mesh, root, depth + 1)
     if isinstance(dim, Product) and (twice := _repeated(axes_of(child) for child in children)):
-        raise PlanError(f"dim {shown(root)}: mesh axis {twice[0]} splits two factors of one product")
+        raise PlanError(f"dim {shown(root)}: mesh axis {twice[0]} shards two factors of one product")
 
 
 def _validate_leaf(leaf: Leaf, mesh: Mesh, root: Dim) -> None:

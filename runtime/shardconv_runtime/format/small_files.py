@@ -1,4 +1,4 @@
-"""What of a converted directory is not weights: the config, the tokenizer, the model's own code."""
+"""The files of a converted directory other than weights: config, tokenizer, the model's own code."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COPIED = (
     "video_preprocessor_config.json",
     "LICENSE*",
 )
-"""Files of a model's directory that go along with its weights, as glob patterns."""
+"""Files of a model's directory that are copied along with its weights, as glob patterns."""
 
 COPIED_CODE = ("*.py",)
-"""Go along too where the model runs its repository's code."""
+"""Copied too where the model runs its repository's code."""
 
 
 def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
-    """What of a model's directory goes along with its weights; paths relative to it, sorted.
+    """The files to copy from a model's directory along with its weights; relative paths, sorted.
 
     Args:
         directory: of an ordinary model.
@@ -46,18 +46,18 @@ def files_to_copy(directory: Path, *, code: bool) -> list[Path]:
 
 
 def entry_of(directory: Path, path: Path) -> FileEntry:
-    """The entry in a manifest of a file that is no shard; ``path`` is relative to the directory."""
+    """The entry in a manifest of a file other than a shard; ``path`` is relative to the directory."""
     file = directory / path
     return FileEntry(path.as_posix(), file.stat().st_size, sha256_checksum(file))
 
 
 def small_files(manifest: Manifest) -> list[FileEntry]:
-    """What is not weights."""
+    """The files other than weights."""
     return [entry for entry in manifest.files if not entry.path.endswith(".safetensors")]
 
 
 def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
-    """Copy what is not weights.
+    """Copy the files other than weights.
 
     Args:
         directory: a converted directory.
@@ -68,7 +68,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
         The entries of the copies, for a manifest.
 
     Raises:
-        CheckpointError: a file is not the one that was written.
+        CheckpointError: a file was changed since it was written.
         OSError: it cannot be read or written.
     """
     entries = small_files(manifest)
@@ -85,7 +85,7 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
 
 
 def plain_config(text: str) -> str:
-    """The ``config.json`` of weights that are not quantized any more: without what says that they are."""
+    """The ``config.json`` of weights that were dequantized: without its quantization configs."""
     config = json.loads(text)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)

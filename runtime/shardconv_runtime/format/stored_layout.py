@@ -1,7 +1,7 @@
-"""What the files of a plan hold, and a hash of where every byte lies, which binds shard files to their plan.
+"""The tensors in the files of a plan, and a hash of each rank's positions, which binds shards to their plan.
 
-The hash covers what the files hold and nothing else: a plan that was solved again for other model code has
-the same hash where each rank's positions of each tensor are the same, and then keeps the files.
+The hash covers the contents of the files and nothing else: a plan that was solved again for other model code
+has the same hash where each rank's positions of each tensor are the same, and then keeps the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def layout_sha256(plan: Plan) -> str:
 
 
 def is_common(parameter: ParameterPlan) -> bool:
-    """Every rank holds the tensor whole: it is stored once, for all of them."""
+    """Whether the tensor is replicated over all ranks, and so stored once, for all of them."""
     return not parameter.partial and not any(axes_of(dim) for dim in parameter.dims)
 
 
@@ -44,11 +44,11 @@ def holds_values(parameter: ParameterPlan, mesh: Mesh, rank: int) -> bool:
 
 def _describe(parameter: ParameterPlan, mesh: Mesh) -> str:
     shape = ",".join(str(size(dim)) for dim in parameter.dims)
-    place = "common" if is_common(parameter) else _places(parameter, mesh)
-    return f"{parameter.dtype} [{shape}] {place}"
+    positions = "common" if is_common(parameter) else _positions(parameter, mesh)
+    return f"{parameter.dtype} [{shape}] {positions}"
 
 
-def _places(parameter: ParameterPlan, mesh: Mesh) -> str:
+def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
     digest = hashlib.sha256()
     for rank in range(math.prod(mesh)):
         held = holds_values(parameter, mesh, rank)
@@ -58,7 +58,7 @@ def _places(parameter: ParameterPlan, mesh: Mesh) -> str:
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
-    """What the files hold: the parameters, each followed by its factors if it has blocks."""
+    """The tensors in the files: the parameters, each followed by its factors if it has blocks."""
     for entry in plan.parameters:
         yield entry
         if entry.block:
@@ -82,7 +82,7 @@ def factors_entry(entry: ParameterPlan) -> ParameterPlan:
 
 
 def block_dim(dim: Dim, block: int) -> Dim:
-    """The blocks of a dim, as a dim; only a split that ``check_blocks`` accepts is the same split."""
+    """The blocks of a dim, as a dim; sharded alike only where ``check_blocks`` accepts the dim."""
     if block == 1:
         return dim
     blocks = []

@@ -1,4 +1,4 @@
-"""What must hold in the training part of a plan; run with ``plan_checks`` where a plan has one."""
+"""The rules of the training part of a plan; checked with ``plan_checks`` where a plan has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_training(plan: Plan) -> None:
     """Check the rules of ``docs/plan-format.md`` for ``training``.
 
     Raises:
-        MalformedError: naming the place in the plan.
+        MalformedError: a rule is broken; the message begins with the path of the field.
     """
     if plan.training is None:
         return
@@ -31,7 +31,7 @@ def check_training(plan: Plan) -> None:
         where = f"training.sequence.gradients[{index}]"
         check_axes(f"{where}.axes", entry.axes, plan.mesh)
         if unknown := [name for name in expand_all(entry.names) if name not in known]:
-            fail(f"{where}.names", f"there is no parameter {unknown[0]!r}")
+            fail(f"{where}.names", f"{unknown[0]!r} is not a parameter of the plan")
     by_name("training.sequence.gradients", sequence.gradients)
 
 
@@ -42,5 +42,5 @@ def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
         check_axes(f"{where}[{index}].axes", entry.axes, mesh)
         check_axes(f"{where}[{index}].afterwards", entry.afterwards or (), mesh)
         if entry.mixed and entry.axes:
-            fail(f"{where}[{index}].mixed", "such a module has no axes")
+            fail(f"{where}[{index}].mixed", "a mixed module cannot have axes")
     by_name(where, draws)

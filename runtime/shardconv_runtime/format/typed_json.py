@@ -27,7 +27,7 @@ MAX_CONTAINERS = 4_000_000
 """Most lists and objects of a document: an empty list takes two bytes in a file, and 64 in memory."""
 
 _SHOWN = 500
-"""Most characters of what an error quotes."""
+"""Most characters that an error quotes."""
 
 _T = TypeVar("_T")
 _DIM_KINDS = frozenset(get_args(Dim))
@@ -42,31 +42,31 @@ _KINDS: Mapping[type, str] = {
 
 
 class MalformedError(ValueError):
-    """A document does not hold what it must, at some place in it."""
+    """A document is malformed at the path ``where`` in it."""
 
     def __init__(self, where: str, problem: str) -> None:
-        where, problem = _cut(where), _cut(problem)
+        where, problem = _shortened(where), _shortened(problem)
         super().__init__(f"{where}: {problem}" if where else problem)
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def load_document(
     kind: type[_T], text: str, format_name: str, version: int, max_bytes: int = MAX_BYTES, remedy: str = ""
 ) -> _T:
-    """Read what ``dump_document`` wrote, if it has at most so many characters.
+    """Read a document that ``dump_document`` wrote.
 
     Args:
         kind: the dataclass of the document.
         text: JSON.
-        format_name, version: which the document must have.
+        format_name, version: required of the document.
         max_bytes: most characters of the text.
-        remedy: what to do about a document of another version, for the error.
+        remedy: for the error about a document of another version.
 
     Raises:
-        MalformedError: with the place and what was expected there.
+        MalformedError: with the path of a field and the type or value that was expected there.
     """
     if len(text) > max_bytes:
         _fail("", f"the document is longer than {max_bytes} characters")
@@ -83,7 +83,7 @@ def load_document(
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """A whole UTF-8 file of bounded size.
+    """The text of a UTF-8 file of bounded size.
 
     Raises:
         MalformedError: it cannot be read, is too large or is not UTF-8.
@@ -102,7 +102,7 @@ def from_json(hint: Any, value: Any, where: str) -> Any:
     """The value of type ``hint`` that ``to_json`` wrote as ``value``.
 
     Raises:
-        MalformedError: naming ``where``.
+        MalformedError: the value does not fit; the message begins with ``where``.
     """
     if get_origin(hint) in (Union, UnionType):
         return _read_union(hint, value, where)
@@ -121,7 +121,7 @@ def decode(text: str) -> Any:
     """Parse JSON of bounded length, depth and number of parts, with finite numbers and unique keys.
 
     Raises:
-        MalformedError: it is not that.
+        MalformedError: the text is not such JSON.
     """
     if len(text) > MAX_BYTES:
         _fail("", f"the document is longer than {MAX_BYTES} characters")
@@ -141,7 +141,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            _fail("", f"the key {_shown(key)} is there twice in one object")
+            _fail("", f"the key {_shown(key)} is twice in one object")
         found[key] = value
     return found
 
@@ -152,7 +152,7 @@ def _no_constant(text: str) -> NoReturn:
 
 @cache
 def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    """For each field its hint, and whether it must be there."""
+    """For each field its hint, and whether it is required."""
     hints = get_type_hints(kind)
     return {
         field.name: (hints[field.name], field.default is dataclasses.MISSING)
@@ -163,7 +163,7 @@ def _schema(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 @cache
 def _tags(kinds: tuple[Any, ...]) -> tuple[str, Mapping[str, Any]]:
-    """Of the dataclasses of a union: the name of the field that tells them apart, and which one it means."""
+    """For the dataclasses of a union: the name of the field that tells them apart, and the class by tag."""
     (name,) = {field.name for kind in kinds for field in dataclasses.fields(kind) if not field.init}
     return name, {kind.__dataclass_fields__[name].default: kind for kind in kinds}
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import Communicator, Gather, Reduce, ReduceScatter, Slice
-from ..comm.collectives import Resharding as CommResharding
+from ..comm.collectives import Communicator, Gather, Reduce, ReduceScatter, Resharding, Slice
 from ..errors import PlanError
 from ..format.dims import Dim, open_parts, size
 from ..format.plan import (
@@ -31,7 +30,7 @@ from ..format.plan import (
     LocalRowsStep,
     ModulePlan,
     ReduceScatterStep,
-    Resharding,
+    ReshardingStep,
     SliceStep,
     ZeroOutOfShardStep,
 )
@@ -47,7 +46,7 @@ _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
 """Steps that do nothing but to a gradient."""
 
-_RESHARDING: Mapping[type[Resharding], type[CommResharding]] = {
+_RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
     AllGatherStep: Gather,
     SliceStep: Slice,
     ReduceScatterStep: ReduceScatter,
@@ -83,7 +82,7 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step
 
 
 def _resharding(
-    boundary: Resharding,
+    boundary: ReshardingStep,
     comm: Communicator,
     grad_axes: tuple[int, ...] | None,
     local_grad_axes: tuple[int, ...],

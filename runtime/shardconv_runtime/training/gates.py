@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator, apply, unchanged
 from ..errors import PlanError
-from ..format.grad_sums import Sum, sums
+from ..format.grad_sums import GradSum, sums
 from ..format.plan import ParameterPlan
 from ..format.stored_layout import holds_values
 from ..parallel.boundary import renumber
@@ -125,7 +125,7 @@ class _Swap:
             self._parameters[index] = self._replacements[index] = None
 
 
-def _index(part: Sum, device: torch.device) -> tuple[Tensor, ...]:
+def _index(part: GradSum, device: torch.device) -> tuple[Tensor, ...]:
     """The index of the positions of a sum in a local tensor: one int64 tensor for each of its dims."""
     spans = [torch.cat([torch.arange(*span, device=device) for span in each]) for each in part.positions]
     return torch.meshgrid(*spans, indexing="ij")

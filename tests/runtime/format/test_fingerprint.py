@@ -102,7 +102,7 @@ def test_other_code_is_refused_with_both_versions_and_the_remedy(package: Path) 
 
 
 def test_missing_code_is_named() -> None:
-    with pytest.raises(CodeMismatchError, match=r"\(package\.cache is not there\)"):
+    with pytest.raises(CodeMismatchError, match=r"\(package\.cache is not installed\)"):
         check_code(PLAN)
 
 

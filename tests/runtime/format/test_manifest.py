@@ -93,7 +93,7 @@ def test_example_in_the_documentation_is_a_manifest() -> None:
     assert manifest_writing.dumps(manifest.loads(block)) == block
 
 
-def test_whole_directory_passes(converted: Path) -> None:
+def test_an_intact_directory_passes(converted: Path) -> None:
     found = manifest.read(converted)
     assert found.source == Source("org/model", "abc")
     assert manifest.read_plan(converted, found) == plan_json.loads(PLAN_TEXT)
@@ -265,10 +265,19 @@ def test_unsafe_paths_are_refused(path: str, tmp_path: Path) -> None:
         ({"file": {"num_bytes": -1}}, r"^files\[0\]\.num_bytes: must not be negative"),
         ({"file": {"checksum": "a" * 64}}, r"^files\[0\]\.checksum"),
         ({"file": {"rank": 2}}, r"^files\[0\]\.rank: 2 is not one of 2 ranks"),
-        ({"file": {"rank": 1}}, "not the place of a file that rank 1 reads"),
-        ({"file": {"path": "rank-00000-of-00002/a", "rank": 1}}, "not the place of a file that rank 1 reads"),
-        ({"file": {"path": "rank-00000-of-00004/a", "rank": 0}}, "not the place of a file that rank 0 reads"),
-        ({"file": {"path": "rank-00000-of-00002/a"}}, "not the place of a file that every rank reads"),
+        ({"file": {"rank": 1}}, "not in the directory of the files that rank 1 reads"),
+        (
+            {"file": {"path": "rank-00000-of-00002/a", "rank": 1}},
+            "not in the directory of the files that rank 1 reads",
+        ),
+        (
+            {"file": {"path": "rank-00000-of-00004/a", "rank": 0}},
+            "not in the directory of the files that rank 0 reads",
+        ),
+        (
+            {"file": {"path": "rank-00000-of-00002/a"}},
+            "not in the directory of the files that every rank reads",
+        ),
         ({"file": {"path": "plan.json"}}, r"plan\.json is not listed"),
     ],
 )
@@ -291,8 +300,8 @@ TENSOR = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "0 bytes only"),
-        (b"1234567", "7 bytes only"),
+        (b"", "only 0 bytes"),
+        (b"1234567", "only 7 bytes"),
         (struct.pack("<Q", 2**63) + b"{}", "header would have"),
         (struct.pack("<Q", 0), "header would have 0 bytes"),
         (struct.pack("<Q", 100) + b"{}", "header has 100 bytes, the file 10"),
@@ -300,7 +309,7 @@ TENSOR = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
         (safetensors_bytes(b"  {}"), "not a JSON object"),
         (safetensors_bytes(b"{\xff"), "not UTF-8"),
         (safetensors_bytes(b"{..."), "not JSON"),
-        (safetensors_bytes(b'{"a": 1, "a": 2}'), "is there twice"),
+        (safetensors_bytes(b'{"a": 1, "a": 2}'), "is twice in one object"),
         (safetensors_bytes(b'{"a":' * 50_000), "nested too deeply"),
         (safetensors_bytes({"w": TENSOR}, b"x" * 11), "tensors have 12 bytes, the file holds 11"),
         (safetensors_bytes({"w": TENSOR}, b"x" * 13), "tensors have 12 bytes, the file holds 13"),
@@ -315,9 +324,9 @@ TENSOR = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
         (safetensors_bytes({"w": 3}), "w: expected an object"),
         (
             safetensors_bytes({"w": TENSOR | {"data_offsets": [1, 13]}}, b"x" * 13),
-            "begin at 1 and should at 0",
+            "begin at 1 and should begin at 0",
         ),
-        (safetensors_bytes({"v": TENSOR, "w": TENSOR}, b"x" * 12), "begin at 0 and should at 12"),
+        (safetensors_bytes({"v": TENSOR, "w": TENSOR}, b"x" * 12), "begin at 0 and should begin at 12"),
         (safetensors_bytes({"__metadata__": {"a": 1}}), r"__metadata__\.a: expected a string"),
     ],
 )

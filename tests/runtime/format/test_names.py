@@ -57,7 +57,7 @@ def test_layers_and_experts_are_one_product() -> None:
     assert compress(chosen) == ("layers.{3..60}.experts.{0..255}.up",)
 
 
-def test_what_is_no_product_splits_on_the_outermost_number() -> None:
+def test_names_that_are_not_a_product_are_divided_by_the_outermost_number() -> None:
     chosen = {f"l.{i}.e.{e}" for i in range(6) for e in range(4)} - {"l.2.e.3", "l.4.e.3"}
     assert compress(chosen) == ("l.{0,1,3,5}.e.{0..3}", "l.{2,4}.e.{0..2}")
 

@@ -150,7 +150,7 @@ def test_large_sizes_stay_ranges() -> None:
 
 
 def test_ranges_without_bound_are_refused() -> None:
-    with pytest.raises(PlanError, match="split an outer factor"):
+    with pytest.raises(PlanError, match="shard an outer factor"):
         slices.ranges(parse("1000000000*2@0"), (2,), 0)
 
 
@@ -206,8 +206,8 @@ def test_single_parts_are_written_as_the_part() -> None:
         (Leaf(4, (2,)), r"outside of the mesh \[2, 2\]"),
         (Leaf(4, (-1,)), "outside of the mesh"),
         (Leaf(4, (0, 0)), "named twice"),
-        (Product((Leaf(4, (0,)), Leaf(8, (0, 1)))), "axis 0 splits two factors"),
-        (Product((Sum((Leaf(4, (1,)), Leaf(4))), Leaf(8, (1,)))), "axis 1 splits two factors"),
+        (Product((Leaf(4, (0,)), Leaf(8, (0, 1)))), "axis 0 shards two factors"),
+        (Product((Sum((Leaf(4, (1,)), Leaf(4))), Leaf(8, (1,)))), "axis 1 shards two factors"),
         (Product(()), "has no parts"),
         (Product((Leaf(2**40), Leaf(2**40))), "is above"),
     ],
@@ -229,7 +229,7 @@ def test_segments_may_share_an_axis_but_dims_may_not() -> None:
     fused = parse("32@0*128 + 8@0*128")
     slices.validate_tensor((fused, Leaf(4096)), (2,))
     slices.validate_tensor((fused, Leaf(4096, (1,))), (2, 2))
-    with pytest.raises(PlanError, match="axis 0 splits more than one dim"):
+    with pytest.raises(PlanError, match="axis 0 shards more than one dim"):
         slices.validate_tensor((fused, Leaf(4096, (0,))), (2,))
 
 

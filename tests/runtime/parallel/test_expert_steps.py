@@ -1,4 +1,4 @@
-"""The steps around a module that holds whole experts, and the checks of a plan that has them."""
+"""The steps around a module that holds some of the experts, and the checks of a plan that has them."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ def entry(layout: Leaf, op: str, local: tuple[int, ...]) -> ModulePlan:
 )
 def test_the_ranks_terms_add_up(op: str, num_experts: int, mesh: Mesh, seed: int, by_position: bool) -> None:
     torch.manual_seed(seed)
-    whole = Experts(num_experts)
+    unsharded = Experts(num_experts)
     x = torch.randn(5, HIDDEN, dtype=torch.float64)
     weights, ids = torch.rand(5, num_experts, dtype=torch.float64).topk(3)
     layout = Leaf(num_experts, tuple(range(len(mesh))))
     local = tuple(local_size(layout, mesh, rank) for rank in range(torch.Size(mesh).numel()))
 
     def rank(comm: Communicator) -> Tensor:
-        part = copy.deepcopy(whole)
+        part = copy.deepcopy(unsharded)
         ((start, stop),) = ranges(layout, comm.mesh, comm.rank)
-        part.matrix = nn.Parameter(whole.matrix.detach()[start:stop])
+        part.matrix = nn.Parameter(unsharded.matrix.detach()[start:stop])
         plan = entry(layout, op, local)
         apply_edits(part, plan.edits, comm.rank)
         raise_flags(part, plan.flags)
@@ -85,15 +85,15 @@ def test_the_ranks_terms_add_up(op: str, num_experts: int, mesh: Mesh, seed: int
         return got
 
     with torch.no_grad():
-        want = whole(weights, x, ids)
+        want = unsharded(weights, x, ids)
         for got in run_ranks(mesh, rank):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_foreign_ids_are_one_past_the_end() -> None:
+def test_out_of_shard_ids_are_one_past_the_end() -> None:
     def rank(comm: Communicator) -> tuple[list[int], list[bool]]:
-        ids, foreign = RowIds(comm, Leaf(5, (0,)), past_end=True)(torch.tensor([0, 4, 2, 5, 3]))
-        return ids.tolist(), foreign.tolist()
+        ids, out_of_shard = RowIds(comm, Leaf(5, (0,)), past_end=True)(torch.tensor([0, 4, 2, 5, 3]))
+        return ids.tolist(), out_of_shard.tolist()
 
     first, second = run_ranks((2,), rank)
     assert first == ([0, 3, 2, 3, 3], [False, True, False, True, True])
@@ -127,7 +127,7 @@ def plan(module: ModulePlan) -> Plan:
 GOOD = entry(Leaf(4, (0,)), "local_rows_or_end", (2,))
 
 
-def test_a_plan_with_whole_experts_on_disk() -> None:
+def test_a_plan_with_sharded_experts_on_disk() -> None:
     text = plan_json.dumps(plan(GOOD))
     assert plan_json.loads(text) == plan(GOOD)
     assert '"experts": "ep"' in text
@@ -150,7 +150,7 @@ def test_a_plan_with_whole_experts_on_disk() -> None:
         ({"flags": ("lenient", "lenient")}, "flags: an attribute is named twice"),
         (
             {"category": "boundary", "reduce_output": False},
-            'flags: a module of the category "boundary" has none',
+            'flags: a module of the category "boundary" cannot have it',
         ),
         (
             {"category": "boundary", "reduce_output": False, "flags": ()},
@@ -163,6 +163,6 @@ def test_a_malformed_plan_is_refused(changes: dict[str, object], message: str) -
         plan_json.dumps(plan(dataclasses.replace(GOOD, **changes)))  # type: ignore[arg-type]
 
 
-def test_there_are_two_ways_to_split_experts() -> None:
+def test_there_are_two_ways_to_shard_experts() -> None:
     with pytest.raises(PlanError, match=r"^experts: expected one of tp, ep; got 'both'"):
         plan_json.dumps(dataclasses.replace(plan(GOOD), experts="both"))
