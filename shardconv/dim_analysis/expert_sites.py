@@ -45,7 +45,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ExpertSharding:
     """How a module of experts is made one of fewer experts, as the proof found."""
 
     num_experts: int
@@ -62,7 +62,7 @@ class ExpertSite:
     """A call of a module that is a sum over its experts, proven."""
 
     where: Candidate
-    split: Split
+    sharding: ExpertSharding
 
 
 def find_experts(tape: Tape) -> list[Candidate]:

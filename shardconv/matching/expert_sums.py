@@ -1,12 +1,12 @@
-"""Proves by numbers that a module of experts is the sum of what modules of fewer experts compute.
+"""Proves by numbers that a module of experts is a sum of modules of fewer experts.
 
 The hypothesis: with the rows of its parameters that belong to some of the experts, ids that count from
 the first of these, and a weight of zero wherever an id is that of another expert, the module computes the
 term of these experts. How it is made a module of fewer experts is searched: which int attributes are the
 number of experts, and whether it leaves out an id past its last expert (some do when a bool attribute
-says so), which spares the work on other ranks' tokens. Every candidate is compared with the whole module in
-float64, for even and uneven splits and all ways in which transformers runs experts. A large module is made
-narrower first: what its widths are has no part in the hypothesis.
+says so), which spares the work on other ranks' tokens. Every candidate is compared with the full module in
+float64, for even and uneven shards and all ways in which transformers runs experts. A large module is made
+narrower first: the hypothesis does not depend on its widths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
-from ..dim_analysis.expert_sites import Candidate, Split
+from ..dim_analysis.expert_sites import Candidate, ExpertSharding
 from ..tracing.tape import Tape
 from ..verifying.simulation.float64 import Float64
 
@@ -40,23 +40,23 @@ _SMALL = 1 << 18
 """Elements of all experts up to which their widths stay as they are."""
 _TOO_LARGE = 1 << 26
 _NARROW = 8
-"""What the greatest common divisor of the widths becomes."""
+"""The greatest common divisor of the widths becomes this."""
 
 
 class NotProven(Exception):
-    """No way to split the module was found; the message says what failed last."""
+    """No way to shard the module was found; the message has the last failure."""
 
 
-def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> Split:
-    """How a module of experts is split, shown to be right.
+def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> ExpertSharding:
+    """How a module of experts is made one of fewer experts, proven on numbers.
 
     Args:
         module: the candidate's module; its parameters may be on meta.
-        where: its place on the tape.
+        where: its call on the tape.
         tape: the traced forward pass.
 
     Raises:
-        NotProven: it is not the sum over parts of its leading dims, as far as can be seen.
+        NotProven: no candidate is the sum over shards of its leading dims.
     """
     if any(b.device.type == "meta" for b in module.buffers()):
         raise NotProven("it has buffers that the checkpoint holds")
@@ -67,10 +67,10 @@ def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> Split:
         except _Failed as failure:
             problem = str(failure)
             continue
-        for split in _splits(module, num_experts):
+        for sharding in _shardings(module, num_experts):
             try:
-                trial.check(split)
-                return split
+                trial.check(sharding)
+                return sharding
             except _Failed as failure:
                 problem = str(failure)
     raise NotProven(problem)
@@ -127,15 +127,15 @@ def _counts(module: nn.Module) -> list[int]:
     return [n for n in dict.fromkeys([*shared, *divisors]) if n > 1]
 
 
-def _splits(module: nn.Module, num_experts: int) -> Iterator[Split]:
-    """Leaving foreign ids out comes first; of the rest, the fewest edits."""
+def _shardings(module: nn.Module, num_experts: int) -> Iterator[ExpertSharding]:
+    """Leaving out-of-shard ids out comes first; of the rest, the fewest edits."""
     attributes = list(_attributes(module, num_experts))[:_MAX_ATTRIBUTES]
     unset = [k for k, v in vars(module).items() if v is False and k != "training"]
     ways = [(True, ()), *((True, (flag,)) for flag in unset), (False, ())]
     for past_end, flags in ways:
         for count in range(len(attributes) + 1):
             for edits in itertools.combinations(attributes, count):
-                yield Split(num_experts, past_end, flags, edits)
+                yield ExpertSharding(num_experts, past_end, flags, edits)
 
 
 def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
@@ -152,12 +152,12 @@ def _attributes(module: nn.Module, value: int) -> Iterator[tuple[str, str]]:
 
 
 class _Failed(Exception):
-    """One candidate is not right."""
+    """One candidate does not compute the same."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One input ``x``, ``ids``, ``weights``, and what the whole module returns for it."""
+    """One input ``x``, ``ids``, ``weights``, and the result of the full module."""
 
     x: Tensor
     ids: Tensor
@@ -166,7 +166,7 @@ class _Call:
 
 
 class _Trial:
-    """The whole module on random numbers, to compare parts with."""
+    """The full module on random numbers, to compare sums of shards with."""
 
     def __init__(self, module: nn.Module, where: Candidate, tape: Tape, num_experts: int, width: int) -> None:
         self.module = module
@@ -179,48 +179,50 @@ class _Trial:
         inputs = [self._inputs(tape, kind) for kind in ("spread", "first")]
         problem: _Failed | None = None
         for name in _implementations(module):
-            whole = self._part(name, Split(num_experts, False, (), ()), range(num_experts))
+            full = self._shard(name, ExpertSharding(num_experts, False, (), ()), range(num_experts))
             try:
-                self.calls[name] = [_Call(*i, self._run(whole, *i)) for i in inputs]
+                self.calls[name] = [_Call(*i, self._run(full, *i)) for i in inputs]
             except _Failed as failure:
                 problem = failure
                 continue
-            self._require_no_more_experts(whole, *inputs[0])
+            self._require_no_more_experts(full, *inputs[0])
         current = _implementation(module)
         if not self.calls or (current in IMPLEMENTATIONS and current not in self.calls):
             raise problem or _Failed("it cannot be run by itself")
 
-    def check(self, split: Split) -> None:
-        """Raises ``_Failed`` unless parts of the module add up to the whole one."""
+    def check(self, sharding: ExpertSharding) -> None:
+        """Raises ``_Failed`` unless shards of the module add up to the full one."""
         for bounds in _bounds(self.num_experts):
             parts = [range(a, b) for a, b in itertools.pairwise(bounds)]
             for name, calls in self.calls.items():
-                modules = [self._part(name, split, part) for part in parts]
+                modules = [self._shard(name, sharding, part) for part in parts]
                 for call in calls:
-                    terms = [self._term(m, split, part, call) for m, part in zip(modules, parts, strict=True)]
+                    terms = [
+                        self._term(m, sharding, part, call) for m, part in zip(modules, parts, strict=True)
+                    ]
                     _require_equal(sum(terms[1:], terms[0]), call.want)
 
-    def _term(self, module: nn.Module, split: Split, part: range, call: _Call) -> Tensor:
-        foreign = (call.ids < part.start) | (call.ids >= part.stop)
-        ids = (call.ids - part.start).masked_fill(foreign, len(part) if split.past_end else 0)
-        mask = foreign.reshape(call.weights.shape)
+    def _term(self, module: nn.Module, sharding: ExpertSharding, part: range, call: _Call) -> Tensor:
+        out_of_shard = (call.ids < part.start) | (call.ids >= part.stop)
+        ids = (call.ids - part.start).masked_fill(out_of_shard, len(part) if sharding.past_end else 0)
+        mask = out_of_shard.reshape(call.weights.shape)
         return self._run(module, call.x, ids, call.weights.masked_fill(mask, 0.0))
 
-    def _part(self, implementation: str, split: Split, part: range) -> nn.Module:
+    def _shard(self, implementation: str, sharding: ExpertSharding, part: range) -> nn.Module:
         """A module of the experts in ``part``."""
         local = copy.deepcopy(self.module)
         if implementation:
             local.config._experts_implementation = implementation  # type: ignore[union-attr]
         try:
-            for path, attribute in split.edits:
+            for path, attribute in sharding.edits:
                 edit = Edit(attribute, self.num_experts, (len(part),))
                 apply_edits(local.get_submodule(path), (edit,), 0)
-            raise_flags(local, split.flags)
+            raise_flags(local, sharding.flags)
         except ShardconvError as error:
             raise _Failed(str(error)) from error
-        for name, whole in self.parameters.items():
-            rows = whole.shape[0] // self.num_experts
-            own = whole[part.start * rows : part.stop * rows]
+        for name, full in self.parameters.items():
+            rows = full.shape[0] // self.num_experts
+            own = full[part.start * rows : part.stop * rows]
             owner, attribute = owner_of(local, name)
             owner._parameters[attribute] = nn.Parameter(own, requires_grad=False)
         return local.eval()
@@ -237,11 +239,11 @@ class _Trial:
             raise _Failed("it returns values that are not finite")
         return result
 
-    def _require_no_more_experts(self, whole: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    def _require_no_more_experts(self, full: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Some modules give a meaning to ids beyond their matrices, which each rank would add."""
         for beyond in (self.num_experts, self.num_experts + 1):
             try:
-                result = self._run(whole, x, torch.full_like(ids, beyond), weights)
+                result = self._run(full, x, torch.full_like(ids, beyond), weights)
             except _Failed:
                 continue
             if bool(result.any()):
@@ -292,7 +294,7 @@ def _implementations(module: nn.Module) -> tuple[str, ...]:
 
 
 def _bounds(num_experts: int) -> Iterable[tuple[int, ...]]:
-    """Even and uneven splits, as the bounds of their parts."""
+    """The bounds of even and uneven shards."""
     half, third = (num_experts + 1) // 2, (num_experts + 2) // 3
     bounds: list[tuple[int, ...]] = [
         (0, half, num_experts),
@@ -306,7 +308,7 @@ def _bounds(num_experts: int) -> Iterable[tuple[int, ...]]:
 
 def _require_equal(got: Tensor, want: Tensor) -> None:
     if got.shape != want.shape:
-        raise _Failed(f"its parts return {list(got.shape)} where the whole returns {list(want.shape)}")
+        raise _Failed(f"its shards return {list(got.shape)} where the full module returns {list(want.shape)}")
     error = float((got - want).abs().max() / want.abs().max().clamp_min(1e-30))
     if not error <= TOLERANCE:
-        raise _Failed(f"the sum over parts of its experts differs by {error:.1e} of its largest output")
+        raise _Failed(f"the sum over shards of its experts differs by {error:.1e} of its largest output")

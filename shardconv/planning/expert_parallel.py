@@ -1,8 +1,8 @@
-"""Whole experts on each rank: what is made of the tape, what is forbidden, and what must come out.
+"""Full experts on each rank (``--experts ep``): how the tape changes, and which dims may not be sharded.
 
-``--experts ep``. Modules that are called with ids are proven and become one operator each
-(``experts``). Stacks that are multiplied whole, as a batch of matrices whose products are summed later,
-need no ids: there the rules split the dim of experts by themselves, once the other dims are ruled out.
+Modules that are called with ids are proven and become one operator each (``expert_sites``). Stacks that
+every token is multiplied by, as a batch of matrices whose products are summed later, need no ids: there the
+rules shard the dim of experts by themselves, once the other dims are ruled out.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from shardconv_runtime.format import slices
 from shardconv_runtime.format.dims import axes_of
 from torch import nn
 
-from ..dim_analysis import dim_trees as axes
 from ..dim_analysis.analysis import Analysis
-from ..dim_analysis.dim_trees import Node, find
+from ..dim_analysis.dim_trees import Node, find, leaves, unify
 from ..dim_analysis.expert_sites import ExpertSite, find_experts, find_stacks, isolate
 from ..dim_analysis.structure import corresponding_leaves
 from ..matching.expert_sums import NotProven, prove_experts
@@ -27,7 +26,7 @@ from ..tracing.tape import Mark, Tape
 from .layout import Layouts
 from .localize import Attribute, AttributeEdit
 
-REMEDY = "use --experts tp, the default, which splits each expert"
+REMEDY = "use --experts tp, the default, which shards each expert"
 
 
 def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
@@ -50,7 +49,7 @@ def isolate_experts(folded: Folded, model: nn.Module) -> Folded:
 
 
 class ExpertParallel:
-    """What ``--experts ep`` asks of the solution of one model.
+    """The demands of ``--experts ep`` on the solution of one model.
 
     Where modules are given ids, stacks that every token is multiplied by (shared experts) are left to the
     solver.
@@ -59,7 +58,7 @@ class ExpertParallel:
         analysis: of the tape that ``isolate_experts`` returned.
 
     Raises:
-        SolveError: the model has no experts, or some that cannot be split.
+        SolveError: the model has no experts, or some that cannot be distributed.
     """
 
     def __init__(self, analysis: Analysis) -> None:
@@ -83,10 +82,10 @@ class ExpertParallel:
             ranks = range(math.prod(layouts.mesh))
             local = tuple(slices.local_size(layout, layouts.mesh, rank) for rank in ranks)
             if axes_of(layout):
-                for path, attribute in site.split.edits:
+                for path, attribute in site.sharding.edits:
                     fqn = f"{site.where.fqn}.{path}" if path else site.where.fqn
                     shown = local[:1] if len(set(local)) == 1 else local
-                    out[fqn, attribute] = AttributeEdit(site.split.num_experts, shown)
+                    out[fqn, attribute] = AttributeEdit(site.sharding.num_experts, shown)
         return out
 
     def notes(self, layouts: Layouts) -> tuple[str, ...]:
@@ -99,14 +98,14 @@ class ExpertParallel:
         num_ranks = math.prod(layouts.mesh)
         for owner, count in self._counts():
             layout = layouts.dim(count)
-            split = math.prod(layouts.mesh[a] for a in axes_of(layout))
-            if num_ranks > 1 and split == 1:
+            num_shards = math.prod(layouts.mesh[a] for a in axes_of(layout))
+            if num_ranks > 1 and num_shards == 1:
                 raise SolveError(
-                    f"--experts ep: the {count.size} experts of {owner} cannot be split over {num_ranks} "
-                    f"ranks; {REMEDY}, or another --tp"
+                    f"--experts ep: the {count.size} experts of {owner} cannot be distributed over "
+                    f"{num_ranks} ranks; {REMEDY}, or another --tp"
                 )
-            if split < num_ranks:
-                note = f"{count.size} experts on {num_ranks} ranks: {num_ranks // split} ranks hold each"
+            if num_shards < num_ranks:
+                note = f"{count.size} experts on {num_ranks} ranks: {num_ranks // num_shards} ranks hold each"
                 found[note] = None
         return tuple(found)
 
@@ -121,8 +120,7 @@ def _dense_stacks(analysis: Analysis) -> list[int]:
     summed = _summed_leaves(analysis)
     out = []
     for stack in find_stacks(analysis.tape):
-        leaves = axes.leaves(analysis.dims[stack.parameter][0])
-        if any(id(x) in summed for x in leaves):  # else one matrix for each of some heads, say
+        if not summed.isdisjoint(leaves(analysis.dims[stack.parameter][0])):  # else matrices of heads
             out.append(stack.parameter)
     return out
 
@@ -131,13 +129,13 @@ def _refuse_picked(analysis: Analysis) -> None:
     """Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules."""
     for stack in find_stacks(analysis.tape):
         if stack.is_picked:
-            raise _cannot_split(analysis.tape, stack.parameter)
+            raise _not_distributable(analysis.tape, stack.parameter)
 
 
-def _cannot_split(tape: Tape, tid: int) -> SolveError:
+def _not_distributable(tape: Tape, tid: int) -> SolveError:
     return SolveError(
         f"--experts ep: {_owner(tape, tid)} holds stacked matrices ({tape.tensors[tid].name}) that are used "
-        f"in a way that cannot be split; {REMEDY}"
+        f"in a way that cannot be distributed; {REMEDY}"
     )
 
 
@@ -145,37 +143,37 @@ def _owner(tape: Tape, tid: int) -> str:
     return tape.tensors[tid].name.rpartition(".")[0] or "the model"
 
 
-def _summed_leaves(analysis: Analysis) -> set[int]:
+def _summed_leaves(analysis: Analysis) -> set[Node]:
     """Leaves over which activations are summed, and those that become one of them behind marks.
 
-    A sum over products with a weight is another thing: a matrix that mixes heads, say.
+    Sums over products with a weight do not count: such a weight may be a matrix that mixes heads.
     """
-    before: dict[int, list[Node]] = {}
+    before: dict[Node, list[Node]] = {}
     for a, b in _across_marks(analysis):
-        before.setdefault(id(b), []).append(a)
+        before.setdefault(b, []).append(a)
     return set(_reached([find(x) for x in _contracted(analysis)], before))
 
 
 def _join(analysis: Analysis, tid: int) -> None:
-    """Make the dim of experts of a stack one dim wherever it may be split, on both sides of marks.
+    """Make the dim of experts of a stack one dim wherever it may be sharded, on both sides of marks.
 
-    What is multiplied by it, or reads its size, then has the local one from the first mark on.
+    Tensors that are multiplied by it, or read its size, then have the local one from the first mark on.
 
     Raises:
-        SolveError: it may not be split all the way to where it is summed over.
+        SolveError: it may not be sharded all the way to where it is summed over.
     """
-    leaves = axes.leaves(analysis.dims[tid][0])
-    neighbors: dict[int, list[Node]] = {}
+    counts = leaves(analysis.dims[tid][0])
+    neighbors: dict[Node, list[Node]] = {}
     for a, b in _across_marks(analysis):
         if not a.blocked and not b.blocked:
-            neighbors.setdefault(id(a), []).append(b)
-            neighbors.setdefault(id(b), []).append(a)
-    for leaf in leaves:
-        for other in _reached([find(leaf)], neighbors).values():
-            axes.unify(leaf, other)
-    contracted = {id(find(x)) for x in _contracted(analysis)}
-    if any(find(x).blocked for x in leaves) or not any(id(find(x)) in contracted for x in leaves):
-        raise _cannot_split(analysis.tape, tid)
+            neighbors.setdefault(a, []).append(b)
+            neighbors.setdefault(b, []).append(a)
+    for leaf in counts:
+        for other in _reached([find(leaf)], neighbors):
+            unify(leaf, other)
+    contracted = {find(x) for x in _contracted(analysis)}
+    if any(find(x).blocked for x in counts) or not any(find(x) in contracted for x in counts):
+        raise _not_distributable(analysis.tape, tid)
 
 
 def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
@@ -187,17 +185,17 @@ def _across_marks(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
                     yield find(a), find(b)
 
 
-def _reached(start: list[Node], neighbors: Mapping[int, list[Node]]) -> dict[int, Node]:
-    """All that can be reached from some leaves, by ``id``."""
-    todo, found = list(start), dict[int, Node]()
+def _reached(start: list[Node], neighbors: Mapping[Node, list[Node]]) -> list[Node]:
+    """All leaves that can be reached from some, each once."""
+    todo, found = list(start), dict[Node, None]()
     while todo:
         leaf = todo.pop()
-        if id(leaf) not in found:
-            found[id(leaf)] = leaf
-            todo += neighbors.get(id(leaf), [])
-    return found
+        if leaf not in found:
+            found[leaf] = None
+            todo += neighbors.get(leaf, [])
+    return list(found)
 
 
 def _contracted(analysis: Analysis) -> list[Node]:
     dims: Sequence[Node] = [d for c in analysis.contractions if not c.has_weight for d in c.dims]
-    return [x for dim in dims for x in axes.leaves(dim)]
+    return [x for dim in dims for x in leaves(dim)]

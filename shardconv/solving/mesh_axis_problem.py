@@ -1,4 +1,4 @@
-"""The choice on one mesh axis as a sum of small cost tables: constraints, costs, solution."""
+"""The constraints and costs of one mesh axis as small cost tables; ``solve.py`` lists them as formulas."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ class AxisProblem(AxisVariables):
     # Constraints and costs -------------------------------------------------------------------
 
     def _exclusions(self, dims: tuple[Node, ...], state: Partial, count: int) -> None:
+        """s(a) + s(b) <= 1 for leaves that multiply, s(l) + p <= 1; a trifle for each that is 1."""
         for x, y in multiplying_pairs(dims):
             a, b = self.leaf(x), self.leaf(y)
             if a is not None and b is not None:
@@ -129,6 +130,7 @@ class AxisProblem(AxisVariables):
             self._charge(partial, 10 * EPSILON * count * self.latency)
 
     def _contraction(self, contraction: Contraction) -> None:
+        """p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
         output = self.state(contraction.output)
         terms: list[int] = []
         for dim in contraction.dims:
@@ -175,6 +177,7 @@ class AxisProblem(AxisVariables):
         return known
 
     def _mark(self, mark: Mark) -> None:
+        """p(after) <= p(before); an all_reduce, or an all_gather or a slice of each dim, for each change."""
         analysis = self.given.analysis
         weight = self._weight(mark.call)
         volume = math.prod(analysis.tape.tensors[mark.source].shape) * self.moved
@@ -196,6 +199,7 @@ class AxisProblem(AxisVariables):
             self._mark_dim(x, y, gather)
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
+        """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing costs next to nothing."""
         pairs = corresponding_leaves(before, after)
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
@@ -215,6 +219,7 @@ class AxisProblem(AxisVariables):
                 self._charge(b, slice_)
 
     def _savings(self, tid: int) -> None:
+        """-w N (1 - 1/n - UNEVEN (largest share - 1/n)) s(l) for a parameter of N elements."""
         dims = self.given.analysis.dims[tid]
         name = self.given.analysis.tape.tensors[tid].name
         calls = max(1, self.given.calls[name.rpartition(".")[0]])
@@ -231,6 +236,7 @@ class AxisProblem(AxisVariables):
                     self._charge(v, -worth * numel * share * saved)
 
     def _statistic(self, dim: Node, weight: float) -> None:
+        """A norm reduces its statistic over the ranks if a normalized leaf is sharded."""
         for v in self.leaves(dim):
             self._charge(v, weight * self.latency)
 
@@ -254,11 +260,13 @@ class AxisProblem(AxisVariables):
                             self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
 
     def _pin(self, key: Node | Partial, chosen: bool) -> None:
+        """The choice is made; without effect where no constraint or cost mentions the leaf or state."""
         variable = self.variables.get(key)
         if variable is not None:
             self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
 
     def _reward(self, dims: Sequence[Node]) -> None:
+        """A product over these dims is better computed in parts."""
         for dim in dims:
             for v in self.leaves(dim):
                 self._charge(v, -1e-3 * self.latency)
@@ -298,6 +306,7 @@ class AxisProblem(AxisVariables):
             self.zero.update(v for v in (p, q) if v is not None)
 
     def _must_be_replicated(self, tid: int) -> None:
+        """s = p = 0."""
         analysis = self.given.analysis
         self.zero.update(v for dim in analysis.dims[tid] for v in self.leaves(dim))
         partial = self.state(analysis.partial[tid])

@@ -1,20 +1,31 @@
 """Chooses which leaves are sharded, and where values change placement: the cheapest choice, exactly.
 
-Variables, for each mesh axis: one for each leaf (sharded on that axis or not) and one for each partial
-state. Constraints and costs:
+For each mesh axis, of n ranks, there are binary variables: s(l), whether the axis shards leaf l, and p(t),
+whether the state of tensor t is partial on it. The methods are those of ``AxisProblem``.
 
-- two leaves that multiply in one tensor are not both sharded (``_exclusions``);
-- a tensor is not both partial and sharded on one axis (``_exclusions``);
-- a product is partial exactly where a contracted dim is sharded or a factor is partial; all segments
-  of a contracted sum are sharded, or none (``_contraction``);
-- at a mark, Partial -> Replicate costs an all_reduce, Shard -> Replicate an all_gather, Replicate ->
-  Shard nothing; Replicate -> Partial is impossible (``_mark``);
-- parameter elements that stay replicated cost (``_savings``), so that sharding pays.
+Constraints:
+
+- leaves a, b that multiply in one tensor: s(a) + s(b) <= 1 (``_exclusions``);
+- leaf l of tensor t: s(l) + p(t) <= 1 (``_exclusions``);
+- a product y of x1, x2 that contracts dims c: p(y) = p(x1) + p(x2) + sum of s(c), of which at most one is 1;
+  all segments of a contracted dim are sharded, or none (``_contraction``);
+- a mark from x to y: p(y) <= p(x), since nothing makes a replicated value partial (``_mark``);
+- outputs of the model: s = p = 0 (``_must_be_replicated``);
+- tensors of folded layers, or of one module that is called again: equal variables (``_tie``, ``_repeat``).
+
+Costs, where V is the number of elements of the tensor times (n - 1)/n and L the latency of a collective:
+
+- a mark from x to y: p(x) (1 - p(y)) (2V + L) for an all_reduce, and s(lx) (1 - s(ly)) (V + L) for an
+  all_gather of each pair of leaves; slicing is free (``_mark``). These are the volumes of ring algorithms
+  (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
+- a parameter of N elements: -w N s(l), less where shares are uneven, so that sharding pays (``_savings``);
+- a norm whose normalized dim is sharded: L (``_statistic``);
+- small rewards: rows of looked-up tables before columns (``_lookup``), work that is divided (``_reward``).
 
 tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the
 heads take the first axes and the group the rest.
 
-Costs are in elements moved and scale with the square of the model's width, so that a small model gets
+Costs are in elements and scale with the square of the model's width, so that a small model gets
 the plan of a large one of the same shape.
 
 Where more than ``MAX_REPLICATED`` of the model would stay replicated, the model is solved again

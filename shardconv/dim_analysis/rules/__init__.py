@@ -1,8 +1,9 @@
 """What each operator does to dims: one table, one module per family.
 
-A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its
-dims and its partial state. An operator that is in no table and is not pointwise blocks every dim that
-it touches; the plan reports it.
+A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its dims
+and its partial state; all shapes are global. It raises ``NotCovered`` for a call that it does not cover. Such
+a call, and an operator without a rule that is not pointwise, blocks every dim that it touches; the plan
+reports it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def experts(b: Builder, op: Op, args: Arguments) -> None:
     All dims but that of experts are replicated."""
     site: ExpertSite = op.kwargs["site"]
     b.block(*site.where.inputs)
-    count = dim_trees.leaf(site.split.num_experts)
+    count = dim_trees.leaf(site.sharding.num_experts)
     for tid in site.where.parameters:
         first, *others = b.tensor(tid)
         outer, inner = b.split(first, first.size // count.size)
