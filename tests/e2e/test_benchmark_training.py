@@ -20,7 +20,7 @@ ITEM_BYTES = 4
 STATES = TOKENS * HIDDEN * ITEM_BYTES
 LOGITS = TOKENS * VOCAB * ITEM_BYTES
 STATISTICS = TOKENS * 3 * 4 * TP
-"""Of the loss: three float32 numbers of each token and rank, where the whole logits were."""
+"""Of the loss: three float32 numbers of each token and rank, instead of the full logits."""
 BLOCKS = 2 * LAYERS + 1
 INDICES = 24
 """Bytes of a token that losses keep beside logits: its label, masks, its largest logit and its sum."""
@@ -105,8 +105,8 @@ def test_split_activations_are_those_around_the_norms(rows: Rows) -> None:
 
 @pytest.mark.parametrize("name", ["", "sequence parallel, "])
 def test_a_loss_from_shards_keeps_a_part_of_the_logits(rows: Rows, name: str) -> None:
-    whole = rows[name.removesuffix(", ") or "plain"]["saved_bytes"]
-    saved = whole - rows[f"{name}loss from shards"]["saved_bytes"]
+    full = rows[name.removesuffix(", ") or "plain"]["saved_bytes"]
+    saved = full - rows[f"{name}loss from shards"]["saved_bytes"]
     assert abs(saved - LOGITS * (TP - 1) // TP) <= INDICES * TOKENS
 
 

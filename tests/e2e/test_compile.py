@@ -87,7 +87,7 @@ class Converted:
     source: Path
     out: Path
 
-    def whole(self, dtype: torch.dtype) -> Any:
+    def unsharded(self, dtype: torch.dtype) -> Any:
         """As transformers loads it."""
         config = transformers.AutoConfig.from_pretrained(self.source)
         model_class = getattr(transformers, config.architectures[0])
@@ -263,7 +263,7 @@ class Case:
     """One model: what the unsharded one gives, and what each rank gives."""
 
     name: str
-    whole: Measured
+    unsharded: Measured
     ranks: list[Measured]
 
 
@@ -276,14 +276,14 @@ def case(request: pytest.FixtureRequest, converted: Callable[[str], Converted]) 
     name = request.param
     dtype = torch.float32 if name in SINGLE else torch.float64
     model = converted(name)
-    return Case(name, run(model.whole(dtype), Graphs()), run_processes(TP, run_rank, model.out, dtype))
+    return Case(name, run(model.unsharded(dtype), Graphs()), run_processes(TP, run_rank, model.out, dtype))
 
 
 def test_logits_and_tokens(case: Case) -> None:
     for rank in case.ranks:
-        for got, want in zip(rank.logits, case.whole.logits, strict=True):
+        for got, want in zip(rank.logits, case.unsharded.logits, strict=True):
             assert error(got, want) < (1e-4 if case.name in SINGLE else 1e-6)
-        for got, want in zip(rank.tokens, case.whole.tokens, strict=True):
+        for got, want in zip(rank.tokens, case.unsharded.tokens, strict=True):
             assert torch.equal(got, want)
 
 
@@ -293,14 +293,15 @@ def test_number_of_graphs(case: Case) -> None:
     first = [*decoding, *[len(decoding)] * (NEW_TOKENS - len(decoding))]
     for rank in case.ranks:
         assert rank.forward == [1, 2, 2, 2]
-        assert rank.generate == ([first, [0] * NEW_TOKENS] if case.whole.tokens else [])
+        assert rank.generate == ([first, [0] * NEW_TOKENS] if case.unsharded.tokens else [])
 
 
 def test_collectives_of_each_graph(case: Case) -> None:
     for rank in case.ranks:
-        assert len(rank.collectives) == 2 + (DECODING_GRAPHS.get(case.name, 1) if case.whole.tokens else 0)
-        whole, steps = rank.collectives[:2], rank.collectives[2:]
-        assert whole == [per_forward(case.name)] * 2
+        decoding = DECODING_GRAPHS.get(case.name, 1) if case.unsharded.tokens else 0
+        assert len(rank.collectives) == 2 + decoding
+        prefills, steps = rank.collectives[:2], rank.collectives[2:]
+        assert prefills == [per_forward(case.name)] * 2
         # The encoder is run once: a step is that of the decoder, with an embedding as always.
         assert steps == [per_forward(case.name) if case.name != "t5" else per_step_of_decoder()] * len(steps)
 
@@ -329,7 +330,7 @@ def compiled_by_the_user(path: Path) -> tuple[Tensor, Tensor, Graphs]:
 
 def test_a_model_that_the_user_compiles(converted: Callable[[str], Converted]) -> None:
     """As it is, and with an all_reduce of the user's."""
-    want = logits_of(converted("llama").whole(torch.float64), 7)
+    want = logits_of(converted("llama").unsharded(torch.float64), 7)
     for plain, own, graphs in run_processes(TP, compiled_by_the_user, converted("llama").out):
         assert error(plain, want) < 1e-6
         assert error(own, want) < 1e-6
@@ -344,10 +345,10 @@ def with_own_all_reduce(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def test_an_all_reduce_of_the_users(converted: Callable[[str], Converted]) -> None:
-    whole = converted("llama").whole(torch.float64)
-    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    unsharded = converted("llama").unsharded(torch.float64)
+    want = unsharded.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
     for logits, tokens in run_processes(TP, with_own_all_reduce, converted("llama").out):
-        assert error(logits, logits_of(whole, 7)) < 1e-6
+        assert error(logits, logits_of(unsharded, 7)) < 1e-6
         assert torch.equal(tokens, want)
 
 
@@ -360,10 +361,10 @@ def copied(path: Path) -> tuple[Tensor, Tensor, int]:
 
 
 def test_a_copy_is_not_compiled(converted: Callable[[str], Converted]) -> None:
-    whole = converted("llama").whole(torch.float64)
-    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    unsharded = converted("llama").unsharded(torch.float64)
+    want = unsharded.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
     for logits, tokens, num_graphs in run_processes(TP, copied, converted("llama").out):
-        assert error(logits, logits_of(whole, 7)) < 1e-9
+        assert error(logits, logits_of(unsharded, 7)) < 1e-9
         assert torch.equal(tokens, want)
         assert num_graphs == 0
 
@@ -438,8 +439,8 @@ def generated(path: Path) -> Tensor:
 
 def test_generated_code(converted: Callable[[str], Converted], tmp_path: Path) -> None:
     """By Inductor, as torch.compile does unless told otherwise: one graph, since each takes long."""
-    whole = converted("gpt2").whole(torch.float32)
-    want = whole.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
+    unsharded = converted("gpt2").unsharded(torch.float32)
+    want = unsharded.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for tokens in run_processes(TP, generated, converted("gpt2").out, env=env):
         assert torch.equal(tokens, want)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from training_runs import BATCH, CHANGES, MAX_NORM, VOCAB, cpu_mesh, load_whole, whole_loss
+from training_runs import BATCH, CHANGES, MAX_NORM, VOCAB, cpu_mesh, load_unsharded, unsharded_loss
 
 import shardconv
 
@@ -115,10 +115,10 @@ def start_counting() -> None:
     counters.clear()
 
 
-# The whole model -------------------------------------------------------------------------------------
+# The unsharded model ------------------------------------------------------------------------------------
 
 
-def whole_model(path: Path) -> tuple[list[int], int]:
+def unsharded_model(path: Path) -> tuple[list[int], int]:
     """Graphs after steps of several lengths, and graph breaks."""
     eager, compiled = (
         shardconv_runtime.load(path, training=True, sequence_parallel=True).train() for _ in range(2)
@@ -133,9 +133,9 @@ def whole_model(path: Path) -> tuple[list[int], int]:
     return graphs, sum(counters["graph_break"].values())
 
 
-def test_whole_model(outs: Outs) -> None:
+def test_unsharded_model(outs: Outs) -> None:
     """Under sequence parallelism; a length that is padded is one more graph, and the padding a small one."""
-    for graphs, breaks in run_processes(TP, whole_model, outs("qwen3", 1)):
+    for graphs, breaks in run_processes(TP, unsharded_model, outs("qwen3", 1)):
         assert graphs == [1, 3, 3]
         assert breaks == 0
 
@@ -198,10 +198,10 @@ def dropout(path: Path) -> tuple[float, float, str]:
 def test_masks_are_those_of_eager_steps(outs: Outs) -> None:
     """Graphs end where the stream of random numbers changes, in layers that are recomputed too."""
     path = outs("gpt2", 1)
-    whole = load_whole(path.parent / "model")
-    want = whole_loss(whole, text(12))
+    unsharded = load_unsharded(path.parent / "model")
+    want = unsharded_loss(unsharded, text(12))
     want.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in unsharded.parameters() if p.grad is not None])
     for loss, found, message in run_processes(TP, dropout, path):
         assert loss == pytest.approx(want.item(), rel=1e-9)
         assert found == pytest.approx(norm.item(), rel=1e-9)

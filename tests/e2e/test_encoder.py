@@ -91,8 +91,8 @@ def mask_logits_on_rank(path: Path) -> Tensor:
 def test_a_masked_language_head(tmp_path: Path, tp: int) -> None:
     """Every parameter is random: the published one's are not all different from zero and one."""
     path = save_encoder(tmp_path / "bert")
-    whole = transformers.AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float64).eval()
-    want = mask_logits(whole)
+    unsharded = transformers.AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float64).eval()
+    want = mask_logits(unsharded)
     shardconv.convert(path, tmp_path / "out", tp=tp)
     for logits in run_processes(tp, mask_logits_on_rank, tmp_path / "out"):
         assert float((logits - want).abs().max() / want.abs().max()) < 1e-9

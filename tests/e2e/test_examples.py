@@ -1,4 +1,4 @@
-"""The examples of training, run as scripts, have the losses of one process with the whole model."""
+"""The examples of training, run as scripts, have the losses of one process with the unsharded model."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def lines(path: Path) -> Losses:
 def test_the_loop_in_parts_and_resumed(models: Path, tmp_path: Path) -> None:
     """Accumulation, sequence parallelism of a length that tp does not divide, recomputation, clipping."""
     common = ["--batch", "4", "--length", "33", "--accumulate", "2", "--warmup", "9", "--clip", "0.5"]
-    whole = ["--model", str(models / "plain"), "--unsharded", "--losses", str(tmp_path / "whole")]
-    run_processes(1, run, "train", [*common, *whole, "--steps", "4"], True)
+    unsharded = ["--model", str(models / "plain"), "--unsharded", "--losses", str(tmp_path / "unsharded")]
+    run_processes(1, run, "train", [*common, *unsharded, "--steps", "4"], True)
     parts = [*common, "--sequence-parallel", "--checkpoint-activations", "--losses", str(tmp_path / "parts")]
     saved = tmp_path / "saved"
     first = ["--model", str(models / "out"), "--steps", "2", "--save", str(saved)]
     run_processes(4, run, "train", [*parts, *first])
     rest = ["--model", str(saved / "model"), "--resume", str(saved), "--steps", "4"]
     run_processes(4, run, "train", [*parts, *rest])
-    expected = lines(tmp_path / "whole")
+    expected = lines(tmp_path / "unsharded")
     assert expected[-1][0] < expected[0][0]
     require_close(lines(tmp_path / "parts"), expected)
 
@@ -90,11 +90,11 @@ def test_the_trainer_and_resumed(models: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     common = ["--batch", "4", "--length", "64", "--accumulate", "2", "--steps", "4", "--save-every", "2"]
     common += ["--eval-file", str(EXAMPLES / "small" / "config.json")]
-    whole = ["--model", str(models / "plain"), "--unsharded", "--output", str(tmp_path / "whole")]
-    run_processes(1, run, "trainer", [*common, *whole], True)
+    unsharded = ["--model", str(models / "plain"), "--unsharded", "--output", str(tmp_path / "unsharded")]
+    run_processes(1, run, "trainer", [*common, *unsharded], True)
     out = ["--model", str(models / "out"), "--output", str(tmp_path / "parts")]
     run_processes(4, run, "trainer", [*common, *out])
-    expected, evaluated = history(tmp_path / "whole")
+    expected, evaluated = history(tmp_path / "unsharded")
     found, ours = history(tmp_path / "parts")
     assert expected[-1][0] < expected[0][0]
     require_close(found, expected)

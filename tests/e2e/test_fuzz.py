@@ -48,9 +48,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Directory]:
     root = tmp_path_factory.mktemp("fuzz")
     source = save_causal("llama", root / "source")
     for tp in (1, 2):
-        shardconv.convert(source, root / f"whole-{tp}", tp=tp, sequence_parallel=tp > 1, check=False)
-    found = {tp: Directory(root / f"whole-{tp}", root / f"out-{tp}") for tp in (1, 2)}
-    config = transformers.AutoConfig.from_pretrained(root / "whole-2")
+        shardconv.convert(source, root / f"intact-{tp}", tp=tp, sequence_parallel=tp > 1, check=False)
+    found = {tp: Directory(root / f"intact-{tp}", root / f"out-{tp}") for tp in (1, 2)}
+    config = transformers.AutoConfig.from_pretrained(root / "intact-2")
     META[:] = [build_model(transformers.LlamaForCausalLM, config, torch.float32)]
     for directory in found.values():
         with contextlib.suppress(AssertionError):  # what is imported late is imported now
@@ -192,7 +192,7 @@ def test_manifests(converted: dict[int, Directory], tp: int, count: int) -> None
 @pytest.mark.parametrize(("tp", "count"), [(1, 30), (2, 40)])
 def test_headers(converted: dict[int, Directory], tp: int, count: int) -> None:
     directory, name = converted[tp], SHARDS[tp]
-    data = (directory.whole / name).read_bytes()
+    data = (directory.intact / name).read_bytes()
 
     @examples(count)
     @given(mutated(header_of(data)))
@@ -207,7 +207,7 @@ def test_headers(converted: dict[int, Directory], tp: int, count: int) -> None:
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json", SHARDS[2], "config.json"])
 def test_bytes(converted: dict[int, Directory], name: str) -> None:
     directory = converted[2]
-    data = (directory.whole / name).read_bytes()
+    data = (directory.intact / name).read_bytes()
 
     @examples(30)
     @given(damaged(data[:5000]), st.booleans())
@@ -240,7 +240,7 @@ def test_configs(converted: dict[int, Directory]) -> None:
 @pytest.mark.parametrize("name", ["generation_config.json"])
 def test_generation_configs(converted: dict[int, Directory], name: str) -> None:
     directory = converted[1]
-    if not (directory.whole / name).is_file():
+    if not (directory.intact / name).is_file():
         pytest.skip("the model has none")
 
     @examples(30)

@@ -189,7 +189,7 @@ class Converted:
     """One model: its converted directory, and the unsharded one."""
 
     out: Path
-    whole: Any
+    unsharded: Any
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +201,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Converted]:
         source = save_model(name, root / name)
         shardconv.convert(source, root / f"{name}-out", tp=TP)
         auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
-        whole = auto.from_pretrained(source, dtype=torch.float64).eval()
-        found[name] = Converted(root / f"{name}-out", whole)
+        unsharded = auto.from_pretrained(source, dtype=torch.float64).eval()
+        found[name] = Converted(root / f"{name}-out", unsharded)
     return found
 
 
@@ -210,15 +210,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Converted]:
 def decoded(converted: dict[str, Converted]) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
     """For each model what the unsharded one gives, and what each rank gives."""
     return {
-        name: (decode_all(model.whole, name), run_processes(TP, decode_all_on_rank, model.out, name))
+        name: (decode_all(model.unsharded, name), run_processes(TP, decode_all_on_rank, model.out, name))
         for name, model in converted.items()
     }
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_way_of_decoding(decoded: Any, name: str, way: str) -> None:
-    whole, ranks = decoded[name]
-    want = as_tuple(whole[way])
+    unsharded, ranks = decoded[name]
+    want = as_tuple(unsharded[way])
     for rank in ranks:
         got = as_tuple(rank[way])
         assert torch.equal(got[0], want[0]), "tokens"
@@ -232,17 +232,17 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 def test_the_ways_differ(decoded: Any) -> None:
     """What is compared above is not the same few tokens again and again."""
-    whole = decoded["llama"][0]
-    assert len(whole["greedy"][:, 7:].unique()) > 6
+    unsharded = decoded["llama"][0]
+    assert len(unsharded["greedy"][:, 7:].unique()) > 6
     for way in ("sample", "top k", "top p", "repetition penalty"):
-        assert not torch.equal(whole[way], whole["greedy"])
-    assert whole["samples"].shape == (6, 7 + NEW)
-    assert len(whole["samples"].unique(dim=0)) == 6
-    ended = whole["end of sequence"]
+        assert not torch.equal(unsharded[way], unsharded["greedy"])
+    assert unsharded["samples"].shape == (6, 7 + NEW)
+    assert len(unsharded["samples"].unique(dim=0)) == 6
+    ended = unsharded["end of sequence"]
     assert (ended[0, 10:] == PAD).all(), "row 0 is padded behind its end"
     assert (ended[1, 10:12] != PAD).all(), "while row 1 goes on"
-    assert whole["stop strings"].shape[1] < 7 + NEW
-    assert whole["long"].shape == (1, 340)
+    assert unsharded["stop strings"].shape[1] < 7 + NEW
+    assert unsharded["long"].shape == (1, 340)
 
 
 # What crosses between ranks -------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def stream(path: Path, everywhere: bool) -> tuple[Tensor, Tensor, list[int], int
 def test_only_rank_0_streams(converted: dict[str, Converted], everywhere: bool) -> None:
     first, second = run_processes(TP, stream, converted["llama"].out, everywhere)
     inputs = {name: value[:1] for name, value in prompts().items()}
-    want = converted["llama"].whole.generate(**inputs, **_GREEDY)
+    want = converted["llama"].unsharded.generate(**inputs, **_GREEDY)
     for result in (first, second):
         assert torch.equal(result[0], want)
         assert torch.equal(result[1], want)
@@ -445,6 +445,6 @@ def generate_from_shards(path: Path) -> str:
     return str(caught.value)
 
 
-def test_generate_needs_whole_logits(converted: dict[str, Converted]) -> None:
+def test_generate_needs_full_logits(converted: dict[str, Converted]) -> None:
     for message in run_processes(TP, generate_from_shards, converted["llama"].out):
         assert "gather_logits=True" in message

@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Directory:
     """A small model for one rank."""
     model = random_llama()
     return Directory(
-        write_directory(tmp_path / "whole", model, llama_plan(model.config, (1,))), tmp_path / "out"
+        write_directory(tmp_path / "intact", model, llama_plan(model.config, (1,))), tmp_path / "out"
     )
 
 

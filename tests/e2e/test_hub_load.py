@@ -37,9 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000
     )
     save_random(config, transformers.LlamaForCausalLM, path)
-    whole = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float64)
+    unsharded = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float64)
     (path / "model.safetensors").unlink()
-    whole.save_pretrained(path, max_shard_size="4MB")
+    unsharded.save_pretrained(path, max_shard_size="4MB")
     (path / "tokenizer_config.json").write_text("{}")
     return path
 
@@ -54,9 +54,9 @@ def out(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def want(model: Path) -> torch.Tensor:
-    whole = transformers.LlamaForCausalLM.from_pretrained(model)
+    unsharded = transformers.LlamaForCausalLM.from_pretrained(model)
     with torch.inference_mode():
-        found: torch.Tensor = whole(ids()).logits
+        found: torch.Tensor = unsharded(ids()).logits
     return found
 
 

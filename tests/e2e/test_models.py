@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, EXPERT_TYPES, KV_HEADS, LAYERS, VOCAB, save_causal
 from distributed import run_processes
-from measure import NEW_TOKENS, Measured, measure_rank, measure_whole
+from measure import NEW_TOKENS, Measured, measure_rank, measure_unsharded
 from torch import Tensor
 
 import shardconv
@@ -47,7 +47,7 @@ class Case:
 
     model_type: str
     tp: int
-    whole: Measured
+    unsharded: Measured
     ranks: list[Measured]
 
 
@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     @cache
     def make(model_type: str) -> tuple[Path, Measured]:
         path = save_causal(model_type, tmp_path_factory.mktemp("checkpoint") / model_type)
-        return path, measure_whole(path, model_type in EXPERT_TYPES)
+        return path, measure_unsharded(path, model_type in EXPERT_TYPES)
 
     return make
 
@@ -75,10 +75,10 @@ def case(
 ) -> Case:
     """Converts a type, and runs it."""
     model_type, tp = request.param
-    path, whole = checkpoint(model_type)
+    path, unsharded = checkpoint(model_type)
     out = tmp_path_factory.mktemp("converted") / "out"
     shardconv.convert(path, out, tp=tp)
-    return Case(model_type, tp, whole, run_processes(tp, measure_rank, out, model_type in EXPERT_TYPES))
+    return Case(model_type, tp, unsharded, run_processes(tp, measure_rank, out, model_type in EXPERT_TYPES))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -91,30 +91,30 @@ def test_logits_in_float64(case: Case) -> None:
     """Of the model as it is, and of the model with its own casts to float32 left out."""
     for rank in case.ranks:
         assert rank.double.dtype == rank.exact.dtype == torch.float64
-        assert error(rank.double, case.whole.double) < (
+        assert error(rank.double, case.unsharded.double) < (
             1e-6 if case.model_type in COMPUTES_IN_FLOAT32 else 1e-9
         )
-        assert error(rank.exact, case.whole.exact) < 1e-9
+        assert error(rank.exact, case.unsharded.exact) < 1e-9
 
 
 def test_logits_in_float32(case: Case) -> None:
     for rank in case.ranks:
         assert rank.single.dtype == torch.float32
-        assert error(rank.single, case.whole.single) < 1e-4
+        assert error(rank.single, case.unsharded.single) < 1e-4
 
 
 def test_greedy_tokens(case: Case) -> None:
-    new = case.whole.greedy[:, -NEW_TOKENS:]
+    new = case.unsharded.greedy[:, -NEW_TOKENS:]
     assert len(new.unique()) > 4, "the tokens must depend on what came before"
     for rank in case.ranks:
-        assert torch.equal(rank.greedy, case.whole.greedy)
+        assert torch.equal(rank.greedy, case.unsharded.greedy)
 
 
 def test_sampled_tokens(case: Case) -> None:
     """All ranks draw what rank 0 would have drawn alone."""
-    assert not torch.equal(case.whole.sampled, case.whole.greedy)
+    assert not torch.equal(case.unsharded.sampled, case.unsharded.greedy)
     for rank in case.ranks:
-        assert torch.equal(rank.sampled, case.whole.sampled)
+        assert torch.equal(rank.sampled, case.unsharded.sampled)
 
 
 def test_collectives(case: Case) -> None:
@@ -135,16 +135,16 @@ def test_collectives(case: Case) -> None:
 
 def test_sharded_bytes(case: Case) -> None:
     """One rank holds each byte of the parameters with two or more dims, routers and positions included."""
-    whole = case.whole.sizes
-    held = {name: sum(rank.sizes[name] for rank in case.ranks) for name in whole}
-    assert all(held[name] >= whole[name] for name in whole)
-    once = sum(size for name, size in whole.items() if held[name] == size)
+    unsharded = case.unsharded.sizes
+    held = {name: sum(rank.sizes[name] for rank in case.ranks) for name in unsharded}
+    assert all(held[name] >= unsharded[name] for name in unsharded)
+    once = sum(size for name, size in unsharded.items() if held[name] == size)
     if case.tp <= KV_HEADS:
-        assert once >= 0.97 * sum(whole.values())
+        assert once >= 0.97 * sum(unsharded.values())
         return
-    shared = {name for name in whole if held[name] != whole[name]}
+    shared = {name for name in unsharded if held[name] != unsharded[name]}
     assert all(name.endswith(("k_proj.weight", "v_proj.weight")) for name in shared)
-    assert all(held[name] * KV_HEADS == whole[name] * case.tp for name in shared)
+    assert all(held[name] * KV_HEADS == unsharded[name] * case.tp for name in shared)
 
 
 def test_gather_logits_false(case: Case) -> None:
@@ -154,5 +154,5 @@ def test_gather_logits_false(case: Case) -> None:
         return
     shards = [rank.shard for rank in case.ranks if rank.shard is not None]
     assert {s.shape[-1] for s in shards} <= {VOCAB // case.tp, VOCAB // case.tp + 1}
-    assert error(torch.cat(shards, -1), case.whole.single) < 1e-4
+    assert error(torch.cat(shards, -1), case.unsharded.single) < 1e-4
     assert all("gather_logits=True" in rank.refusal for rank in case.ranks)

@@ -55,7 +55,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
-    """Of the whole parameter, the same everywhere."""
+    """Of the full parameter, the same on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -66,7 +66,7 @@ def groups_of(parameters: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": [p for p in parameters.values() if p.dim() <= 1], "lr": 0.02}]
 
 
-def trained_whole(source: Path, kind: str, steps: int) -> dict[str, Tensor]:
+def trained_unsharded(source: Path, kind: str, steps: int) -> dict[str, Tensor]:
     """The parameters of the unsharded model after some steps without interruption."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     parameters = dict(model.named_parameters())
@@ -110,8 +110,8 @@ def do_steps(model: Any, optimizer: torch.optim.Optimizer, path: Path, tp: int, 
     entries = parameter_plans(plan)
     for step in steps:
         for name, parameter in model.named_parameters():
-            whole = gradient(name, global_shape(entries[name]), step)
-            local = local_part(whole, entries[name], plan.mesh, rank)
+            full = gradient(name, global_shape(entries[name]), step)
+            local = local_part(full, entries[name], plan.mesh, rank)
             if isinstance(parameter, DTensor):
                 local = distribute_tensor(local, parameter.device_mesh, parameter.placements)
             parameter.grad = local
@@ -134,10 +134,10 @@ def go_on(path: Path, root: Path, layout: Layout, kind: str, sharded: bool) -> d
     replicas = replicas_of(layout, sharded)
     shardconv_runtime.load_optimizer(model, optimizer, root / "optimizer", replicas=replicas)
     do_steps(model, optimizer, path, layout[-1], range(STEPS, 2 * STEPS))
-    return {name: whole_over_dp(parameter) for name, parameter in model.named_parameters()}
+    return {name: gathered_over_dp(parameter) for name, parameter in model.named_parameters()}
 
 
-def whole_over_dp(parameter: Any) -> Tensor:
+def gathered_over_dp(parameter: Any) -> Tensor:
     tensor: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return tensor.detach()
 
@@ -151,7 +151,7 @@ def resumed(out: Path, root: Path, before: Layout, after: Layout, kind: str, sha
         shardconv.reshard(path, root / "resharded", tp, check=False)
         path = root / "resharded"
     found = run_processes(math.prod(after), go_on, path, root, after, kind, sharded, start_group=True)
-    want = trained_whole(out.parent / "model", kind, 2 * STEPS)
+    want = trained_unsharded(out.parent / "model", kind, 2 * STEPS)
     plan = plan_json.read(path / "plan.json")
     for number, parameters in enumerate(found):
         assert parameters.keys() == parameter_plans(plan).keys() - buffers(plan)
@@ -187,10 +187,10 @@ def test_other_optimizers(kind: str, outs: Callable[[str, int], Path], tmp_path:
         ("llama", (2, 2), (1, 2)),
         ("llama", (2, 2), (2, 1)),
         ("gpt2", (2, 2), (3, 1)),
-        ("gpt2", (3, 1), (2, 2)),
-        ("phi3", (1, 2), (3, 1)),
+        pytest.param("gpt2", (3, 1), (2, 2), marks=pytest.mark.slow),
+        pytest.param("phi3", (1, 2), (3, 1), marks=pytest.mark.slow),
         ("gpt2", (2, 2, 1), (1, 2)),
-        ("gpt2", (1, 2), (2, 1, 2)),
+        pytest.param("gpt2", (1, 2), (2, 1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_other_data_parallel_shards(
@@ -217,14 +217,14 @@ def sizes_of(directory: Path) -> dict[str, int]:
     return {p.name: p.stat().st_size for p in directory.iterdir() if p.name != ".metadata"}
 
 
-def test_dcp_reads_whole_tensors(outs: Callable[[str, int], Path], tmp_path: Path) -> None:
+def test_dcp_reads_full_tensors(outs: Callable[[str, int], Path], tmp_path: Path) -> None:
     """What is on disk is an ordinary checkpoint."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     out = outs("gpt2", 2)
     run_processes(2, begin, out, tmp_path, (1, 2), "SGD", False, start_group=True)
-    dcp_to_torch_save(tmp_path / "optimizer", tmp_path / "whole.pt")
-    state = torch.load(tmp_path / "whole.pt")
+    dcp_to_torch_save(tmp_path / "optimizer", tmp_path / "full.pt")
+    state = torch.load(tmp_path / "full.pt")
     entries = parameter_plans(plan_json.read(out / "plan.json"))
     name = "transformer.h.0.attn.c_proj.bias"
     assert entries[name].partial, "the case that this is about"
@@ -249,14 +249,21 @@ class TestErrors:
         ("change", "text"),
         [
             ("class", "has the state of AdamW, and this optimizer is SGD"),
-            ("groups", "has 2 parameter groups, and this optimizer 1"),
-            ("fewer", "parameter group 0: lm_head.weight is only there"),
-            ("model", "lm_head.weight is only there"),
-            ("foreign", "parameter 0 of group 0 of the optimizer is none of the model's"),
-            ("directory", "has no optimizer.json: it is not what shardconv_runtime.save_optimizer wrote"),
-            ("moved", "parameter group 0: model.layers.0.mlp.up_proj.weight is only there"),
+            ("groups", "has 2 parameter groups, and this optimizer has 1"),
+            (
+                "fewer",
+                r"group 0: .* of the saved state (is|are) missing from this optimizer.* lm_head.weight;",
+            ),
+            ("model", r"of the saved state (is|are) missing from this optimizer.* lm_head.weight;"),
+            ("other model", "parameter 0 of group 0 of the optimizer does not belong to the model"),
+            ("directory", "lacks optimizer.json: shardconv_runtime.save_optimizer did not write it"),
+            (
+                "moved",
+                "parameter group 0: 1 parameter of the saved state is missing from this optimizer: "
+                "model.layers.0.mlp.up_proj.weight",
+            ),
             ("lacking", "process 1 holds a part of lm_head.weight, and parameter group 0 of its optimizer"),
-            ("uneven", "lr of parameter group 1 is not the same on processes 0 and 1"),
+            ("uneven", "lr of parameter group 1 differs between processes 0 and 1"),
         ],
     )
     def test_another_optimizer(
@@ -271,7 +278,7 @@ class TestErrors:
             ("missing", "__1_0.distcp is missing"),
             ("short", "__1_0.distcp has "),
             ("shape", "model.norm.weight has shape .65. there, and .64. in this model"),
-            ("value", "is no float"),
+            ("value", "is not of kind float"),
             ("index", "unknown key"),
             ("bytes", "cannot be read: process"),
         ],
@@ -308,7 +315,7 @@ class TestErrors:
 
     def test_ranks_out_of_step(self, saved: Path, outs: Callable[[str, int], Path], tmp_path: Path) -> None:
         errors = run_errors(2, save_out_of_step, outs("llama", 2), tmp_path / "o", start_group=True)
-        text = "processes 0 and 1 keep other state of it (step 1.0, exp_avg"
+        text = "processes 0 and 1 keep different state (step 1.0, exp_avg"
         assert all(text in str(error) for error in errors), errors
 
     def test_state_of_other_shapes(self, outs: Callable[[str, int], Path], tmp_path: Path) -> None:
@@ -333,7 +340,7 @@ def load_changed(path: Path, root: Path, change: str) -> None:
         parameters = {n: p for n, p in parameters.items() if "up_proj" not in n or "layers.0" not in n}
         optimizer = OPTIMIZERS["AdamW"](groups_of(parameters))
         optimizer.param_groups[1]["params"].append(model.model.layers[0].mlp.up_proj.weight)
-    if change == "foreign" and os.environ["RANK"] == "1":
+    if change == "other model" and os.environ["RANK"] == "1":
         optimizer = OPTIMIZERS["AdamW"]([nn.Parameter(torch.zeros(2))])
     if change == "uneven" and os.environ["RANK"] == "1":
         optimizer.param_groups[1]["lr"] = 3.0
@@ -427,8 +434,8 @@ def test_fewer_or_more_parameters(outs: Callable[[str, int], Path], tmp_path: Pa
     model, optimizer = fresh_sgd(outs("llama", 1))
     fewer = OPTIMIZERS["SGD"](list(model.parameters())[:3])
     shardconv_runtime.save_optimizer(model, optimizer, tmp_path / "all")
-    with pytest.raises(CheckpointError, match="is only there"):
+    with pytest.raises(CheckpointError, match="of the saved state are missing from this optimizer"):
         shardconv_runtime.load_optimizer(model, fewer, tmp_path / "all")
     shardconv_runtime.save_optimizer(model, fewer, tmp_path / "fewer")
-    with pytest.raises(CheckpointError, match="is only in this optimizer"):
+    with pytest.raises(CheckpointError, match="of this optimizer are missing from the saved state"):
         shardconv_runtime.load_optimizer(model, optimizer, tmp_path / "fewer")

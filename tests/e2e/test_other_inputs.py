@@ -66,13 +66,13 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
-    whole = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
-    given = make_inputs(whole, seed=5).tensors
+    unsharded = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
+    given = make_inputs(unsharded, seed=5).tensors
     calls = [given]
-    if {"input_ids", "pixel_values"} <= set(given) and hasattr(whole, "lm_head"):
+    if {"input_ids", "pixel_values"} <= set(given) and hasattr(unsharded, "lm_head"):
         text = given["input_ids"].clone().clamp(max=200)
         calls.append({"input_ids": text, "attention_mask": given["attention_mask"]})
-    want = [outputs(whole, inputs) for inputs in calls]
+    want = [outputs(unsharded, inputs) for inputs in calls]
     plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
     assert not any(note.startswith("traced without") for note in plan.notes)
     for rank in run_processes(2, outputs_on_rank, tmp_path / "out", calls):
@@ -82,8 +82,8 @@ def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["llava", "whisper"])
 def test_text_about_images_and_sounds(tmp_path: Path, model_type: str) -> None:
     """The prompt is seen or heard once; the steps after it are of text alone."""
-    whole = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
-    inputs = {n: t for n, t in make_inputs(whole, seed=5).tensors.items() if n != "decoder_input_ids"}
-    want = generated(whole, inputs)
+    unsharded = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
+    inputs = {n: t for n, t in make_inputs(unsharded, seed=5).tensors.items() if n != "decoder_input_ids"}
+    want = generated(unsharded, inputs)
     shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
     assert run_processes(2, tokens_on_rank, tmp_path / "out", inputs) == [want, want]

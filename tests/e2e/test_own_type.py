@@ -253,7 +253,7 @@ def run_rank(path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Run]]:
-    """Gives a random checkpoint in float64 with so many key/value heads, and what the whole model does."""
+    """Gives a random float64 checkpoint with so many key/value heads, and its unsharded results."""
 
     @cache
     def make(seams: int) -> tuple[Path, Run]:
@@ -261,8 +261,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tupl
         model = PatchworkForCausalLM._from_config(PatchworkConfig(seams=seams), dtype=torch.float64)
         randomise(model)
         model.save_pretrained(path)
-        whole = PatchworkForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-        return path, run(whole)
+        unsharded = PatchworkForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        return path, run(unsharded)
 
     return make
 
@@ -274,7 +274,7 @@ class Case:
     tp: int
     seams: int
     plan: Plan
-    whole: Run
+    unsharded: Run
     ranks: list[Run]
 
 
@@ -286,10 +286,10 @@ def case(
 ) -> Case:
     """Converts it, and runs it in as many processes as it has ranks."""
     tp, seams = request.param
-    path, whole = checkpoint(seams)
+    path, unsharded = checkpoint(seams)
     out = tmp_path_factory.mktemp("converted") / "out"
     plan = shardconv.convert(path, out, tp=tp)
-    return Case(tp, seams, plan, whole, run_processes(tp, run_rank, out))
+    return Case(tp, seams, plan, unsharded, run_processes(tp, run_rank, out))
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -302,14 +302,14 @@ def test_logits(case: Case) -> None:
     assert len(case.ranks) == case.tp
     for rank in case.ranks:
         assert rank.logits.dtype == torch.float64
-        assert error(rank.logits, case.whole.logits) < 1e-9
-        assert error(rank.padded, case.whole.padded) < 1e-9
+        assert error(rank.logits, case.unsharded.logits) < 1e-9
+        assert error(rank.padded, case.unsharded.padded) < 1e-9
 
 
 def test_tokens(case: Case) -> None:
-    assert len(case.whole.tokens[:, -NEW_TOKENS:].unique()) > 4
+    assert len(case.unsharded.tokens[:, -NEW_TOKENS:].unique()) > 4
     for rank in case.ranks:
-        assert torch.equal(rank.tokens, case.whole.tokens)
+        assert torch.equal(rank.tokens, case.unsharded.tokens)
 
 
 def test_bytes(case: Case) -> None:
@@ -331,7 +331,7 @@ LAYOUTS = {
 
 
 def test_layouts(case: Case) -> None:
-    """Heads stay whole, and with fewer key/value heads than ranks only the queries are cut again."""
+    """Heads are not divided, and with fewer key/value heads than ranks only the queries are sharded again."""
     entries = parameter_plans(case.plan)
     strands, tie, fluff = (
         entries[f"squares.1.{name}"] for name in ("braid.strands", "braid.tie.warp", "stuffing.fluff.warp")

@@ -22,7 +22,7 @@ from hub_server import HubServer
 from huggingface_hub import HfApi
 from interrupted import ROOT
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
 
 import shardconv
@@ -57,7 +57,7 @@ def make(path: Path, tp: int = 2, shards: int = 2, **changes: object) -> Path:
         else e
         for e in found.files
     )
-    manifest.write(dataclasses.replace(found, files=files), out)
+    manifest_writing.write(dataclasses.replace(found, files=files), out)
     return out
 
 
@@ -126,7 +126,7 @@ def test_a_push_again_changes_nothing(hub: HubServer, out: Path, capsys: pytest.
     assert set(again.there) == set(first.sent)
     assert {r.method for r in hub.requests} <= {"GET", "HEAD"}
     assert cli.run(["push", str(out), REPO]) == 0
-    assert "is there already, nothing was sent" in capsys.readouterr().out
+    assert "is up to date, nothing was sent" in capsys.readouterr().out
 
 
 def test_another_number_of_ranks_stands_beside_it(hub: HubServer, out: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_metadata_that_cannot_be_read_is_left_to_its_author(hub: HubServer, out:
 
 def test_a_text_that_cannot_be_read_is_left_to_its_author(hub: HubServer, out: Path) -> None:
     hub.add_repo(REPO, {"README.md": "é".encode("latin-1")})
-    with pytest.raises(SourceError, match=r"README\.md of user/model is no text in UTF-8"):
+    with pytest.raises(SourceError, match=r"README\.md of user/model is not UTF-8 text"):
         shardconv.push(out, REPO)
 
 
@@ -188,7 +188,7 @@ def test_the_card_says_what_the_base_model_says(hub: HubServer, out: Path) -> No
     base = hub.add_repo("org/base", {"README.md": b"---\nlicense: apache-2.0\n---\nA model.\n"})
     for source, expected in ((Source("org/base", base), True), (Source("org/gone", "0" * 40), False)):
         found = dataclasses.replace(manifest.read(out), source=source)
-        manifest.write(found, out)
+        manifest_writing.write(found, out)
         shardconv.push(out, f"{REPO}-{expected}")
         card = hub.files(f"{REPO}-{expected}")["README.md"].decode()
         assert ("license: apache-2.0" in card) == expected
@@ -202,7 +202,7 @@ def test_a_branch_is_made(hub: HubServer, out: Path) -> None:
     assert hub.head(REPO).oid == main
     assert below(hub, "tp-2", "try/1") == files_of(out)
     assert pushed.url.endswith("/user/model/tree/try/1")
-    with pytest.raises(SourceError, match="is no branch"):
+    with pytest.raises(SourceError, match="not a branch"):
         shardconv.push(out, REPO, revision=main)
 
 
@@ -219,7 +219,7 @@ def test_a_dry_run_changes_nothing(
     assert (REPO in hub.store.repos) == exists
     printed = capsys.readouterr().out
     assert "would send    tp-4/rank-00000-of-00004/" in printed
-    assert ("is there      config.json" in printed) == exists
+    assert ("in place      config.json" in printed) == exists
     assert "hf_reader" not in printed
 
 
@@ -230,7 +230,7 @@ def test_a_private_repository(hub: HubServer, out: Path) -> None:
     hub.repo(REPO).private = False
     (out / "config.json").write_bytes((out / "config.json").read_bytes())
     hub.add_repo(REPO, {"tp-2/plan.json": b"{}"})
-    with pytest.raises(SourceError, match="is there and public"):
+    with pytest.raises(SourceError, match="exists and is public"):
         shardconv.push(out, REPO, private=True)
 
 
@@ -240,7 +240,7 @@ def test_a_private_repository(hub: HubServer, out: Path) -> None:
         ("hf_wrong", "does not know the token"),
         ("hf_reader", "may not write to user/model"),
         ("hf_stranger", "may not write to user/model"),
-        (None, "nobody is logged in"),
+        (None, "not logged in"),
     ],
 )
 def test_who_may_not_write_is_told(

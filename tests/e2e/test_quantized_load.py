@@ -38,9 +38,9 @@ def test_the_logits_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> N
     config, cls, dtype = KINDS[kind]
     save_quantized(config(), cls, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype)
-    whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
+    unsharded = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = whole(torch.tensor(IDS)).logits
+        expected = unsharded(torch.tensor(IDS)).logits
     for found in run_processes(2, logits_of_rank, tmp_path / "out"):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -55,8 +55,8 @@ def test_so_they_are_without_a_conversion(kind: str, has_blocks: bool, tmp_path:
         shardconv.convert(tmp_path / "model", tmp_path / "plan.json", 2)
     else:
         plan_json.write(shardconv.plan(tmp_path / "model", 2), tmp_path / "plan.json")
-    whole = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
+    unsharded = cls.from_pretrained(tmp_path / "model-plain", dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = whole(torch.tensor(IDS)).logits
+        expected = unsharded(torch.tensor(IDS)).logits
     for found in run_processes(2, logits_of_rank, tmp_path / "model", tmp_path / "plan.json"):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -232,7 +232,7 @@ def save_data_parallel(path: Path, out: Path, kind: str) -> None:
     if kind in ("fsdp", "hsdp"):
         fully_shard(model.transformer.h[0], mesh=mesh[names[:-1]])
         model = fully_shard(model, mesh=mesh[names[:-1]])
-        logits(model)  # leaves the parameters of the model itself whole
+        logits(model)  # leaves the parameters of the model itself unsharded
     if kind == "ddp":
         for parameter in model.parameters():
             parameter.requires_grad_(True)

@@ -18,7 +18,7 @@ from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 from shardconv_runtime.checkpoint.locate import locate
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub import fetch, remote_files, time_limits
-from shardconv_runtime.hub.access import Hub
+from shardconv_runtime.hub_options import Hub
 
 import shardconv
 from shardconv import cli

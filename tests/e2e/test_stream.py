@@ -31,9 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, vocab_size=1000
     )
     save_random(config, transformers.LlamaForCausalLM, path)
-    whole = transformers.LlamaForCausalLM.from_pretrained(path)
+    unsharded = transformers.LlamaForCausalLM.from_pretrained(path)
     (path / "model.safetensors").unlink()
-    whole.save_pretrained(path, max_shard_size="2MB")
+    unsharded.save_pretrained(path, max_shard_size="2MB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
 
@@ -81,7 +81,7 @@ def test_one_rank_takes_its_own_bytes(hub: HubServer, model: Path, converted: Pa
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
-def test_ranks_one_after_another_are_the_whole(hub: HubServer, converted: Path, tmp_path: Path) -> None:
+def test_ranks_one_after_another_complete_it(hub: HubServer, converted: Path, tmp_path: Path) -> None:
     for rank in range(TP):
         shardconv.convert(REPO, tmp_path / "out", TP, ranks=[rank])
     found, want = (manifest.read(out) for out in (tmp_path / "out", converted))

@@ -24,12 +24,12 @@ from training_runs import (
     batches,
     cpu_mesh,
     data_rank,
-    load_whole,
+    load_unsharded,
     part_loss,
     save_model,
     train_parts,
-    train_whole,
-    whole_loss,
+    train_unsharded,
+    unsharded_loss,
 )
 
 import shardconv
@@ -66,9 +66,9 @@ def difference(found: list[float], want: list[float]) -> float:
 
 
 def require_same_parameters(saved: Path, model: nn.Module, tolerance: float) -> None:
-    """What was trained in parts, merged, is what was trained whole."""
+    """What was trained in shards, merged, equals the model trained unsharded."""
     shardconv.merge(saved, saved.parent / "merged")
-    merged = dict(load_whole(saved.parent / "merged").named_parameters())
+    merged = dict(load_unsharded(saved.parent / "merged").named_parameters())
     for name, parameter in model.named_parameters():
         assert (merged[name] - parameter).abs().max() < tolerance, name
 
@@ -102,12 +102,12 @@ def test_training_follows_one_process(
 ) -> None:
     path = outs("qwen3")
     curves = run_processes(4, train_and_save, path, shape, sequence, num_steps, tmp_path / "out")
-    whole = load_whole(path.parent / "model")
-    want = train_whole(whole, adamw(whole), 0, num_steps)
+    unsharded = load_unsharded(path.parent / "model")
+    want = train_unsharded(unsharded, adamw(unsharded), 0, num_steps)
     assert all(curve == curves[0] for curve in curves)
     assert difference(curves[0].losses, want.losses) < 1e-7
     assert difference(curves[0].norms, want.norms) < 1e-7
-    require_same_parameters(tmp_path / "out", whole, 1e-7)
+    require_same_parameters(tmp_path / "out", unsharded, 1e-7)
     assert want.norms[0] > 0.5, "gradients were clipped"
 
 
@@ -141,9 +141,9 @@ def test_training_is_continued_twice(outs: Callable[[str], Path], tmp_path: Path
     for round_ in range(3):
         run_processes(4, continue_training, path, round_, num_steps, tmp_path / f"out-{round_}")
         path = tmp_path / f"out-{round_}"
-    whole = load_whole(source)
-    train_whole(whole, adamw(whole), 0, 3 * num_steps)
-    require_same_parameters(path, whole, 1e-9)
+    unsharded = load_unsharded(source)
+    train_unsharded(unsharded, adamw(unsharded), 0, 3 * num_steps)
+    require_same_parameters(path, unsharded, 1e-9)
 
 
 # Gradients and their norm ----------------------------------------------------------------------------
@@ -173,11 +173,11 @@ def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_element_counts_once(model_type: str, wrapper: str, outs: Callable[[str], Path]) -> None:
     path = outs(model_type)
-    whole = load_whole(path.parent / "model")
-    whole_loss(whole, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
-    gradients = [p.grad for p in whole.parameters() if p.grad is not None]
+    unsharded = load_unsharded(path.parent / "model")
+    unsharded_loss(unsharded, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad for p in unsharded.parameters() if p.grad is not None]
     want = [torch.nn.utils.get_total_norm(gradients, order).item() for order in ORDERS]
-    torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type=3.0)
+    torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1, norm_type=3.0)
     want.append(torch.nn.utils.get_total_norm(gradients).item())
     found = run_processes(4, norms, path, wrapper, wrapper != "ddp")
     assert all(each == found[0] for each in found)
@@ -222,9 +222,9 @@ def test_gates_on_modules_above_a_parameters_own(outs: Callable[[str], Path]) ->
     path = outs("bamba")
     plan = plan_json.read(path / "plan.json")
     assert any(entry.grad_levels and entry.grad_axes for entry in plan.parameters)
-    whole = load_whole(path.parent / "model")
-    whole_loss(whole, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
-    want = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
+    unsharded = load_unsharded(path.parent / "model")
+    unsharded_loss(unsharded, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
+    want = torch.nn.utils.get_total_norm([p.grad for p in unsharded.parameters() if p.grad is not None])
     for norm, wrapped in run_processes(4, gated_gradients, path):
         assert norm == pytest.approx(want.item(), rel=1e-12)
         assert wrapped == ["FSDPBambaForCausalLM", "FSDPBambaDecoderLayer", "FSDPBambaDecoderLayer"]

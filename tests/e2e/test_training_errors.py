@@ -116,7 +116,8 @@ def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
 
     no_padding = with_plan(out, tmp_path / "no-padding", without_padding)
     require(
-        no_padding, {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and by the"}
+        no_padding,
+        {odd_length: "PlanError: a sequence of 5 tokens cannot be sharded over 2 ranks, and by"},
     )
     no_sequence = with_plan(out, tmp_path / "no-sequence", without_sequence)
     require(

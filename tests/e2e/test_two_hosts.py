@@ -20,7 +20,7 @@ import train_on_hosts
 from distributed import free_port
 from forked import Forked
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training_runs import adamw, load_whole, save_model, train_whole
+from training_runs import adamw, load_unsharded, save_model, train_unsharded
 
 import shardconv
 
@@ -77,7 +77,7 @@ def test_two_hosts_train_as_one_process(start: Callable[[int, Path, Path], Any],
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     found = json.loads(result.read_text())
     assert len(found["hosts_of_tp"]) == 1, "the ranks of a model are on one host"
-    whole = load_whole(tmp_path / "model")
-    want = train_whole(whole, adamw(whole), 0, NUM_STEPS)
+    unsharded = load_unsharded(tmp_path / "model")
+    want = train_unsharded(unsharded, adamw(unsharded), 0, NUM_STEPS)
     for have, expected in ((found["losses"], want.losses), (found["norms"], want.norms)):
         assert max(abs(a - b) for a, b in zip(have, expected, strict=True)) < 1e-9

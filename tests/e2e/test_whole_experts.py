@@ -10,7 +10,7 @@ import torch
 import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
 from distributed import run_processes
-from measure import Measured, measure_rank, measure_whole
+from measure import Measured, measure_rank, measure_unsharded
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import PLAN_NAME
 from torch import Tensor
@@ -29,7 +29,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def test_same_logits_and_tokens(model_type: str, tp: int, tmp_path: Path) -> None:
     """By a loop over the experts in float64, by the grouped product in float32."""
     path = save_causal(model_type, tmp_path / model_type)
-    assert_same(path, tmp_path / "out", tp, measure_whole(path, True))
+    assert_same(path, tmp_path / "out", tp, measure_unsharded(path, True))
 
 
 def test_shared_experts_and_a_cache(tmp_path: Path) -> None:
@@ -38,23 +38,23 @@ def test_shared_experts_and_a_cache(tmp_path: Path) -> None:
     config.pad_token_id = 0
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     path = save(model, tmp_path / "model")
-    assert_same(path, tmp_path / "out", 2, measure_whole(path, True))
+    assert_same(path, tmp_path / "out", 2, measure_unsharded(path, True))
 
 
-def assert_same(path: Path, out: Path, tp: int, whole: Measured) -> None:
+def assert_same(path: Path, out: Path, tp: int, unsharded: Measured) -> None:
     """Convert, run, compare; count the collectives and what each rank holds."""
     plan = shardconv.convert(path, out, tp=tp, experts="ep")
     assert plan.experts == "ep"
     for rank in (ranks := run_processes(tp, measure_rank, out, True)):
-        assert error(rank.double, whole.double) < 1e-9
-        assert error(rank.exact, whole.exact) < 1e-9
-        assert error(rank.single, whole.single) < 1e-4
-        assert torch.equal(rank.greedy, whole.greedy)
-        assert torch.equal(rank.sampled, whole.sampled)
+        assert error(rank.double, unsharded.double) < 1e-9
+        assert error(rank.exact, unsharded.exact) < 1e-9
+        assert error(rank.single, unsharded.single) < 1e-4
+        assert torch.equal(rank.greedy, unsharded.greedy)
+        assert torch.equal(rank.sampled, unsharded.sampled)
         assert rank.collectives == Counter(all_reduce=1 + 2 * LAYERS, all_gather_into_tensor=1)
-    experts = [name for name in whole.sizes if ".experts." in name]
+    experts = [name for name in unsharded.sizes if ".experts." in name]
     assert experts
-    assert all(sum(rank.sizes[name] for rank in ranks) == whole.sizes[name] for name in experts)
+    assert all(sum(rank.sizes[name] for rank in ranks) == unsharded.sizes[name] for name in experts)
 
 
 def test_the_command_and_planning_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,22 +235,22 @@ class Directory:
     """A converted directory whose files are exchanged, with the checksums made to fit as an attacker would.
 
     Args:
-        whole: the directory as it was written; it is copied.
+        intact: the directory as it was written; it is copied.
         place: where to.
     """
 
-    def __init__(self, whole: Path, place: Path) -> None:
-        shutil.copytree(whole, place)
-        self.whole, self.path = whole, place
+    def __init__(self, intact: Path, place: Path) -> None:
+        shutil.copytree(intact, place)
+        self.intact, self.path = intact, place
 
     def restore(self, *names: str) -> None:
         """Bring back files, and manifest and plan."""
         for name in ("manifest.json", "plan.json", *names):
-            shutil.copyfile(self.whole / name, self.path / name)
+            shutil.copyfile(self.intact / name, self.path / name)
 
     def document(self, name: str) -> Any:
-        """A JSON file of the whole directory."""
-        return json.loads((self.whole / name).read_text("utf-8"))
+        """A JSON file of the intact directory."""
+        return json.loads((self.intact / name).read_text("utf-8"))
 
     def put(self, name: str, data: bytes) -> None:
         """Exchange a file, and have the manifest say so."""

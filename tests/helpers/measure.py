@@ -66,7 +66,7 @@ def measure_rank(path: Path, eager_experts: bool) -> Measured:
     return Measured(**(vars(measured) | {"shard": shard, "refusal": refusal}))
 
 
-def measure_whole(path: Path, eager_experts: bool) -> Measured:
+def measure_unsharded(path: Path, eager_experts: bool) -> Measured:
     """The same of the unsharded model, as transformers loads it."""
     import transformers
 

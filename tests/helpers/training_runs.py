@@ -45,7 +45,7 @@ def save_model(model_type: str, path: Path) -> Path:
     return save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64), path)
 
 
-def load_whole(path: Path) -> Any:
+def load_unsharded(path: Path) -> Any:
     """The unsharded model, in training mode."""
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
 
@@ -57,7 +57,7 @@ def batches(first: int, num_steps: int) -> Iterator[list[Tensor]]:
         yield [torch.randint(VOCAB, (BATCH, LENGTH), generator=generator) for _ in range(MICRO_BATCHES)]
 
 
-def whole_loss(model: Any, ids: Tensor) -> Tensor:
+def unsharded_loss(model: Any, ids: Tensor) -> Tensor:
     """The loss of the unsharded model, in float64 throughout; transformers' own is in float32."""
     with Float64():
         logits = model(ids, use_cache=False).logits[:, :-1]
@@ -79,12 +79,12 @@ def part_loss(model: Any, ids: Tensor) -> Tensor:
     return loss
 
 
-def train_whole(model: Any, optimizer: torch.optim.Optimizer, first: int, num_steps: int) -> Curve:
+def train_unsharded(model: Any, optimizer: torch.optim.Optimizer, first: int, num_steps: int) -> Curve:
     """Train the unsharded model."""
     return _train(
         optimizer,
         batches(first, num_steps),
-        lambda ids: whole_loss(model, ids),
+        lambda ids: unsharded_loss(model, ids),
         lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
     )
 

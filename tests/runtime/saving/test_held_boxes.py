@@ -25,8 +25,8 @@ def dims(axes: tuple[int, ...]) -> st.SearchStrategy[Dim]:
     """Sums of products of leaves, some split over these axes, each axis once in a product."""
     choices = [(), *((axis,) for axis in axes), axes]
     leaf = st.builds(Leaf, st.integers(1, 7), st.sampled_from(choices))
-    whole = st.builds(Leaf, st.integers(1, 3))
-    split = st.builds(lambda a, b, c: Product((a, b, c)), whole, leaf, whole)
+    unsplit = st.builds(Leaf, st.integers(1, 3))
+    split = st.builds(lambda a, b, c: Product((a, b, c)), unsplit, leaf, unsplit)
     return st.one_of(leaf, split, st.builds(lambda a, b: Sum((a, b)), st.one_of(leaf, split), leaf))
 
 
@@ -48,7 +48,7 @@ def numbered(entry: ParameterPlan) -> Tensor:
 
 
 def place(boxes: Sequence[Box], source: Tensor, target: Tensor, counts: Tensor) -> None:
-    """Copy boxes of a local tensor to the whole one."""
+    """Copy boxes of a local tensor to the full one."""
     for box in boxes:
         inside = tuple(slice(a, a + n) for a, n in zip(box.local_offsets, box.sizes, strict=True))
         outside = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
@@ -67,13 +67,13 @@ def windows(shape: Sequence[int], parts: int) -> list[LocalWindow]:
 def test_owned_boxes_tile_the_tensor(found: tuple[ParameterPlan, Mesh], parts: int) -> None:
     entry, mesh = found
     want = numbered(entry)
-    whole, counts = torch.zeros_like(want), torch.zeros_like(want)
+    full, counts = torch.zeros_like(want), torch.zeros_like(want)
     for rank in range(math.prod(mesh)):
         local = local_part(want, entry, mesh, rank)
         for window in windows(local.shape, parts):
             part = local[window[0][0] : window[0][1]]
-            place(owned_boxes(entry, mesh, rank, window), part, whole, counts)
-    assert torch.equal(whole, want)
+            place(owned_boxes(entry, mesh, rank, window), part, full, counts)
+    assert torch.equal(full, want)
     assert bool((counts == 1).all())
 
 

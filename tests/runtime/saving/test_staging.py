@@ -1,4 +1,4 @@
-"""A directory is there whole or not at all, whenever a run dies."""
+"""A directory appears only once it is complete, whenever a run dies."""
 
 from __future__ import annotations
 

@@ -192,9 +192,9 @@ def test_a_leaf_that_is_computed_serves_all_files_at_once() -> None:
         calls.append(threading.get_ident())
         return torch.arange(24, dtype=torch.int64)
 
-    whole = lazy_tensor.from_leaf(ComputedLeaf("test", compute, "int64", 24), (4, 6))
+    full = lazy_tensor.from_leaf(ComputedLeaf("test", compute, "int64", 24), (4, 6))
     parts = [
-        (lazy_tensor.take(whole, 1, ((i, i + 2),)), torch.arange(24).reshape(4, 6)[:, i : i + 2])
+        (lazy_tensor.take(full, 1, ((i, i + 2),)), torch.arange(24).reshape(4, 6)[:, i : i + 2])
         for i in (0, 4)
     ]
     with tiny(8, 8):

@@ -1,4 +1,4 @@
-"""The loss of logits that are split over ranks: the value and the gradient of the whole ones."""
+"""The loss of sharded logits has the value and the gradient of that of the full logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LAYOUTS = [
     ((4,), "3@0"),  # the last rank holds nothing
     ((2, 2), "13@0.1"),
     ((2, 2), "13@1.0"),
-    ((2, 2), "13@1"),  # whole along the first axis
+    ((2, 2), "13@1"),  # replicated over the first axis
     ((2,), "5@0*3"),
     ((3,), "3*4@0"),  # several ranges
     ((3,), "7@0 + 5@0 + 2@0"),
@@ -82,7 +82,7 @@ def with_gradient(
     return value.detach(), leaf.grad
 
 
-def whole_cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+def full_cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     value = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
     return value.reshape(labels.shape) if options.get("reduction") == "none" else value
 
@@ -97,8 +97,8 @@ def check(
     tolerance: float = 1e-12,
     **options: Any,
 ) -> Tensor:
-    """Compare every rank with the whole; the loss."""
-    whole, gradient = with_gradient(lambda x: whole_cross_entropy(x, labels, **options), logits, upstream)
+    """Compare every rank with the full logits; return the loss."""
+    full, gradient = with_gradient(lambda x: full_cross_entropy(x, labels, **options), logits, upstream)
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor, list[int]]:
         held = columns(layout, comm)
@@ -107,19 +107,19 @@ def check(
 
     results = run_ranks(mesh, rank)
     for value, local, held in results:
-        assert_close(value, whole, tolerance, tolerance)
+        assert_close(value, full, tolerance, tolerance)
         assert_close(local, gradient[..., held], tolerance, tolerance)
-        assert value.shape == whole.shape
+        assert value.shape == full.shape
         assert torch.equal(value.nan_to_num(), results[0][0].nan_to_num())  # the same bits
-    return whole
+    return full
 
 
-# --- the numbers of the whole
+# --- the loss of the full logits
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("mesh", "text"), LAYOUTS)
-def test_any_layout_gives_the_loss_of_the_whole(mesh: Mesh, text: str, label_smoothing: float) -> None:
+def test_any_layout_gives_the_loss_of_the_full_logits(mesh: Mesh, text: str, label_smoothing: float) -> None:
     layout = parse(text)
     labels = some_labels(size(layout), 3, 5)
     assert (labels == -100).any()
@@ -149,11 +149,11 @@ def test_without_a_token_that_has_a_loss(
     shape: tuple[int, ...], reduction: str, label_smoothing: float
 ) -> None:
     labels = torch.full(shape, -100)
-    whole = check(
+    full = check(
         (2,), Leaf(7, (0,)), some_logits(*shape, 7), labels, reduction=reduction,
         label_smoothing=label_smoothing,
     )  # fmt: skip
-    assert whole.isnan().all() if reduction == "mean" else not whole.any()
+    assert full.isnan().all() if reduction == "mean" else not full.any()
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 12, 18, 24, 1000])
@@ -170,13 +170,13 @@ def test_each_token_has_its_own_incoming_gradient(reduction: str) -> None:
     def weigh(losses: Tensor) -> Tensor:
         return (losses * factors).sum() ** 2
 
-    whole = with_gradient(lambda x: weigh(F.cross_entropy(x, labels, reduction=reduction)), logits)
+    full = with_gradient(lambda x: weigh(F.cross_entropy(x, labels, reduction=reduction)), logits)
 
     def rank(comm: Communicator) -> None:
         held, loss = columns(layout, comm), VocabParallelCrossEntropy(comm, layout)
         value, local = with_gradient(lambda x: weigh(loss(x, labels, reduction=reduction)), logits[:, held])
-        assert_close(value, whole[0], rtol=1e-14, atol=0)
-        assert_close(local, whole[1][:, held], rtol=1e-12, atol=1e-11)
+        assert_close(value, full[0], rtol=1e-14, atol=0)
+        assert_close(local, full[1][:, held], rtol=1e-12, atol=1e-11)
 
     run_ranks((2,), rank)
 
@@ -184,13 +184,13 @@ def test_each_token_has_its_own_incoming_gradient(reduction: str) -> None:
 @pytest.mark.parametrize("num_items", [5, torch.tensor(5), torch.tensor(5.0, dtype=torch.float64)])
 def test_the_number_of_items_divides_the_sum(num_items: Tensor | int) -> None:
     logits, labels, layout = some_logits(2, 6, 11), some_labels(11, 2, 6), Leaf(11, (0,))
-    whole = with_gradient(lambda x: whole_cross_entropy(x, labels, reduction="sum") / 5, logits)
+    full = with_gradient(lambda x: full_cross_entropy(x, labels, reduction="sum") / 5, logits)
 
     def rank(comm: Communicator) -> None:
         held, loss = columns(layout, comm), VocabParallelCrossEntropy(comm, layout)
         value, local = with_gradient(lambda x: loss(x, labels, num_items=num_items), logits[..., held])
-        assert_close(value, whole[0])
-        assert_close(local, whole[1][..., held])
+        assert_close(value, full[0])
+        assert_close(local, full[1][..., held])
 
     run_ranks((2,), rank)
 
@@ -198,7 +198,7 @@ def test_the_number_of_items_divides_the_sum(num_items: Tensor | int) -> None:
 def test_a_single_token_and_strided_logits() -> None:
     check((2,), Leaf(11, (0,)), some_logits(1, 11), some_labels(11, 1, ignored=0))
     logits, layout = some_logits(11, 5, 2), Leaf(11, (0,))
-    whole = F.cross_entropy(logits.permute(1, 2, 0).reshape(10, 11), torch.arange(10))
+    full = F.cross_entropy(logits.permute(1, 2, 0).reshape(10, 11), torch.arange(10))
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
         loss = VocabParallelCrossEntropy(comm, layout)
@@ -206,7 +206,7 @@ def test_a_single_token_and_strided_logits() -> None:
         return loss(local, torch.arange(10).reshape(5, 2)), loss(local[0, 0], torch.tensor(0))
 
     for value, of_one in run_ranks((2,), rank):
-        assert_close(value, whole)
+        assert_close(value, full)
         assert_close(of_one, F.cross_entropy(logits[:, 0, 0], torch.tensor(0)))
 
 
@@ -250,13 +250,13 @@ def test_without_gradients(mode: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_computed_with_in_float32(dtype: torch.dtype) -> None:
     logits, labels, layout = some_logits(6, 51, dtype=dtype), some_labels(51, 6), Leaf(51, (0,))
-    whole, gradient = with_gradient(lambda x: F.cross_entropy(x.float(), labels), logits)
+    full, gradient = with_gradient(lambda x: F.cross_entropy(x.float(), labels), logits)
 
     def rank(comm: Communicator) -> None:
         held, loss = columns(layout, comm), VocabParallelCrossEntropy(comm, layout)
         value, local = with_gradient(lambda x: loss(x, labels), logits[:, held])
         assert (value.dtype, local.dtype) == (torch.float32, dtype)
-        assert_close(value, whole, rtol=1e-6, atol=0)
+        assert_close(value, full, rtol=1e-6, atol=0)
         assert_close(local, gradient[:, held], rtol=torch.finfo(dtype).eps, atol=1e-7)
 
     run_ranks((2,), rank)
@@ -269,11 +269,11 @@ def test_large_logits(dtype: torch.dtype, label_smoothing: float) -> None:
         some_logits(8, 12, scale=1.0, dtype=dtype) + torch.tensor([1e4, -1e4], dtype=dtype).repeat(4)[:, None]
     )
     logits[0, :6] += 1e4  # ranks that are far apart
-    whole = check(
+    full = check(
         (2,), Leaf(12, (0,)), logits, some_labels(12, 8, ignored=0), label_smoothing=label_smoothing,
         reduction="none", tolerance=20 * torch.finfo(dtype).eps,
     )  # fmt: skip
-    assert whole.isfinite().all()
+    assert full.isfinite().all()
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -438,15 +438,15 @@ def test_losses_of_transformers(ours: Any, theirs: Any, options: dict[str, Any],
     labels = some_labels(VOCAB, 2, 6, ignored=0 if "ignore_index" in options else 0.25)
     if flat:
         logits = logits.flatten(0, 1)[None]
-    whole, gradient = with_gradient(lambda x: theirs(x, labels, VOCAB, **options), logits)
+    full, gradient = with_gradient(lambda x: theirs(x, labels, VOCAB, **options), logits)
 
     def rank(comm: Communicator) -> None:
         held, loss = columns(layout, comm), ours(VocabParallelCrossEntropy(comm, layout))
         value, local = with_gradient(
             lambda x: loss(logits=x, labels=labels, vocab_size=VOCAB, **options), logits[..., held]
         )
-        assert value.dtype == whole.dtype
-        assert_close(value, whole, rtol=1e-6, atol=0)
+        assert value.dtype == full.dtype
+        assert_close(value, full, rtol=1e-6, atol=0)
         assert_close(local, gradient[..., held], rtol=2**-7, atol=1e-6)
 
     run_ranks((3,), rank)
@@ -459,7 +459,7 @@ def test_losses_of_transformers(ours: Any, theirs: Any, options: dict[str, Any],
 
 def test_labels_that_were_shifted_before() -> None:
     logits, shifted = some_logits(2, 6, VOCAB, dtype=torch.float32), some_labels(VOCAB, 2, 6)
-    whole = loss_utils.ForCausalLMLoss(logits, None, VOCAB, shift_labels=shifted)
+    full = loss_utils.ForCausalLMLoss(logits, None, VOCAB, shift_labels=shifted)
 
     def rank(comm: Communicator) -> Tensor:
         layout = Leaf(VOCAB, (0,))
@@ -470,7 +470,7 @@ def test_labels_that_were_shifted_before() -> None:
         return loss(local, None, VOCAB, shift_labels=shifted)
 
     for value in run_ranks((2,), rank):
-        assert_close(value, whole, rtol=1e-6, atol=0)
+        assert_close(value, full, rtol=1e-6, atol=0)
 
 
 def test_the_first_label_of_a_row_predicts_nothing() -> None:
@@ -502,7 +502,7 @@ def test_some_models_pass_the_last_size_of_their_logits() -> None:
         return causal_lm_loss(VocabParallelCrossEntropy(comm, layout))(local, labels, local.shape[-1])
 
     for value in run_ranks((2,), rank):
-        assert_close(value, whole_cross_entropy(logits[:, :-1], labels[:, 1:]))
+        assert_close(value, full_cross_entropy(logits[:, :-1], labels[:, 1:]))
 
 
 def test_which_losses_have_a_parallel_form() -> None:
@@ -530,10 +530,10 @@ def test_a_model_calls_it_as_its_own() -> None:
         return loss.detach(), model.lm_head.weight.grad.clone()
 
     def rank(comm: Communicator) -> None:
-        whole = gradient()
+        full = gradient()
         loss = VocabParallelCrossEntropy(comm, Leaf(model.config.vocab_size, (0,)))
         model.loss_function = parallel_loss(model.loss_type, loss)
-        torch.testing.assert_close(gradient(), whole, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(gradient(), full, rtol=1e-5, atol=1e-8)
 
     run_ranks((1,), rank)
 
@@ -568,14 +568,14 @@ def test_one_collective_forward_and_none_backward(text: str) -> None:
     layout = parse(text)
     vocab_size = size(layout)
     labels = some_labels(vocab_size, 4, 5)
-    whole, gradient = with_gradient(
-        lambda x: whole_cross_entropy(x, labels, label_smoothing=0.1), some_logits(4, 5, vocab_size)
+    full, gradient = with_gradient(
+        lambda x: full_cross_entropy(x, labels, label_smoothing=0.1), some_logits(4, 5, vocab_size)
     )
     results = run_processes(2, loss_in_a_process, text, start_group=True)
     assert torch.equal(results[0][0], results[1][0])
     for rank, (value, local, forward, backward) in enumerate(results):
         held = [i for start, stop in ranges(layout, (2,), rank) for i in range(start, stop)]
-        assert_close(value, whole)
+        assert_close(value, full)
         assert_close(local, gradient[..., held])
         assert (forward, backward) == ({"all_gather_into_tensor": 1}, {})
 

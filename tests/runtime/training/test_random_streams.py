@@ -40,10 +40,10 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.draw()
-        whole = self.inner(torch.ones_like(x))
-        self.masks.append(whole)
+        full = self.inner(torch.ones_like(x))
+        self.masks.append(full)
         self.draw()
-        out: Tensor = x * self.masks[-3] * whole * self.masks[-1]
+        out: Tensor = x * self.masks[-3] * full * self.masks[-1]
         return out
 
 
@@ -87,7 +87,7 @@ def masks(model: Model) -> tuple[list[Tensor], Tensor, Tensor]:
     return model.part.masks, behind, torch.get_rng_state()
 
 
-def test_masks_of_parts_differ_and_whole_ones_are_equal() -> None:
+def test_masks_of_shards_differ_and_replicated_ones_are_equal() -> None:
     (first, second) = on_ranks(INSIDE, masks)
     assert [torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True)] == [False, True, False]
     assert not torch.equal(first[0][0], first[0][2])
@@ -320,7 +320,7 @@ def test_ranks_stay_in_step_with_dropout_everywhere(converted: Path, sequence: b
     assert torch.equal(first["state"], second["state"])
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-12)
     assert torch.allclose(first["gradient"], second["gradient"], atol=1e-12)
-    if not sequence:  # whole on both ranks
+    if not sequence:  # replicated
         assert torch.allclose(first["hidden"], second["hidden"], atol=1e-12)
     for one, other in zip(plain, again, strict=True):
         assert torch.equal(one["state"], other["state"])
