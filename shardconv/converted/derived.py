@@ -32,7 +32,7 @@ def prepare(name: str, directory: str | os.PathLike[str], out: str | os.PathLike
 
     Args:
         name: of the argument, for messages.
-        directory: must not exist, or be empty, or hold what an earlier run left unfinished.
+        directory: must not exist, or be empty, or hold the unfinished files of an earlier run.
         out: the converted directory that is read.
 
     Raises:
@@ -88,7 +88,7 @@ def spec_of(found: Converted) -> ModelSpec:
 
 
 def has_sequence_form(plan: Plan) -> bool:
-    """Whether a plan has a sequence-parallel form, which the one that takes its place should have, too."""
+    """Whether a plan has a sequence-parallel form; a plan that is made of it should then have one, too."""
     return plan.training is not None and plan.training.sequence is not None
 
 
@@ -99,12 +99,12 @@ def weights_of(found: Converted) -> dict[str, LazyTensor]:
 
 
 def identity(found: Converted) -> dict[str, object]:
-    """As JSON, what changes when a byte of the directory is to be another one."""
+    """As JSON, a value that differs if any byte of the directory should differ."""
     return {"manifest": manifest.sha256_of(found.directory / MANIFEST_NAME)}
 
 
 def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
-    """Copy what is not weights to ``directory``.
+    """Copy the files that are not weights to ``directory``.
 
     Raises:
         CheckpointError: a file is not the one that was written.

@@ -30,13 +30,13 @@ def replan(
 ) -> Plan:
     """Solve ``out`` again and rewrite its plan; the shards stay as they are.
 
-    ``plan.json`` is replaced before ``manifest.json``, each atomically. Should the process die between
+    ``plan.json`` is replaced before ``manifest.json``, each atomically. If the process dies between
     the two, ``load`` refuses the directory, and running this again repairs it.
 
     Args:
         out: a converted directory.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
-        check: prove the new plan.
+        check: check the new plan on numbers.
         sequence_parallel: with a sequence-parallel form, which a plan that has one keeps.
         progress: where to report to.
 

@@ -1,7 +1,7 @@
 """The layout in which transformers saves a model: its parameters as the tensors of an ordinary checkpoint.
 
-On the way to a model, transformers renames, stacks and splits what a checkpoint holds; ``save_pretrained``
-takes that back. What it does between the state dict and the files is done here, by the same functions of
+On loading, transformers renames, stacks and splits the tensors of a checkpoint; ``save_pretrained`` reverses
+that. What it does between the state dict and the files is done here, by the same functions of
 transformers, on tensors that only record it. These functions are not documented; they are what
 ``save_pretrained`` has called, in this order, from 5.17 on, and nothing that is documented gives the
 layout without writing the model. They are used in this file and nowhere else.
@@ -69,22 +69,23 @@ def saved_tensors(model: Any, weights: Weights) -> dict[str, LazyTensor]:
     return {name: _lazy(name, tensor) for name, tensor in saved.items()}
 
 
-def require_loadable(spec: ModelSpec, model: Any, weights: Weights) -> None:
+def require_loadable(spec: ModelSpec, model: Any, weights: Weights, tied: Mapping[str, str]) -> None:
     """Check that transformers loads what it saves of the model, to the same parameters byte for byte.
 
-    Both ways are gone with tensors that only record it. Where elements are only moved, that says where
-    each one came from. What is computed is computed, from random bytes: once for all layers alike.
+    Saving and loading run on tensors that only record it. Where elements are only moved, the record says
+    where each one came from. Computations are run on random bytes, once for all layers alike.
 
     Args:
         spec: of the model.
         model: from ``model_of``.
         weights: of the model; only their dtypes and shapes count.
+        tied: other names of parameters -> their first names.
 
     Raises:
         SourceError: a parameter would become another one, or a name would be missing or unexpected.
     """
-    made: dict[int, LazyTensor] = {}
-    probes = {name: made.setdefault(id(lazy), _probe(name, lazy)) for name, lazy in weights.items()}
+    made = {name: _probe(name, lazy) for name, lazy in weights.items() if name not in tied}
+    probes = {name: made[tied.get(name, name)] for name in weights}
     found, info = _load(spec, saved_tensors(model, probes))
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _require_none(spec, info[kind], kind.replace("_", " "))
@@ -118,7 +119,7 @@ def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
 
 
 def _load(spec: ModelSpec, saved: Weights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
-    """The state dict that transformers makes of a checkpoint, and what it reports of it."""
+    """The state dict that transformers makes of a checkpoint, and its report on missing and other keys."""
     with without_library_logging(), recording(dict(saved)) as checkpoint:
         try:
             model, info = spec.model_class.from_pretrained(  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """The factors of a block-scaled model, in the layout in which transformers saves its values.
 
-A factor goes where its block of values goes. A layout that takes blocks apart is refused.
+A factor goes where its block of values goes. A layout that divides blocks is refused.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def saved_factors(model: Any, weights: Weights, factors: Mapping[str, Factors]) 
         factors: by FQN, a tied parameter under each of its names.
 
     Raises:
-        SourceError: a block is taken apart.
+        SourceError: a block is divided.
     """
-    places = {name: _place(name, tensor) for name, tensor in weights.items()}
+    positions = {name: _positions(name, tensor) for name, tensor in weights.items()}
     found = {}
-    for name, tensor in saved_tensors(model, places).items():
+    for name, tensor in saved_tensors(model, positions).items():
         owners = {_owner(piece) for piece in tensor.pieces}
         if owners & factors.keys():
             if not owners <= factors.keys():
-                raise _torn(name)
+                raise _divided(name)
             found[name] = _factors_of(name, tensor, factors)
     return found
 
 
-def _place(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Stands for a parameter: its elements say where in it they are."""
+def _positions(name: str, tensor: LazyTensor) -> LazyTensor:
+    """A stand-in for a parameter, whose elements are known by their positions in it."""
     leaf = FileLeaf(Path(name), 0, tensor.dtype, math.prod(tensor.shape))
     return lazy.from_leaf(leaf, tensor.shape)
 
@@ -64,7 +64,7 @@ def _owner(piece: StridedBox) -> str:
     return str(piece.leaf.path) if isinstance(piece.leaf, FileLeaf) else ""
 
 
-def _torn(name: str) -> SourceError:
+def _divided(name: str) -> SourceError:
     return SourceError(
         f"{name} would be saved with parts of blocks, which share a factor; convert the model with --dtype, "
         "without blocks, and merge that"
@@ -87,7 +87,7 @@ def _dims(name: str, piece: StridedBox, of: Factors) -> list[int | None]:
     strides = contiguous_strides(of.shape)
     by_stride = {stride: dim for dim, stride in enumerate(strides) if of.shape[dim] > 1}
     if any(n > 1 and s not in by_stride for n, s in zip(piece.shape, piece.strides, strict=True)):
-        raise _torn(name)
+        raise _divided(name)
     return [by_stride[s] if n > 1 else None for n, s in zip(piece.shape, piece.strides, strict=True)]
 
 
@@ -101,7 +101,7 @@ def _block(
             if dim is not None:
                 found[index].add(factors[_owner(piece)].block[dim])
     if any(len(lengths) > 1 for lengths in found):
-        raise _torn(name)
+        raise _divided(name)
     return tuple(max(lengths, default=1) for lengths in found)
 
 
@@ -130,5 +130,5 @@ def _blocks(name: str, span: Range, size: int, length: int) -> Range:
     """The blocks of a stretch of a dim, which must begin and end between them."""
     start, stop = span
     if start % length or (stop % length and stop != size):
-        raise _torn(name)
+        raise _divided(name)
     return start // length, -(-stop // length)

@@ -27,7 +27,7 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
         spec: of its model.
 
     Raises:
-        SourceError: something that is stored would not be saved, or not be loaded as it was.
+        SourceError: a stored tensor would not be saved, or would be loaded as another one.
     """
     model = model_of(spec)
     weights = derived.weights_of(found)
@@ -35,7 +35,8 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     beside = {name + SUFFIX for name in factors}
     values = {name: tensor for name, tensor in weights.items() if name not in beside}
     _require_known(found, values, model.state_dict())
-    require_loadable(spec, model, _plain(values, factors, model.state_dict()))
+    tied = dict(found.plan.tied)
+    require_loadable(spec, model, _plain(values, factors, model.state_dict(), tied), tied)
     tensors = saved_tensors(model, values)
     if factors:
         tensors = _beside(tensors, saved_factors(model, values, factors))
@@ -47,11 +48,11 @@ def _in_bands(name: str, tensor: LazyTensor) -> LazyTensor:
 
 
 def _require_known(found: Converted, weights: Iterable[str], names: Iterable[str]) -> None:
-    """No byte is left out."""
+    """Raises ``SourceError`` if some weights would be left out."""
     extra = sorted(set(weights) - set(names))
     if extra:
         raise SourceError(
-            f"{found.directory} holds {extra[0]}, which the model has not in this environment; "
+            f"{found.directory} holds {extra[0]}, which the model lacks in this environment; "
             "use the version of transformers that it was planned for"
         )
 
@@ -69,14 +70,17 @@ def _factors(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, F
 
 
 def _plain(
-    values: Mapping[str, LazyTensor], factors: Iterable[str], state: Mapping[str, Any]
+    values: Mapping[str, LazyTensor],
+    factors: Iterable[str],
+    state: Mapping[str, Any],
+    tied: Mapping[str, str],
 ) -> dict[str, LazyTensor]:
     """The weights of the model without blocks, as far as their dtypes and shapes go."""
     plain = dict(values)
-    made: dict[int, LazyTensor] = {}
+    made: dict[str, LazyTensor] = {}
     for name in factors:
         dtype = str(state[name].dtype).removeprefix("torch.")
-        plain[name] = made.setdefault(id(values[name]), replace(values[name], dtype=dtype))
+        plain[name] = made.setdefault(tied.get(name, name), replace(values[name], dtype=dtype))
     return plain
 
 

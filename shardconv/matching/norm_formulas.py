@@ -1,4 +1,4 @@
-"""Finds the formula of a norm module by trying: what the runtime would compute must equal the module.
+"""Finds the formula of a norm module by trying: the norm of the runtime must equal the module.
 
 A norm over a sharded dim is replaced at run time by one that reduces its statistic over the ranks. Which
 one (RMS or layer norm, where it casts, whether it stores its weight less one) is not read from the
@@ -35,7 +35,7 @@ def fit_norm(module: nn.Module, site: NormSite, tape: Tape) -> NormInfo | None:
 
     Args:
         module: the norm; its parameters may be on meta.
-        site: its place on the tape.
+        site: its operators on the tape.
         tape: the traced forward pass.
     """
     size = tape.tensors[site.inputs[0]].shape[-1]
@@ -121,7 +121,7 @@ def _call(module: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """In float64, casts to float32 are left out on both sides: what they do shows in the other dtypes."""
+    """In float64, casts to float32 are left out on both sides: their effect shows in the other dtypes."""
     return Float64() if dtype == torch.float64 else nullcontext()
 
 

@@ -84,7 +84,7 @@ def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Pla
     Args:
         plan: of the model.
         model: the global model, on meta.
-        inputs: what it was traced with.
+        inputs: of the trace.
     """
     takes_labels = "labels" in forward_signature(model).parameters and hasattr(model, "loss_function")
     one_sequence = "input_ids" in inputs.tensors and "decoder_input_ids" not in inputs.tensors

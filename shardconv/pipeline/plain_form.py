@@ -1,4 +1,4 @@
-"""The plan of a model for inference and plain training: solved until its ranks compute what they should."""
+"""The plan of a model for inference and plain training: solved until no obstacle is left."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution]
 
 
 def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
-    """The plan that says what the solution is."""
+    """The plan of a solution."""
     modules = module_plans(solution)
     if isinstance(modules, Obstacle):
         return modules

@@ -1,4 +1,4 @@
-"""What is solved: a traced model and what is asked of its plan, the same in every round."""
+"""A traced model and the demands on its plan: the same in every round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..tracing.inputs import TraceInputs
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """A model, its analysis, and what to solve for."""
+    """A model, its analysis, and the options of its plan."""
 
     spec: ModelSpec
     options: SolveOptions

@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RuledOut:
-    """What must stay replicated in the next round."""
+    """Dims that must stay replicated in the next round."""
 
     nodes: Sequence[Node]
     reasons: Mapping[Node, str] = field(default_factory=dict)
     """Leaves that an obstacle ruled out -> where it was met."""
 
     def and_also(self, obstacle: Obstacle) -> RuledOut:
-        """This, and what an obstacle is blamed on.
+        """This, and the dims that an obstacle is blamed on.
 
         Raises:
             SolveError: the obstacle is blamed on nothing that was sharded.
@@ -43,14 +43,14 @@ class RuledOut:
 def in_rounds(
     attempt: Callable[[RuledOut], T | Obstacle | None], forbidden: Sequence[Node]
 ) -> tuple[T | None, RuledOut]:
-    """Attempt, and again without what stood in the way, until nothing does.
+    """Attempt, and again with more ruled out after each obstacle, until there is none.
 
     Args:
-        attempt: solves under what is ruled out; None means that it gives up.
+        attempt: solves with some dims ruled out; None means that it gives up.
         forbidden: dims that must stay replicated from the first round on.
 
     Returns:
-        The first result, and what was ruled out for it; None if there is none in ``MAX_ROUNDS``.
+        The first result, and the dims that were ruled out for it; None if there is none in ``MAX_ROUNDS``.
     """
     ruled_out = RuledOut(forbidden)
     for _ in range(MAX_ROUNDS):

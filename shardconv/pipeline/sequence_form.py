@@ -25,7 +25,7 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
     """The plan with its sequence-parallel form.
 
     Args:
-        problem: what was solved.
+        problem: of the plan.
         plan: its plain form.
         plain: the solution that this was made of.
 

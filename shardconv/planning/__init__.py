@@ -1,1 +1,1 @@
-"""From an assignment to a plan: what each rank holds, and what is edited and sent for its code to run."""
+"""From an assignment to a plan: the shards of each rank, and the edits and steps with which its code runs."""

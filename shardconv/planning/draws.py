@@ -1,7 +1,7 @@
-"""Whose random numbers are the same on all ranks, and whose are not.
+"""Which modules draw the same random numbers on all ranks, and which draw independent ones.
 
-A mask of dropout on a tensor that every rank holds whole must be the same on all ranks; on shards, the ranks'
-masks must be independent. The runtime changes the stream of random numbers at module boundaries, so each
+A mask of dropout on a replicated tensor must be the same on all ranks; on shards, the ranks' masks must be
+independent. The runtime changes the stream of random numbers at module boundaries, so each
 operator that may draw (dropout rests on the tape, and is there all the same) is looked up between those.
 
 What a module draws in training alone, on no tape, it draws as the code around it does.
@@ -23,14 +23,14 @@ from ..tracing.tape import Mark, ModuleCall, Op, starred
 from .solution import Solution
 
 Kind = tuple[int, ...] | None
-"""Mesh axes over which what is drawn differs between ranks; None: on some positions of a tensor only."""
+"""Mesh axes over which drawn numbers differ between ranks; None: on some positions of a tensor only."""
 
 _ATTENTION = "scaled_dot_product"
 
 
 @dataclass
 class _Module:
-    """What a module's own code draws."""
+    """The draws of a module's own code."""
 
     kinds: dict[str, set[Kind]] = field(default_factory=dict)
     """By the module inside of it that returned last; empty before the first."""
@@ -67,13 +67,13 @@ def _entries(modules: Mapping[str, _Module]) -> dict[str, DrawPlan]:
                 own[fqn] = replace(own[fqn], axes=following.get("", ()))
                 for child in module.inside:
                     own[child] = replace(own[child], afterwards=following.get(child, ()))
-    whole = {fqn for fqn, module in modules.items() if module.all_kinds() == {()}}
-    inside = {fqn for fqn in whole if any(not n or fqn.startswith(n + ".") for n in needed)}
+    alike = {fqn for fqn, module in modules.items() if module.all_kinds() == {()}}
+    inside = {fqn for fqn in alike if any(not n or fqn.startswith(n + ".") for n in needed)}
     return {fqn: entry for fqn, entry in own.items() if fqn in needed | inside}
 
 
 def _following(fqn: str, module: _Module) -> dict[str, tuple[int, ...]] | None:
-    """What a module draws behind each of those that it calls; None if that cannot be told."""
+    """The draws of a module behind each of those that it calls; None if they cannot be told apart."""
     out: dict[str, tuple[int, ...]] = {}
     for after, kinds in module.kinds.items():
         kind = next(iter(kinds))
@@ -130,7 +130,7 @@ def _may_draw(op: Op) -> bool:
 
 
 def _is_dropout(solution: Solution, model: nn.Module, mark: Mark) -> bool:
-    """Whether a tensor leaves a dropout of channels, say, of which no operator is on the tape."""
+    """Whether a tensor leaves a dropout (as of channels) of which no operator is on the tape."""
     fqn = solution.analysis.tape.calls[mark.call].fqn
     return mark.is_output and isinstance(model.get_submodule(fqn), nn.modules.dropout._DropoutNd)
 

@@ -1,4 +1,4 @@
-"""A plan without what training needs."""
+"""A plan without steps and entries for training."""
 
 from __future__ import annotations
 

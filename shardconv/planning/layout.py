@@ -8,9 +8,8 @@ from collections.abc import Collection
 from shardconv_runtime.format import slices
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves
 
-from ..dim_analysis import dim_trees as axes
 from ..dim_analysis.analysis import Analysis
-from ..dim_analysis.dim_trees import LEAF, Node, find
+from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
 from ..dim_analysis.structure import frozen_leaves, num_tokens
 from ..solving.solve import Assignment
 
@@ -22,17 +21,17 @@ class Layouts:
         self.analysis = analysis
         self.assignment = assignment
         self.mesh = assignment.mesh
-        self._dims: dict[int, Dim] = {}
-        self._sizes: dict[tuple[int, int], int] = {}
+        self._dims: dict[Node, Dim] = {}
+        self._sizes: dict[tuple[Node, int], int] = {}
         self._frozen = frozen_leaves(analysis)
         self.num_tokens = num_tokens(analysis.tape)
 
     def dim(self, node: Node) -> Dim:
         """The layout of one dim."""
         node = find(node)
-        known = self._dims.get(id(node))
+        known = self._dims.get(node)
         if known is None:
-            known = self._dims[id(node)] = _simplified(self._tree(node, open_leaves=frozenset()))
+            known = self._dims[node] = _simplified(self._tree(node, open_leaves=frozenset()))
         return known
 
     def _tree(self, node: Node, open_leaves: Collection[Node]) -> Dim:
@@ -42,7 +41,7 @@ class Layouts:
             size = 0 if node in open_leaves else node.size
             return Leaf(size, self.assignment.axes(node))
         children = tuple(self._tree(c, open_leaves) for c in node.children)
-        return Product(children) if node.kind == axes.PRODUCT else Sum(children)
+        return Product(children) if node.kind == PRODUCT else Sum(children)
 
     def open_dim(self, node: Node) -> Dim:
         """The layout of an activation's dim: parts that depend on the input's size are left open."""
@@ -53,7 +52,7 @@ class Layouts:
         return tuple(self.dim(node) for node in self.analysis.dims[tid])
 
     def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
-        """What a rank holds of a tensor; tensors inside of norm modules count as whole."""
+        """The local shape of a tensor on a rank; tensors inside of norm modules count as replicated."""
         nodes = self.analysis.dims.get(tid)
         if nodes is None:
             return self.analysis.tape.tensors[tid].shape
@@ -61,14 +60,14 @@ class Layouts:
 
     def _local_size(self, node: Node, rank: int) -> int:
         node = find(node)
-        key = (id(node), rank)
+        key = (node, rank)
         known = self._sizes.get(key)
         if known is None:
             known = self._sizes[key] = slices.local_size(self.dim(node), self.mesh, rank)
         return known
 
     def is_sharded(self, tid: int) -> bool:
-        """Whether ranks hold different parts of a tensor."""
+        """Whether ranks hold different shards of a tensor."""
         return any(axes_of(d) for d in self.dims(tid))
 
     def ranks_differ(self) -> bool:

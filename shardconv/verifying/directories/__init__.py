@@ -1,1 +1,1 @@
-"""Whether a converted directory is what it should be, and computes what it should."""
+"""Whether a converted directory is intact, equals its source, and computes the same."""

@@ -1,7 +1,7 @@
-"""Compares what a converted directory holds with the model that it was made from, byte for byte.
+"""Compares a converted directory with the model that it was made from, byte for byte.
 
 What each rank should hold is worked out again from the source, as the writer does, and carried out by the
-same copier; instead of writing, its sink reads the place where the bytes should be and compares.
+same copier; instead of writing, its sink reads the bytes of the directory there and compares.
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def read_reference(
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:
-    """Compare every byte of every rank's part of every tensor.
+    """Compare every byte of every rank's shard of every tensor.
 
     Raises:
         SourceError: a file of the source cannot be read.
         CheckpointError: a file of the directory cannot be read.
     """
-    places = list(_places(converted, reference.weights))
-    with _Comparer(places) as comparer:
+    spans = list(_spans(converted, reference.weights))
+    with _Comparer(spans) as comparer:
         units = plan_units(comparer.placed(converted.plan, reference.weights), {}, MEMORY)
-        with progress.bar("comparing", sum(place.end - place.begin for place in places)) as advance:
+        with progress.bar("comparing", sum(span.end - span.begin for span in spans)) as advance:
 
             def finished(unit: Unit, sink: _Sink) -> None:
                 comparer.take(sink)
@@ -131,8 +131,8 @@ def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
     return remarks
 
 
-class _Place(NamedTuple):
-    """Where a rank's part of a tensor is."""
+class _Span(NamedTuple):
+    """The bytes of a rank's shard of a tensor."""
 
     path: Path
     file: str
@@ -147,7 +147,7 @@ class _Place(NamedTuple):
     dtype: str
 
 
-def _places(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Place]:
+def _spans(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator[_Span]:
     """Of all tensors that are to be compared and have elements."""
     files = {manifest.resolve(converted.directory, e.path): e.path for e in converted.manifest.files}
     for rank, tensors in converted.tensors.items():
@@ -158,22 +158,22 @@ def _places(converted: Converted, weights: Mapping[str, LazyTensor]) -> Iterator
                 assert isinstance(leaf.path, Path), "on this machine"
                 end = leaf.offset + tensor.num_bytes
                 file = files[leaf.path]
-                yield _Place(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)
+                yield _Span(leaf.path, file, leaf.offset, end, name, rank, tensor.shape, tensor.dtype)
 
 
 class _Comparer:
-    """The open files of the directory, and the first difference in each place."""
+    """The open files of the directory, and the first difference in each span."""
 
-    def __init__(self, places: Iterable[_Place]) -> None:
-        by_file: dict[Path, list[_Place]] = {}
-        for place in places:
-            by_file.setdefault(place.path, []).append(place)
-        self._files = [sorted(held, key=lambda place: place.begin) for held in by_file.values()]
-        self._begins = [[place.begin for place in held] for held in self._files]
+    def __init__(self, spans: Iterable[_Span]) -> None:
+        by_file: dict[Path, list[_Span]] = {}
+        for span in spans:
+            by_file.setdefault(span.path, []).append(span)
+        self._files = [sorted(held, key=lambda span: span.begin) for held in by_file.values()]
+        self._begins = [[span.begin for span in held] for held in self._files]
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
         self._buffers = threading.local()
-        self._different: dict[_Place, int] = {}
+        self._different: dict[_Span, int] = {}
 
     def __enter__(self) -> _Comparer:
         return self
@@ -185,13 +185,13 @@ class _Comparer:
             os.close(handle)
 
     def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[Placed]:
-        """What should be at each place."""
+        """The tensors that should be at each span."""
         parameters = stored_plans(plan)
         for index, held in enumerate(self._files):
-            for place in held:
-                wanted = shard(parameters[place.name], weights[place.name], plan.mesh, place.rank or 0)
-                assert wanted.shape == place.shape, "converted.read has checked it"
-                yield Placed(wanted, index, place.begin)
+            for span in held:
+                wanted = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
+                assert wanted.shape == span.shape, "converted.read has checked it"
+                yield Placed(wanted, index, span.begin)
 
     def difference(self, index: int, offset: int, data: memoryview) -> int | None:
         """The first byte of a file, from ``offset`` on, that is not that of ``data``."""
@@ -204,23 +204,23 @@ class _Comparer:
     def take(self, sink: _Sink) -> None:
         """Keep the first differences that one unit found."""
         for (index, _), offset in sink.different.items():
-            place = self._files[index][self.place(index, offset)]
-            self._different[place] = min(offset, self._different.get(place, offset))
+            span = self._files[index][self.tensor_at(index, offset)]
+            self._different[span] = min(offset, self._different.get(span, offset))
 
-    def place(self, index: int, offset: int) -> int:
+    def tensor_at(self, index: int, offset: int) -> int:
         """Which tensor of a file a byte belongs to."""
         return bisect_right(self._begins[index], offset) - 1
 
     def problems(self, plan: Plan, model: str) -> Iterator[str]:
         """A line for each tensor that differs, in the order of the plan."""
-        by_name: dict[str, list[tuple[_Place, int]]] = {}
-        for place, offset in self._different.items():
-            by_name.setdefault(place.name, []).append((place, offset))
+        by_name: dict[str, list[tuple[_Span, int]]] = {}
+        for span, offset in self._different.items():
+            by_name.setdefault(span.name, []).append((span, offset))
         count = dict.fromkeys(by_name, 0)
         for held in self._files:
-            for place in held:
-                if place.name in count:
-                    count[place.name] += 1
+            for span in held:
+                if span.name in count:
+                    count[span.name] += 1
         for name, entry in stored_plans(plan).items():
             if name in by_name:
                 differing = sorted(by_name[name], key=lambda item: item[0].rank or 0)
@@ -267,31 +267,31 @@ class _Sink:
         self.num_bytes += len(data)
         found = self.comparer.difference(file, offset, data)
         if found is not None:
-            key = file, self.comparer.place(file, found)
+            key = file, self.comparer.tensor_at(file, found)
             self.different[key] = min(found, self.different.get(key, found))
 
 
 def _line(
-    differing: Sequence[tuple[_Place, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
+    differing: Sequence[tuple[_Span, int]], count: int, entry: ParameterPlan, mesh: Mesh, model: str
 ) -> str:
-    """What is said of a tensor, which differs in some of ``count`` files."""
-    place, offset = differing[0]
-    element = (offset - place.begin) // item_bytes(place.dtype)
-    local = [int(index) for index in np.unravel_index(element, place.shape)]
-    whole = [
-        _global_index(dim, mesh, place.rank or 0, index) for dim, index in zip(entry.dims, local, strict=True)
+    """The line for a tensor that differs in some of ``count`` files."""
+    span, offset = differing[0]
+    element = (offset - span.begin) // item_bytes(span.dtype)
+    local = [int(index) for index in np.unravel_index(element, span.shape)]
+    position = [
+        _global_index(dim, mesh, span.rank or 0, index) for dim, index in zip(entry.dims, local, strict=True)
     ]
     files = f", and in {len(differing)} of {count} files" if count > 1 else ""
     return (
-        f"{place.name}: differs from {model} first at {whole}, in {place.file} at {local} "
+        f"{span.name}: differs from {model} first at {position}, in {span.file} at {local} "
         f"(byte {offset} of the file){files}"
     )
 
 
 def _global_index(dim: Dim, mesh: Mesh, rank: int, index: int) -> int:
-    """The position that a rank's position is of the whole dim."""
+    """The global position of a rank's position in a dim."""
     for start, stop in ranges(dim, mesh, rank):
         if index < stop - start:
             return start + index
         index -= stop - start
-    raise AssertionError("a local index lies in what the rank holds")
+    raise AssertionError("a local index lies in the rank's shard")

@@ -98,5 +98,5 @@ def _sha256(path: Path) -> str:
 
 
 def _crc(extents: Iterable[Extent]) -> str:
-    whole = join(extents)
-    return f"crc32:{whole[0].crc32 if whole else 0:08x}"
+    joined = join(extents)
+    return f"crc32:{joined[0].crc32 if joined else 0:08x}"

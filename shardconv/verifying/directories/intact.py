@@ -1,4 +1,4 @@
-"""What is wrong with the files of a converted directory: every problem, in one line each.
+"""The problems of the files of a converted directory, in one line each.
 
 The manifest says which files there are, how large they are and what their checksums are; the plan says which
 tensors each rank's files hold. No path that leads out of the directory is read, and no tensor is loaded.
@@ -123,7 +123,7 @@ def is_shard(entry: FileEntry) -> bool:
 
 @dataclass
 class _Files:
-    """The files of the manifest, and what is wrong with each: the first of its problems, by path."""
+    """The files of the manifest, and the first problem of each, by path."""
 
     contents: Contents
     problems: dict[str, str] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class _Files:
         self.problems[entry.path] = f"{entry.path}: {what}"
 
     def _damage(self, entry: FileEntry, path: Path, what: str) -> None:
-        """With what the header says of where the file belongs."""
+        """Note a problem, and where the file belongs by its header."""
         self._problem(entry, what + (_origin(path, entry, self.contents) if is_shard(entry) else ""))
 
 
@@ -216,11 +216,11 @@ def _tensor_problems(contents: Contents, files: _Files) -> Iterator[str]:
         own[entry.rank].append(entry.path)
     stored = stored_plans(contents.plan)
     common = {name: entry for name, entry in stored.items() if is_common(entry)}
-    split = {name: entry for name, entry in stored.items() if name not in common}
+    sharded = {name: entry for name, entry in stored.items() if name not in common}
     for rank in (None, *range(contents.plan.tp)):
         if not files.problems.keys() & set(own[rank]):
             headers = {path: files.headers[path] for path in own[rank]}
-            yield from _owner_problems(contents.plan, rank, headers, common if rank is None else split)
+            yield from _owner_problems(contents.plan, rank, headers, common if rank is None else sharded)
 
 
 def _owner_problems(
@@ -249,7 +249,7 @@ def _owner_problems(
 
 
 def _others(contents: Contents) -> tuple[list[str], list[str]]:
-    """Problems and remarks about what the manifest does not name.
+    """Problems and remarks about files that the manifest does not name.
 
     A file of tensors is a problem: tools that read whole directories would take it for a part of the model.
     """
@@ -259,14 +259,14 @@ def _others(contents: Contents) -> tuple[list[str], list[str]]:
         remarks.append(f"{error.filename} cannot be listed ({error.strerror})")
 
     known = {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in contents.manifest.files)}
-    foreign = [path for path in _walk(contents.directory, unlisted) if path not in known]
+    unnamed = [path for path in _walk(contents.directory, unlisted) if path not in known]
     if (contents.directory / PARTIAL).exists():
         remarks.append(f"{PARTIAL} is there: a conversion to this directory was begun and is not finished")
-    others = [path for path in foreign if not path.endswith(SHARD)]
+    others = [path for path in unnamed if not path.endswith(SHARD)]
     if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         remarks.append(f"not in the manifest: {', '.join(others[:SHOWN])}{more}")
-    strays = [path for path in foreign if path.endswith(SHARD)]
+    strays = [path for path in unnamed if path.endswith(SHARD)]
     return [f"{path}: the manifest does not name it; move it away" for path in strays], remarks
 
 

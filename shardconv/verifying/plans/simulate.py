@@ -1,7 +1,7 @@
 """Simulates the ranks on numbers, before a byte is written.
 
-All ranks run in one process, on random weights, in float64, and must return what the unsharded model
-returns. Layers that others stand for are bypassed, so that deep models fit.
+All ranks run in one process, on random weights, in float64, and must return the same as the unsharded
+model. Layers that others stand for are bypassed, so that deep models fit.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def simulate(
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
-        inputs: what it is called with.
+        inputs: of its calls.
         bypassed: layers to leave out on both sides, if they are planned as those that stand for them.
-        max_bytes: what the simulation may take, if half of the free memory is not less;
+        max_bytes: memory limit of the simulation, if half of the free memory is not less;
             ``MAX_SIMULATED_BYTES`` unless given.
         gradients: run the backward pass too, if there is room for it.
 
@@ -80,7 +80,7 @@ def may_be_padded(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: M
     Args:
         plan: of the model.
         model: the global model, on meta; it is copied.
-        inputs: what it is called with.
+        inputs: of its calls.
         bypassed: as for ``simulate``.
 
     Returns:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Names of the limit, of what is used, and, in ``memory.stat``, of what of that is cached files."""
+"""Names of the limit, of the memory in use, and, in ``memory.stat``, of its part that is cached files."""
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that is free or can be freed, of the machine and of what a scheduler or container allows.
+    """Memory that is free or can be freed, of the machine and within the limits of schedulers and containers.
 
     Args:
         root: of the file system in which the kernel's files are.
@@ -21,7 +21,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _of_machine(root: Path) -> int:
-    """With caches that can be dropped, where the system tells; else what is free."""
+    """With caches that can be dropped, where the system tells; else free memory."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""One run of a model on numbers: what it returns, its gradients, and how far these are from others."""
+"""One run of a model on numbers: its outputs, its gradients, and their distance to those of another run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype in which models are compared, and what may differ there by rounding."""
+    """The dtype in which models are compared, and the rounding error that is allowed."""
 
     dtype: torch.dtype
     tolerance: float
@@ -41,7 +41,7 @@ class ModelRun:
     """What a model gives."""
 
     outputs: list[Tensor]
-    """All tensors that it returns, global: logits ``[B, S, V]`` and what else there is."""
+    """All tensors that it returns, global: logits ``[B, S, V]``, hidden states, ..."""
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     """Of its parameters by FQN, in their shapes."""
 
@@ -70,7 +70,7 @@ def with_gradients(
         model: unsharded, in the dtype of ``precision``; its parameters' ``grad`` are set.
         inputs: global.
         precision: to compute in.
-        outputs: what the model returned before.
+        outputs: of the same model in evaluation.
     """
     try:
         gradients = gradients_of(model, inputs, precision)
@@ -119,7 +119,7 @@ def largest_difference(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def _relative(x: Tensor, y: Tensor) -> float:
-    """Largest difference over the largest value; the same infinity or NaN is no difference."""
+    """Largest difference over the largest value; the same infinity or NaN counts as equal."""
     finite = y.isfinite()
     if y.numel() == 0:
         return 0.0

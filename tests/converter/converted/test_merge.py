@@ -17,7 +17,7 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, plan_json
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
@@ -247,14 +247,14 @@ class TestRefused:
             dataclasses.replace(entry, num_bytes=size) if entry.path == "config.json" else entry
             for entry in found.files
         ]
-        manifest.write(dataclasses.replace(found, files=tuple(files)), out)
+        manifest_writing.write(dataclasses.replace(found, files=tuple(files)), out)
         self.refused(out, r"was planned as .*:LlamaForCausalLM, and its config.json now gives", PlanError)
 
     def test_a_tensor_that_the_model_has_not(self, out: Path) -> None:
         text = (out / "config.json").read_text()
         assert '"num_hidden_layers": 2' in text
         (out / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
-        self.refused(out, r"holds model\.layers\.1\..*, which the model has not in this environment")
+        self.refused(out, r"holds model\.layers\.1\..*, which the model lacks in this environment")
 
     def test_a_parameter_that_the_plan_has_not(self, out: Path) -> None:
         text = (out / "config.json").read_text()

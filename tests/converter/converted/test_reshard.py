@@ -185,7 +185,7 @@ class TestRefused:
         plan = hand_plan(small_config(), 3)
         for tied in ((), (("lm_head.weight", "model.embed_tokens.weight"),)):
             solve_as(monkeypatch, dataclasses.replace(plan, parameters=plan.parameters[:-1], tied=tied))
-            message = r"for lm_head\.weight, which the model has not in this environment"
+            message = r"for lm_head\.weight, which the model lacks in this environment"
             with pytest.raises(PlanError, match=message):
                 shardconv.reshard(out, tmp_path / "out2", 3)
         assert not (tmp_path / "out2").exists()

@@ -85,7 +85,7 @@ class TestRules:
     def test_heads_that_are_fused_one_by_one(self) -> None:
         assert rules_of("gpt_neox")["gpt_neox.layers.*.attention.query_key_value"] == "colwise"
 
-    def test_what_the_plan_leaves_alone_is_said_where_the_class_would_split_it(self) -> None:
+    def test_modules_that_only_the_class_would_shard_are_left_alone(self) -> None:
         rules = tp_plan(with_whole_mlp(solved("llama", 2)), built("llama"))
         mlp = {style for name, style in rules.items() if ".mlp." in name}
         assert mlp == {"replicate"}
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "uneven heads": ("llama", 3, {}, ("self_attn.q_proj: ", "uneven shards of weight", "(4@0*16)", "more")),
     "uneven vocabulary": ("llama", 2, {"vocab_size": 61}, ("model.embed_tokens: ", "uneven", "lm_head: ")),
     "few key/value heads": ("llama", 8, {}, ("k_proj: several ranks hold the same shard of weight (4@0*8)",)),
-    "fused, unequal": ("phi3", 2, {}, ("must be 4 on a rank, and stays 8", "qkv_proj: what a rank holds")),
+    "fused, unequal": ("phi3", 2, {}, ("must be 4 on a rank, and stays 8", "qkv_proj: the shards of weight")),
     "edits": ("gpt2", 2, {}, ("transformer.h.*.attn: its split_size must be 32 on a rank, and stays 64",)),
     "sharded norm": ("olmo2", 2, {}, ("q_norm: it normalizes a sharded dim",)),
     "deferred sum": ("cohere", 2, {}, ("no style is for a CohereLayerNorm with all_reduce at input",)),
@@ -194,7 +194,7 @@ class TestRefusals:
             with pytest.raises(PlanError, match=r"LlamaConfig: .* quantized weights"):
                 skeleton(quantized, dtype=dtype)
 
-    def test_a_plan_that_splits_nothing(self) -> None:
+    def test_a_plan_that_shards_nothing(self) -> None:
         plan = solved("llama", 2)
         plan = replace(plan, modules=(), parameters=tuple(map(whole, plan.parameters)))
         assert "shards nothing over 2 ranks" in refusal(plan, built("llama"))
@@ -252,7 +252,7 @@ CHANGES: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         lambda p: change_parameters(p, "o_proj.weight", whole),
         "it computes with a sharded parameter of another module",
     ),
-    "a split norm that nobody knows of": (
+    "a sharded norm that the plan does not know of": (
         lambda p: change_parameters(p, "model.norm.weight", lambda e: replace(e, dims=(Leaf(HIDDEN, (0,)),))),
         "no style is for a LlamaRMSNorm with weight sharded in dim -1",
     ),
@@ -397,4 +397,4 @@ class TestCommand:
     def test_one_format_at_a_time(self, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = self.run(capsys, "any", "--tp", 2, "--json", "--format", "tp_plan")
         assert code == 2
-        assert "--json and --format tp_plan are two formats" in err
+        assert "--json and --format tp_plan contradict each other" in err

@@ -314,7 +314,7 @@ class Everyone(nn.Module):
 
 
 class Hurried(Everyone):
-    """The softmax is in no module of its own: its result cannot be split before it is used."""
+    """The softmax is in no module of its own: its result cannot be sharded before it is used."""
 
     mayor_class = nn.Linear
 
