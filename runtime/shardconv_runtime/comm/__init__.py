@@ -1,1 +1,1 @@
-"""How ranks talk: process groups over mesh axes, collectives with their adjoints, control messages."""
+"""Communication: process groups over mesh axes, collectives with their backward, control messages."""

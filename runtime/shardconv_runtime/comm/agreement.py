@@ -1,7 +1,7 @@
-"""Words between the ranks of one model, apart from what the model computes.
+"""Control messages between the ranks of one model, apart from the tensors that the model computes.
 
-Everything that can go wrong on one rank alone is gathered from all ranks before the model's first
-collective (``agree``), so that each of them raises and none hangs.
+Errors that one rank alone can have are gathered from all ranks before the model's first collective
+(``agree``), so that each of them raises and none hangs.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .mesh import Launch
 T = TypeVar("T")
 
 AGREE_TIMEOUT_S = 300
-"""How long a rank waits for the others where all should come at about the same time."""
+"""How long a rank waits for the others where all should arrive at about the same time."""
 
 READ_TIMEOUT_S = 3600
 """How long a rank waits for the others to have read their files."""
 
 DOWNLOAD_TIMEOUT_S = 24 * 3600
-"""How long, where they come over a network."""
+"""How long a rank waits for the others to have downloaded their files."""
 
 
 def agree(start: Launch, error: Exception | None, timeout_s: float | None = None) -> None:
-    """Tell the others whether this rank is well; return only if all are.
+    """Tell the others whether this rank failed; return only if none did.
 
     Args:
         start: the ranks.
-        error: what is wrong here, if anything.
+        error: of this rank, if it failed.
         timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
 
     Raises:
         Exception: this rank's own error.
-        LaunchError: the error of the first rank that has one, or a rank did not come.
+        LaunchError: the error of the first rank that has one, or a rank did not answer.
     """
     if start.control is None:
         if error is not None:
@@ -60,7 +60,7 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
 
 
 def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:
-    """The value of each rank, on every rank; that of this process alone where there are no others.
+    """The value of each rank, on every rank; of this process alone where it is the only one.
 
     Args:
         start: the ranks.
@@ -68,7 +68,7 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]
         timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
 
     Raises:
-        LaunchError: a rank did not come.
+        LaunchError: a rank did not answer.
     """
     if start.control is None:
         return [value]

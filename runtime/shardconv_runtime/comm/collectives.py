@@ -1,9 +1,9 @@
 """Collectives over axes of the mesh, and the layouts that they gather and slice.
 
-``Communicator`` is what the parallel modules talk to; ``ProcessCommunicator`` is the real one. Its
-operations have no backward. The steps that a plan names have one if they are made for training: each is a
-linear map, and its gradient takes another one. Elsewhere a tensor that needs a gradient is refused instead
-of getting a wrong one.
+Parallel modules call a ``Communicator``; in a job it is a ``ProcessCommunicator``. Its operations have no
+backward. The steps of a plan (``Reduce``, ``Gather``, ``Slice``, ``ReduceScatter``) have one if they are
+made for training: each is a linear map, and stands beside its adjoint. Without it, a tensor that requires a
+gradient is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _functional = torch.ops._c10d_functional
 
 AllReduce = Callable[[Tensor, str], Tensor]
-"""Sums a contiguous tensor, which stays as it is, over the process group of this name."""
+"""Sums a contiguous tensor of any shape over the process group of this name; does not write to its input."""
 
 Map = Callable[[Tensor], Tensor]
 
@@ -50,7 +50,7 @@ class Communicator(ABC):
         self.mesh = mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a model talks to the same ranks."""
+        """A copy of a model communicates with the same ranks."""
         return self
 
     def group(self, axes: Iterable[int]) -> tuple[int, ...]:
@@ -69,13 +69,16 @@ class Communicator(ABC):
         return tuple(sorted(a for a in axes if self.mesh[a] > 1))
 
     def all_reduce(self, x: Tensor, axes: tuple[int, ...], *, overwrite: bool = False) -> Tensor:
-        """Sum over the ranks along ``axes``: Partial to Replicate. No backward.
+        """Sum over the ranks along ``axes``, of ``x``'s shape and dtype: Partial to Replicate. No backward.
 
         Args:
-            x: any shape, the same on each rank.
+            x: local, of any shape, the same on each rank.
             axes: mesh axes, ascending; none (or axes of extent 1) makes this the identity.
-            overwrite: nobody else reads ``x``, so that the sum may take its memory. Compilers find out
-                by themselves, and get the operation that keeps it.
+            overwrite: nothing else reads ``x``, so that the sum may take its memory. A compiler finds this
+                out by itself, and gets the operation that keeps ``x``.
+
+        Raises:
+            PlanError: ``x`` requires a gradient; likewise below.
         """
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
@@ -85,24 +88,23 @@ class Communicator(ABC):
         return self._sum(x.contiguous(), axes)
 
     def all_gather(self, x: Tensor, dim: int, layout: Dim) -> Tensor:
-        """The whole of a dim, in global order: Shard to Replicate. No backward.
+        """All positions of a dim, in global order: Shard to Replicate. No backward.
 
         Args:
-            x: local part, ``[..., local size of layout, ...]``.
+            x: local ``[..., local size of layout, ...]``; the result has ``[..., size(layout), ...]``.
             dim: the tensor dim that is laid out as ``layout``.
         """
         return Gather(self, dim, layout)(x)
 
     def concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """``[n, ...]`` of each of ``p`` ranks along ``axes`` as ``[p * n, ...]``, in coordinate order."""
+        """Local ``[n, ...]`` of ``p`` ranks along ``axes``, in order, as ``[p * n, ...]``. No backward."""
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
         return self._concatenate(x.contiguous(), axes)
 
     def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """``[p * n, ...]`` summed over the ``p`` ranks along ``axes``: this rank's ``[n, ...]`` of it, the
-        ranks in coordinate order."""
+        """``[p * n, ...]`` summed over ``p`` ranks along ``axes``: this rank's ``[n, ...]``. No backward."""
         refuse_gradient(x)
         if self.num_ranks(axes) == 1:
             return x
@@ -110,7 +112,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Sum of a contiguous tensor over a group of two or more ranks; ``x`` stays as it is."""
+        """Sum of a contiguous tensor of any shape over two or more ranks; does not write to ``x``."""
 
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """As ``_sum``, for an ``x`` that may be overwritten."""
@@ -118,10 +120,10 @@ class Communicator(ABC):
 
     @abstractmethod
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Concatenation along dim 0 over a group of two or more ranks."""
+        """Concatenation of contiguous ``[n, ...]`` along dim 0 over two or more ranks."""
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Sum of a contiguous tensor over a group of two or more ranks: this rank's part of its dim 0."""
+        """Sum of contiguous ``[p * n, ...]`` over ``p`` ranks, two or more: this rank's ``[n, ...]``."""
         parts = self._sum(x, axes).chunk(self.num_ranks(axes))
         return parts[self.group(axes).index(self.rank)].clone()
 
@@ -131,7 +133,7 @@ class ProcessCommunicator(Communicator):
 
     Args:
         groups: the process group of this rank, for each tuple of axes that is used.
-        all_reduce: takes the place of torch's own.
+        all_reduce: used in place of torch's own.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class ProcessCommunicator(Communicator):
 
 
 class _Adjoint(torch.autograd.Function):
-    """A linear map, and the linear map that its gradient takes."""
+    """A linear map and its adjoint."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
@@ -175,15 +177,15 @@ class _Adjoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of ``x`` from that of the result."""
+        """The gradient of ``x`` from the gradient of the result."""
         return ctx.backward_map(gradients[0]), None, None
 
 
 def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
-    """``forward(x)``, whose gradient is ``backward`` of the result's; both linear.
+    """``forward(x)`` of a linear map; in the backward, ``backward`` of the gradient, its adjoint.
 
     Raises:
-        PlanError: ``x`` needs a gradient, and there is no ``backward``.
+        PlanError: ``x`` requires a gradient, and ``backward`` is None.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return forward(x)
@@ -194,13 +196,14 @@ def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
 
 
 class Reduce:
-    """The step ``all_reduce`` of a plan: Partial to Replicate.
+    """The step ``all_reduce`` of a plan, on a local tensor of any shape: Partial to Replicate.
+
+    Backward: the gradient, all-reduced over ``grad_axes``; unchanged over the other axes.
 
     Args:
         comm: the ranks.
         axes: mesh axes to sum over.
-        grad_axes: mesh axes over which the gradient of the sum is Partial, and is summed as well; None: there
-            is no backward.
+        grad_axes: mesh axes over which the gradient of the sum is Partial; None: no backward.
     """
 
     def __init__(self, comm: Communicator, axes: Iterable[int], grad_axes: Axes | None = None) -> None:
@@ -212,7 +215,7 @@ class Reduce:
         return apply(x, self._forward, self._backward if self._back is not None else None) if self.axes else x
 
     def overwriting(self, x: Tensor) -> Tensor:
-        """The same for an ``x`` that nobody else reads: it may be overwritten."""
+        """The same for an ``x`` that nothing else reads: it may be overwritten."""
         if torch.is_grad_enabled() and x.requires_grad:
             return self(x)
         return self.comm.all_reduce(x, self.axes, overwrite=True) if self.axes else x
@@ -226,15 +229,15 @@ class Reduce:
 
 
 class Resharding(ABC):
-    """A step between a whole dim and its parts.
+    """A step between all positions of a dim, ``[..., size(layout), ...]``, and this rank's part of them.
 
     Args:
         comm: the ranks.
         dim: the tensor dim that is laid out as ``layout``.
-        layout: what splits it.
-        grad_axes: mesh axes over which the gradient of the side where the dim is whole is Partial; None:
-            there is no backward.
-        local_grad_axes: the same for the other side, where segments of the layout are not split.
+        layout: how it is sharded.
+        grad_axes: mesh axes over which the gradient of the side with all positions is Partial; None: no
+            backward.
+        local_grad_axes: the same for the other side, where segments of the layout are not sharded.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class Resharding(ABC):
         self.axes = self.parts.axes
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
-        self.is_torn = len({axes_of(segment) for segment in segments(layout)}) > 1
+        self.is_partially_sharded = len({axes_of(segment) for segment in segments(layout)}) > 1
 
     def __call__(self, x: Tensor) -> Tensor:
         return apply(x, self._forward, self._backward if self._partial is not None else None)
@@ -265,9 +268,9 @@ class Resharding(ABC):
         """Its adjoint."""
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Ranks with smaller shares pad theirs, since a collective moves equal pieces; the padding is cut
-        off while the pieces are put in order. What is communicated is the tensor as it lies in memory: moving
-        the dim to the front would copy it, and what comes back, in short strides."""
+        """Ranks with smaller shares pad theirs, since a collective moves equal pieces; joining them drops the
+        padding. The tensor is sent as it lies in memory: moving the dim to the front would copy the input and
+        the result in short strides."""
         dim = self.dim % x.dim()
         padded = self.parts.padded(x, dim)
         if not self.axes:
@@ -282,7 +285,7 @@ class Resharding(ABC):
         return self.parts.unpadded(self.comm.reduce_scatter(pieces, self.axes), dim)
 
     def _divided(self, x: Tensor, axes: Axes) -> Tensor:
-        return self.parts.divided(x, self.dim % x.dim(), axes) if self.is_torn and axes else x
+        return self.parts.divided(x, self.dim % x.dim(), axes) if self.is_partially_sharded and axes else x
 
     def _own(self, x: Tensor) -> Tensor:
         return self.parts.own(x, self.dim % x.dim())
@@ -292,7 +295,7 @@ class Resharding(ABC):
 
 
 def _parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
-    """How ``rank`` of ``mesh`` splits a dim of this layout."""
+    """The parts of a dim of this layout, on ``rank`` of ``mesh``."""
     if isinstance(layout, Leaf) and not layout.size:
         from .open_parts import OpenParts
 
@@ -303,9 +306,9 @@ def _parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
 
 
 class Gather(Resharding):
-    """The step ``all_gather`` of a plan: local ``[..., n, ...]`` to global ``[..., size(layout), ...]``.
+    """The step ``all_gather`` of a plan: local ``[..., n, ...]`` to replicated ``[..., size(layout), ...]``.
 
-    Backward: a whole gradient is sliced, a Partial one is reduced and scattered.
+    Backward: a replicated gradient is sliced, a Partial one is reduced and scattered.
     """
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -321,9 +324,9 @@ class Gather(Resharding):
 
 
 class Slice(Resharding):
-    """The step ``slice`` of a plan: global ``[..., size(layout), ...]`` to this rank's part of it.
+    """The step ``slice`` of a plan: replicated ``[..., size(layout), ...]`` to local ``[..., n, ...]``.
 
-    Backward: the whole gradient is gathered; where it may be Partial, each rank's part stands in zeros.
+    Backward: the gradient is all-gathered; over ``grad_axes`` it becomes a Partial: its part in zeros.
     """
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -333,12 +336,15 @@ class Slice(Resharding):
         if not self._partial and not self._local:
             return self._gather(gradient)
         gradient = self._divided(gradient, [a for a in self.axes if a not in self._local])
-        whole = tuple(a for a in self.axes if a not in (self._partial or ()))
-        return self.comm.all_reduce(self._own_in_zeros(gradient), whole)
+        replicated = tuple(a for a in self.axes if a not in (self._partial or ()))
+        return self.comm.all_reduce(self._own_in_zeros(gradient), replicated)
 
 
 class ReduceScatter(Resharding):
-    """The step ``reduce_scatter`` of a plan: Partial to Shard. Backward: the gradient is gathered."""
+    """The step ``reduce_scatter`` of a plan: Partial ``[..., size(layout), ...]`` to local ``[..., n, ...]``.
+
+    Backward: the gradient is all-gathered.
+    """
 
     def _forward(self, x: Tensor) -> Tensor:
         return self._reduce_scatter(x)
@@ -351,7 +357,7 @@ def refuse_gradient(x: Tensor) -> None:
     """Stop before autograd records an operation that has no backward.
 
     Raises:
-        PlanError: gradients are enabled and ``x`` needs one.
+        PlanError: gradients are enabled and ``x`` requires one.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Steps of a plan that leave a value as it is, and do something to its gradient."""
+"""Steps of a plan that return their input, and change its gradient."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .collectives import Communicator, apply, unchanged
 
 
 class GradReduce:
-    """The step ``grad_all_reduce`` of a plan: the value passes; its gradient, a Partial, is summed.
+    """The step ``grad_all_reduce`` of a plan: the identity on a local tensor of any shape.
 
-    (Megatron-LM's f, arXiv 1909.08053, section 3.)
+    Backward: the gradient, a Partial, is all-reduced. (Megatron-LM's f, arXiv 1909.08053, section 3.)
     """
 
     def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
@@ -27,8 +27,10 @@ class GradReduce:
 
 
 class GradDivide:
-    """The step ``grad_divide`` of a plan: the value passes; its gradient, the same on all ranks, becomes a
-    Partial, of which each rank has an equal part."""
+    """The step ``grad_divide`` of a plan: the identity on a local tensor of any shape.
+
+    Backward: the gradient, replicated, becomes a Partial with equal terms, divided by the number of ranks.
+    """
 
     def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
         self._count = comm.num_ranks(axes)

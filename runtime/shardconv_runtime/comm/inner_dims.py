@@ -1,4 +1,4 @@
-"""Steps on a part of a dim: on the known factors of a dim of which another factor only the input decides."""
+"""Steps on the known factors of a dim whose open factor is decided by the input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from .collectives import Axes, Communicator, Gather, Resharding
 
 
 class Inner:
-    """A step on the known part of a dim whose outer or inner factor only the input decides.
+    """A step on the known factors of a dim: local ``[..., outer * n * inner, ...]`` for any ``n``.
+
+    Backward: that of the step.
 
     Args:
-        step: makes the step for a dim and its layout.
+        step: class of the step.
+        comm: the ranks.
         dim: the tensor dim.
-        outer: known outer factors; the open one is between.
-        inner: known inner factors.
+        outer: known factors outside of the open one; ``outer`` or ``inner`` is sharded.
+        inner: known factors inside of it.
+        grad_axes, local_grad_axes: see ``Resharding``.
     """
 
     def __init__(
@@ -31,13 +35,13 @@ class Inner:
     ) -> None:
         self.dim = dim
         on_outer = bool(axes_of(outer))
-        place = (0, outer) if on_outer else (2, inner)
-        self._step = step(comm, *place, grad_axes, local_grad_axes)
+        factor = (0, outer) if on_outer else (2, inner)
+        self._step = step(comm, *factor, grad_axes, local_grad_axes)
         known = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
         self._sizes = (known[0], -1, known[1])
 
     def __call__(self, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()
-        split = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
-        split = split.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
-        return self._step(split).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)
+        factors = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
+        factors = factors.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
+        return self._step(factors).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)

@@ -28,7 +28,7 @@ SETTLE_S = 0.1
 takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
 
 PATIENT_TIMEOUT_S = 30 * 24 * 3600
-"""How long words between ranks may take: a rank may wait for a person at rank 0."""
+"""How long a control message may take: a rank may wait for a person at rank 0."""
 
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
 _subgroups = WeakKeyDictionary()
@@ -40,8 +40,8 @@ class Launch:
 
     Attributes:
         group: all of them; None where there is only this one.
-        control: a gloo group of the same processes, for words between them rather than tensors.
-        timeout_s: how long a rank waits for the others while the model is used; None: as torch has it.
+        control: a gloo group of the same processes, for control messages.
+        timeout_s: how long a rank waits for the others while the model is used; None: torch's default.
     """
 
     rank: int
@@ -53,14 +53,14 @@ class Launch:
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of processes, without starting anything: of the group, else of the launcher's environment."""
+    """Number of processes, without starting a group: of the given one, else of the launcher's environment."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
     return _env_int("WORLD_SIZE", 1)
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number among them, without starting anything.
+    """This process's number among them, without starting a group.
 
     Raises:
         LaunchError: this process is not in the group.
@@ -104,25 +104,25 @@ def launch(
         timeout_s: how long a collective may take in a group that is started here; torch's default if None.
 
     Raises:
-        LaunchError: the environment is not a launcher's, this process is not in the group, or its
-            backend cannot serve the device.
+        LaunchError: the environment lacks a launcher's variables, this process is not in the group, or
+            its backend does not serve the device.
     """
-    place = _device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    found_device = _device(device)
+    if found_device.type == "cuda":
+        torch.cuda.set_device(found_device)
     if group is None and not dist.is_initialized():
         if "RANK" not in os.environ:
-            return Launch(0, 1, place)
-        _start(place, timeout_s)
+            return Launch(0, 1, found_device)
+        _start(found_device, timeout_s)
     found = rank(group)
     group = group or dist.group.WORLD
     assert group is not None
-    _check_group(group, place)
-    return Launch(found, dist.get_world_size(group), place, group, control_group(group), timeout_s)
+    _check_group(group, found_device)
+    return Launch(found, dist.get_world_size(group), found_device, group, control_group(group), timeout_s)
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same processes over gloo, for words: waiting there takes no GPU, and may take long."""
+    """The same processes over gloo, for control messages: waiting for one needs no GPU, and may be long."""
     _settle_at_exit()
     made = _subgroup(group, _ranks(group), "gloo")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
@@ -140,8 +140,8 @@ def connect(
     Args:
         plan: its mesh has as many ranks as there are processes.
         start: the ranks.
-        all_reduce: takes the place of torch's own, see ``load``.
-        more_axes: sets of mesh axes that other collectives than those of a forward pass run over.
+        all_reduce: used in place of torch's own, see ``load``.
+        more_axes: sets of mesh axes of collectives outside of a forward pass.
 
     Raises:
         LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
@@ -155,14 +155,14 @@ def connect(
 
 
 def can_capture(start: Launch) -> bool:
-    """Whether a CUDA graph can hold the ranks' collectives: those of nccl, or none."""
+    """Whether a CUDA graph can hold the ranks' collectives: nccl, or a single rank."""
     if start.device.type != "cuda":
         return False
     return start.world_size == 1 or "nccl" in dist.get_backend_config(start.group)
 
 
 def used_axes(plan: Plan, more: Iterable[Iterable[int]] = ()) -> set[tuple[int, ...]]:
-    """Each set of mesh axes (those of extent 1 left out) that some collective of a forward pass runs over."""
+    """The sets of mesh axes (without axes of extent 1) over which the collectives of a forward pass run."""
     used = [axes for entry in plan.modules for axes in _axes_of_module(entry)]
     return {_real_axes(axes, plan.mesh) for axes in (*used, *more)} - {()}
 
@@ -183,15 +183,15 @@ def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        place = torch.device(device)
+        found = torch.device(device)
     else:
-        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise LaunchError(f"the model is to go to {place}, and torch finds no cuda here; pass device='cpu'")
-    if place.type == "cuda" and place.index is None:
+        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
+    if found.type == "cuda" and found.index is None:
         local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
         return torch.device("cuda", local % max(1, torch.cuda.device_count()))
-    return place
+    return found
 
 
 @cache
@@ -220,7 +220,7 @@ def _check_group(group: dist.ProcessGroup, device: torch.device) -> None:
     served = {kind.type for kind in group._device_types}
     if device.type not in served:
         raise LaunchError(
-            f"the process group serves {', '.join(sorted(served))} and the model is to go to {device}; "
+            f"the process group serves {', '.join(sorted(served))}, but the model should be on {device}; "
             f"pass device=, or start the group with a backend for {device.type}"
         )
 
@@ -246,7 +246,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
     Only its members take part in making it, so several groups can load different models at a time.
 
     Raises:
-        LaunchError: a member did not come.
+        LaunchError: a member did not join.
     """
     made = _subgroups.setdefault(group, {})
     key = (backend or dist.get_backend(group), ranks)
@@ -260,8 +260,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
             )
         except RuntimeError as error:
             raise LaunchError(
-                f"ranks {', '.join(map(str, ranks))} could not join: one of them ended, or did not come; its "
-                f"own output says why ({str(error).splitlines()[0]})"
+                f"ranks {', '.join(map(str, ranks))} could not form a group: one ended or did not join; "
+                f"its own output says why ({str(error).splitlines()[0]})"
             ) from error
     return made[key]
 
@@ -277,4 +277,4 @@ def _env_int(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise LaunchError(f"the environment variable {name} should be a number, it is {text!r}") from error
+        raise LaunchError(f"the environment variable {name} is {text!r}; it should be a number") from error

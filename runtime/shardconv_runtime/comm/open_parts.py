@@ -1,4 +1,4 @@
-"""Parts of a dim whose size only the input decides: a sequence."""
+"""Parts of a dim whose size is decided by the input: a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parts import Parts
 
 
 class OpenParts(Parts):
-    """Equal parts of a dim whose size only the input decides; the ranks' number divides it."""
+    """Equal parts of a dim whose size is decided by the input; the number of ranks divides it."""
 
     def __init__(self, layout: Leaf, mesh: Mesh, rank: int) -> None:
         super().__init__(layout, mesh)
@@ -60,7 +60,7 @@ class OpenParts(Parts):
         size = x.shape[dim]
         if size % self._count:
             raise PlanError(
-                f"a sequence of {size} positions cannot be split evenly over {self._count} ranks; the model "
-                "was called in a way in which its inputs were not padded"
+                f"a sequence of {size} positions cannot be sharded evenly over {self._count} ranks; "
+                "the model was called in a way in which its inputs were not padded"
             )
         return size // self._count

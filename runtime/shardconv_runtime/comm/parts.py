@@ -1,7 +1,10 @@
-"""How a tensor dim is cut into the ranks' parts and put together again, without any communication.
+"""How a tensor dim is sharded into the ranks' parts and put together again, without any communication.
 
-A known layout may be uneven and in many pieces. An open one (a sequence, whose length only the input
-decides) is cut into equal parts, in the order of the ranks.
+A known layout may be uneven and in many pieces. An open one (a sequence, whose length is decided by the
+input) has equal parts, in the order of the ranks.
+
+Shapes below: ``n`` is this rank's number of positions of the dim, ``m`` the largest of any rank, ``N`` the
+global number, and ``...`` stands for the other dims. Dtypes stay.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class Parts(ABC):
     """The parts of one tensor dim, on one rank.
 
     Attributes:
-        axes: the mesh axes (of extent above 1) that split the dim, ascending.
+        axes: the mesh axes (of extent above 1) that shard the dim, ascending.
         text: the layout, for messages.
     """
 
@@ -36,32 +39,32 @@ class Parts(ABC):
 
     @abstractmethod
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a whole dim; contiguous, as model code expects."""
+        """This rank's part: ``[..., N, ...]`` to local ``[..., n, ...]``, contiguous for model code."""
 
     @abstractmethod
     def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part at its place in a whole dim that is zero elsewhere."""
+        """This rank's part at its positions, zero elsewhere: local ``[..., n, ...]`` to ``[..., N, ...]``."""
 
     @abstractmethod
     def padded(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, as long as the longest."""
+        """This rank's part, padded with zeros: local ``[..., n, ...]`` to ``[..., m, ...]``."""
 
     @abstractmethod
     def unpadded(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of ``padded``."""
+        """The inverse of ``padded``: ``[..., m, ...]`` to local ``[..., n, ...]``."""
 
     @abstractmethod
     def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
-        """The whole dim from the padded parts of the ranks along ``axes``."""
+        """``[..., N, ...]`` from the padded parts ``[..., m, ...]`` of the ranks along ``axes``."""
 
     @abstractmethod
     def separated(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The padded parts of the ranks along ``axes`` from the whole dim."""
+        """The padded parts ``[..., m, ...]`` of the ranks along ``axes`` from ``[..., N, ...]``."""
 
     @abstractmethod
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
-        """A local part whose positions that some of ``axes`` do not split are divided by the number of ranks
-        along these."""
+        """Local ``[..., n, ...]``, each position divided by the number of ranks along those of ``axes`` that
+        do not shard it."""
 
     def _require(self, x: Tensor, dim: int, expected: int) -> None:
         if x.shape[dim] != expected:
@@ -127,14 +130,14 @@ class KnownParts(Parts):
 
         wanted = frozenset(axes)
         pieces = [
-            x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - split)
-            for (start, stop), split in local_segments(self._layout, self._mesh, self._rank)
+            x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - sharded)
+            for (start, stop), sharded in local_segments(self._layout, self._mesh, self._rank)
         ]
         return torch.cat(pieces, dim) if pieces else x
 
 
 class Select:
-    """Takes ranges of positions of a dim, in order; the result is contiguous, as model code expects."""
+    """Takes ranges of positions of a dim, in order: ``[..., N, ...]`` to contiguous ``[..., n, ...]``."""
 
     def __init__(self, parts: tuple[Range, ...]) -> None:
         self.ranges = parts
@@ -153,15 +156,15 @@ class Select:
             return x.narrow(dim, 0, 0)
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.ranges], dim)
 
-    def put(self, x: Tensor, whole: Tensor, dim: int) -> Tensor:
-        """The inverse: write ``x`` to its positions in ``whole``, which is returned."""
+    def put(self, x: Tensor, out: Tensor, dim: int) -> Tensor:
+        """The inverse: write ``x: [..., n, ...]`` to its positions in ``out: [..., N, ...]``."""
         if self._index is not None:
-            return whole.index_copy_(dim, self._index_on(x.device), x)
+            return out.index_copy_(dim, self._index_on(x.device), x)
         done = 0
         for start, stop in self.ranges:
-            whole.narrow(dim, start, stop - start).copy_(x.narrow(dim, done, stop - start))
+            out.narrow(dim, start, stop - start).copy_(x.narrow(dim, done, stop - start))
             done += stop - start
-        return whole
+        return out
 
     def _index_on(self, device: torch.device) -> Tensor:
         assert self._index is not None
@@ -171,7 +174,7 @@ class Select:
 
 
 def padded_to(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with zeros at the end of a dim, up to ``size`` positions."""
+    """``x: [..., n, ...]`` with zeros at the end of a dim: ``[..., size, ...]``."""
     if x.shape[dim] == size:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))

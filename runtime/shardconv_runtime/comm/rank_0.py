@@ -1,4 +1,4 @@
-"""What only rank 0 has, on every rank."""
+"""Values of rank 0 on every rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 def from_rank_0(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What ``make`` returns on rank 0, on every rank; the others wait for it as long as it takes.
+    """The value that ``make`` returns on rank 0, on every rank; the others wait for it as long as it takes.
 
-    For what only one process can have: a prompt that a person types, a request from the network.
+    For values that only one process can have: a prompt that a person types, a request from the network.
 
     Args:
-        make: called on rank 0 alone; what it returns is pickled.
+        make: called on rank 0 alone; its value is pickled.
         group: the processes that take part; by default all.
 
     Raises:
-        Exception: on rank 0 what ``make`` raised.
+        Exception: on rank 0, the error that ``make`` raised.
         LaunchError: on the others, if ``make`` raised or rank 0 ended.
 
     Example:

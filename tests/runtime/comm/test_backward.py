@@ -24,13 +24,13 @@ Made = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 """For each rank: input, output, gradient of the output, gradient of the input."""
 
 
-def run(mesh: Mesh, boundary: Boundary, make: Callable[[Communicator], Tensor], *, whole: bool) -> Made:
-    """Run one step forward and backward, from gradients that are the same on all ranks if ``whole``."""
+def run(mesh: Mesh, boundary: Boundary, make: Callable[[Communicator], Tensor], *, same: bool) -> Made:
+    """Run one step forward and backward, from gradients that are the same on all ranks if ``same``."""
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = make(comm).requires_grad_()
         y = step(boundary, comm, training=True)(x)
-        seed = 0 if whole else comm.rank
+        seed = 0 if same else comm.rank
         gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         y.backward(gradient)  # type: ignore[no-untyped-call]
         assert x.grad is not None
@@ -56,38 +56,38 @@ def test_partial_gradients_take_the_adjoint(text: str, mesh: Mesh, dim: int) -> 
     """The sum over ranks of <output, gradient> is that of <input, its gradient>: what an adjoint is."""
     layout = parse(text)
     axes = tuple(range(len(mesh)))
-    whole = size(layout)
+    full = size(layout)
 
     def shape(n: int) -> tuple[int, int]:
         return (n, 3) if dim == 0 else (3, n)
 
     cases = {
         "all_gather": lambda c: random(*shape(local_shape(text, mesh, c.rank)), seed=c.rank),
-        "slice": lambda c: random(*shape(whole), seed=7),
-        "reduce_scatter": lambda c: random(*shape(whole), seed=c.rank),
+        "slice": lambda c: random(*shape(full), seed=7),
+        "reduce_scatter": lambda c: random(*shape(full), seed=c.rank),
     }
     for op, make in cases.items():
         fields = {} if op == "reduce_scatter" else {"grad_axes": axes}
-        made = run(mesh, boundary("output", op, dim=dim, layout=layout, **fields), make, whole=False)
+        made = run(mesh, boundary("output", op, dim=dim, layout=layout, **fields), make, same=False)
         given = sum(float((y * g).sum()) for _, y, g, _ in made)
         taken = sum(float((x * g).sum()) for x, _, _, g in made)
         assert given == pytest.approx(taken, rel=1e-12), op
 
 
 @pytest.mark.parametrize(("text", "mesh"), LAYOUTS)
-def test_whole_gradients_cost_no_sum(text: str, mesh: Mesh) -> None:
+def test_replicated_gradients_cost_no_sum(text: str, mesh: Mesh) -> None:
     """Of a gradient that is the same on all ranks, a gather's is a slice, and a slice's is gathered."""
     layout = parse(text)
     gather = boundary("output", "all_gather", dim=1, layout=layout)
-    cut = boundary("output", "slice", dim=1, layout=layout)
-    made = run(mesh, gather, lambda c: random(3, local_shape(text, mesh, c.rank), seed=c.rank), whole=True)
-    again = run(mesh, cut, lambda c: made[0][2].clone(), whole=True)
+    sliced = boundary("output", "slice", dim=1, layout=layout)
+    made = run(mesh, gather, lambda c: random(3, local_shape(text, mesh, c.rank), seed=c.rank), same=True)
+    again = run(mesh, sliced, lambda c: made[0][2].clone(), same=True)
     for (_, _, _, found), (_, expected, _, _) in zip(made, again, strict=True):
         assert torch.equal(found, expected)
-    slices = run(mesh, cut, lambda c: random(3, size(layout), seed=1), whole=False)
+    slices = run(mesh, sliced, lambda c: random(3, size(layout), seed=1), same=False)
     assert all(torch.equal(each[3], slices[0][3]) for each in slices)
     partial = boundary("output", "slice", dim=1, layout=layout, grad_axes=tuple(range(len(mesh))))
-    summed = run(mesh, partial, lambda c: random(3, size(layout), seed=1), whole=False)
+    summed = run(mesh, partial, lambda c: random(3, size(layout), seed=1), same=False)
     assert torch.equal(torch.stack([each[3] for each in summed]).sum(0), slices[0][3])
 
 
@@ -99,32 +99,30 @@ def test_a_reduction_and_its_conjugate() -> None:
         boundary("output", "grad_divide", axes=(0,)): lambda gs, r: gs[r] / 3,
     }
     for each, expected in both.items():
-        made = run((3,), each, lambda c: random(2, 2, seed=c.rank), whole=False)
+        made = run((3,), each, lambda c: random(2, 2, seed=c.rank), same=False)
         gradients = [g for _, _, g, _ in made]
         for rank, (_, _, _, found) in enumerate(made):
             torch.testing.assert_close(found, expected(gradients, rank), rtol=1e-12, atol=1e-12)
 
 
-def test_open_layouts_are_cut_evenly_or_refused() -> None:
+def test_open_layouts_are_sharded_evenly_or_refused() -> None:
     layout = parse("?@0.1")
     gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0, 1))
-    made = run((2, 2), gather, lambda c: random(2, 3, seed=c.rank), whole=False)
+    made = run((2, 2), gather, lambda c: random(2, 3, seed=c.rank), same=False)
     assert made[0][1].shape == (2, 12)
     total = torch.stack([g for _, _, g, _ in made]).sum(0)
     for rank, (_, _, _, found) in enumerate(made):
         torch.testing.assert_close(found, total[:, 3 * rank : 3 * rank + 3])
-    with pytest.raises(PlanError, match="a sequence of 5 positions cannot be split evenly over 4 ranks"):
-        run(
-            (2, 2), boundary("output", "slice", dim=1, layout=layout), lambda c: torch.ones(2, 5), whole=False
-        )
+    with pytest.raises(PlanError, match="a sequence of 5 positions cannot be sharded evenly over 4 ranks"):
+        run((2, 2), boundary("output", "slice", dim=1, layout=layout), lambda c: torch.ones(2, 5), same=False)
 
 
-def test_torn_gathers_divide_what_is_not_split() -> None:
-    """[split | whole]: where the gradient is partial on both sides, the whole segment's terms add up."""
+def test_partially_sharded_gathers_divide_replicated_segments() -> None:
+    """[sharded | replicated]: a gradient that is partial on both sides adds up over the replicated segment."""
     layout = parse("4@0 + 3")
     for local, scale in (((), 1.0), ((0,), 0.5)):
         gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0,), local_grad_axes=local)
-        made = run((2,), gather, lambda c: random(2, 5, seed=3), whole=False)
+        made = run((2,), gather, lambda c: random(2, 5, seed=3), same=False)
         total = made[0][2] + made[1][2]
         for rank, (_, _, _, found) in enumerate(made):
             torch.testing.assert_close(found[:, :2], total[:, 2 * rank : 2 * rank + 2])
@@ -179,5 +177,5 @@ def test_a_parameter_that_is_exchanged_inside_of_its_gate_is_an_error() -> None:
         inner.register_forward_pre_hook(exchange)
         outer(torch.ones(1, 3, dtype=torch.float64))
 
-    with pytest.raises(PlanError, match=r"0\.weight was exchanged"):
+    with pytest.raises(PlanError, match=r"0\.weight was replaced"):
         run_ranks((2,), rank)

@@ -55,15 +55,15 @@ def test_gather_undoes_slice(mesh: Mesh, text: str, dim: int) -> None:
     layout = parse(text)
     shape = [3, 2, 4]
     shape[dim] = size(layout)
-    whole = a_tensor(tuple(shape))
+    full = a_tensor(tuple(shape))
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
-        local = Slice(comm, dim, layout)(whole)
+        local = Slice(comm, dim, layout)(full)
         return local, comm.all_gather(local, dim, layout)
 
     for index, (local, gathered) in enumerate(run_ranks(mesh, rank)):
-        assert torch.equal(local, local_part(whole, dim, layout, mesh, index))
-        assert torch.equal(gathered, whole)
+        assert torch.equal(local, local_part(full, dim, layout, mesh, index))
+        assert torch.equal(gathered, full)
         assert gathered.is_contiguous()
         assert local.is_contiguous()
 
@@ -71,8 +71,8 @@ def test_gather_undoes_slice(mesh: Mesh, text: str, dim: int) -> None:
 @st.composite
 def layouts(draw: st.DrawFn) -> Dim:
     axes = draw(st.sampled_from([(), (0,), (1,), (0, 1), (1, 0)]))
-    split = Leaf(draw(st.integers(4, 9)), axes)
-    segments = [Product((Leaf(draw(st.integers(1, 3))), split, Leaf(draw(st.integers(1, 3)))))]
+    sharded = Leaf(draw(st.integers(4, 9)), axes)
+    segments = [Product((Leaf(draw(st.integers(1, 3))), sharded, Leaf(draw(st.integers(1, 3)))))]
     if draw(st.booleans()):
         segments.append(Product((Leaf(draw(st.integers(4, 6)), axes), Leaf(2))))
     return Sum(tuple(segments))
@@ -82,12 +82,12 @@ def layouts(draw: st.DrawFn) -> Dim:
 @given(layouts())
 def test_any_layout_is_gathered_in_global_order(layout: Dim) -> None:
     mesh = (2, 2)
-    whole = a_tensor((2, size(layout)))
+    full = a_tensor((2, size(layout)))
 
     def rank(comm: Communicator) -> Tensor:
-        return comm.all_gather(local_part(whole, 1, layout, mesh, comm.rank), 1, layout)
+        return comm.all_gather(local_part(full, 1, layout, mesh, comm.rank), 1, layout)
 
-    assert all(torch.equal(gathered, whole) for gathered in run_ranks(mesh, rank))
+    assert all(torch.equal(gathered, full) for gathered in run_ranks(mesh, rank))
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_all_reduce_sums_over_the_named_axes_only(axes: tuple[int, ...], expecte
 def test_a_dim_with_an_open_factor(outer: str, inner: str) -> None:
     parts = parse(outer), parse(inner)
     axis = 0 if "@" in outer else 2
-    whole = a_tensor((2, size(parts[0]), 7, size(parts[1]), 3))
+    full = a_tensor((2, size(parts[0]), 7, size(parts[1]), 3))
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
-        local = Inner(Slice, comm, 1, *parts)(whole.flatten(1, 3))
+        local = Inner(Slice, comm, 1, *parts)(full.flatten(1, 3))
         return local, Inner(Gather, comm, 1, *parts)(local)
 
     for index, (local, gathered) in enumerate(run_ranks((2,), rank)):
-        expected = local_part(whole, axis + 1, parts[axis // 2], (2,), index)
+        expected = local_part(full, axis + 1, parts[axis // 2], (2,), index)
         assert torch.equal(local, expected.flatten(1, 3))
-        assert torch.equal(gathered, whole.flatten(1, 3))
+        assert torch.equal(gathered, full.flatten(1, 3))
 
 
 def test_many_ranges_are_selected_by_index() -> None:
@@ -221,13 +221,13 @@ def process_communicator(mesh: Mesh) -> ProcessCommunicator:
 def gather_and_reduce(mesh: Mesh, text: str) -> None:
     comm, layout = process_communicator(mesh), parse(text)
     for dtype in DTYPES:
-        whole = (a_tensor((2, size(layout)), torch.float32) % 7).to(dtype)
-        local = Slice(comm, 1, layout)(whole)
-        assert torch.equal(comm.all_gather(local, 1, layout), whole)
-        total = comm.all_reduce(whole, (0,))
+        full = (a_tensor((2, size(layout)), torch.float32) % 7).to(dtype)
+        local = Slice(comm, 1, layout)(full)
+        assert torch.equal(comm.all_gather(local, 1, layout), full)
+        total = comm.all_reduce(full, (0,))
         assert total.dtype == dtype
-        assert torch.equal(total, (whole.to(torch.float32) * mesh[0]).to(dtype))
-        assert torch.equal(comm.all_reduce(whole.mT, (0,)), total.mT)
+        assert torch.equal(total, (full.to(torch.float32) * mesh[0]).to(dtype))
+        assert torch.equal(comm.all_reduce(full.mT, (0,)), total.mT)
 
 
 @pytest.mark.parametrize(("mesh", "text"), [((3,), "10@0"), ((2, 2), "2@0*4@1*2 + 2@0*2")])

@@ -42,7 +42,7 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_malformed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(LaunchError, match="WORLD_SIZE should be a number, it is 'two'"):
+    with pytest.raises(LaunchError, match="WORLD_SIZE is 'two'; it should be a number"):
         mesh.world_size()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
