@@ -102,10 +102,10 @@ initial_options = together(
 )
 
 
-def hub_options(what: str) -> Callable[[Command], Command]:
-    """How the Hub is reached for the argument ``what``."""
+def hub_options(argument: str) -> Callable[[Command], Command]:
+    """How the Hub is reached for ``argument``, by its name in the help."""
     return together(
-        click.option("--revision", help=f"Branch, tag or commit of {what} on the Hub.  [default: main]"),
+        click.option("--revision", help=f"Branch, tag or commit of {argument} on the Hub.  [default: main]"),
         click.option("--cache-dir", type=click.Path(file_okay=False), help="Cache of Hub downloads."),
         click.option(
             "--local-files-only", is_flag=True, help="Do not download; use the local Hub cache only."

@@ -122,7 +122,7 @@ def _quoted(text: str) -> str:
 
 
 def _variants(variants: Sequence[Published]) -> Iterator[str]:
-    yield "## What is in it"
+    yield "## Contents"
     yield ""
     yield "| directory | ranks | bytes per rank | all files | parameters | dtype | replicated |"
     yield "|---|--:|--:|--:|--:|---|---|"

@@ -23,7 +23,7 @@ def lane_picture(lane: Lane, block: Block, plan: Plan, paint: Paint, longest: in
     """Draw a lane.
 
     Args:
-        lane: what to draw.
+        lane: cells and bars.
         block: the lane's block.
         plan: the block's plan.
         paint: colors; patterns that are used are added.

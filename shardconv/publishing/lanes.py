@@ -10,7 +10,7 @@ from shardconv_runtime.format.plan import ParameterPlan, Plan
 from shardconv_runtime.format.stored_layout import is_common
 
 from ..reporting.summary import collective_steps, item_bytes
-from .layer_kinds import LayerParts, layout_of
+from .alike_layers import LayerParts, layout_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.plan import Plan
 
 from ..reporting.summary import local_bytes
+from .alike_layers import NO_LAYER, AlikeLayers, LayerParts, kinds_of, layers_of
 from .lanes import Cell, Lane, bars_of, cells_of, lanes_of
-from .layer_kinds import NO_LAYER, AlikeLayers, LayerParts, kinds_of, layers_of
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A kind of layer, or what runs between layers."""
+    """A kind of layer, or the modules between layers."""
 
     title: str
     """Pattern of the layers' names; empty outside of layers."""
@@ -73,7 +73,7 @@ def _block(plan: Plan, kind: AlikeLayers) -> Block:
 
 
 def _runs_between(rest: LayerParts, ends: Mapping[str, float]) -> Iterator[tuple[float, LayerParts]]:
-    """Divide what is outside of layers where layers run in between; (order, part).
+    """Divide the parts outside of layers where layers run in between; (order, part).
 
     Args:
         rest: the parts outside of layers.

@@ -81,7 +81,7 @@ def draw(cell: Cell, paint: Paint, longest: int) -> Drawn:
     """Draw the tensors of a cell.
 
     Args:
-        cell: what to draw.
+        cell: a weight and its vectors.
         paint: colors; patterns that are used are added.
         longest: size of the dim that is ``LONGEST`` long in the picture.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardconv_runtime.format.layout_hash import is_common
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
+from shardconv_runtime.format.stored_layout import is_common
 
 from .report import human_bytes, human_count, percent
 from .summary import Collective, Summary, local_bytes

@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardconv_runtime.format.block_scales import stored_entries
-from shardconv_runtime.format.dtypes import STORED_BITS, STORED_NAME
-from shardconv_runtime.format.layout_hash import is_common
-from shardconv_runtime.format.names import compress
+from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
+from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.plan import (
     Edit,
     ModulePlan,
@@ -21,6 +19,7 @@ from shardconv_runtime.format.plan import (
     local_shape,
     module_plans,
 )
+from shardconv_runtime.format.stored_layout import is_common, stored_entries
 
 COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter")
 """The boundary steps that move bytes between ranks."""
@@ -117,7 +116,7 @@ def global_bytes(entry: ParameterPlan) -> int:
 
 
 def local_bytes(entry: ParameterPlan, plan: Plan, rank: int) -> int:
-    """Bytes of what ``rank`` holds."""
+    """Bytes of the tensor on ``rank``."""
     return math.prod(local_shape(entry, plan.mesh, rank)) * item_bytes(entry.dtype)
 
 

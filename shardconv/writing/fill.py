@@ -1,4 +1,4 @@
-"""Writes the planned files of a workspace: copies, checksums, and a journal of what is durable."""
+"""Writes the planned files of a workspace: copies, checksums, and a journal of durable writes."""
 
 from __future__ import annotations
 

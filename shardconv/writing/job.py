@@ -1,4 +1,4 @@
-"""What is being written to a directory, and which finished files are being moved there.
+"""The state of an output directory: the job that is written, and the finished files that are moved there.
 
 ``OUT/.partial/job.json`` holds both and is replaced atomically, so that a process which finds it knows what
 an earlier one was doing when it died. To **place** files is to move them to OUT such that at any moment OUT

@@ -396,7 +396,7 @@ class TestFromConverted:
         files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
         assert files == {path.name: path.read_bytes() for path in llama_dir.iterdir()}
 
-    def test_a_part_says_what_is_missing(
+    def test_a_part_names_the_missing_ranks(
         self, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")

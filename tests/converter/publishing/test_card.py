@@ -56,7 +56,7 @@ def both() -> list[Published]:
     return [published(hand_plan(small_config(), tp)) for tp in (2, 4)]
 
 
-def test_what_a_reader_needs_is_there() -> None:
+def test_the_text_of_a_card() -> None:
     card = model_card("me/base-tp", both())
     for expected in (
         "# base-tp\n",
@@ -99,7 +99,7 @@ def test_a_base_card_that_cannot_be_read_is_left_out() -> None:
         assert "license" not in metadata(model_card("me/m", both(), text))
 
 
-def test_a_directory_is_no_base_model_of_the_hub() -> None:
+def test_a_local_directory_is_not_named_as_the_base_model() -> None:
     card = model_card("me/m", [published(hand_plan(small_config(), 2), "my_model", None)])
     assert "base_model" not in metadata(card)
     assert "my\\_model" in card

@@ -109,7 +109,7 @@ def test_a_decoder_is_drawn_in_the_order_in_which_it_runs() -> None:
     assert [cell.path for cell in last.replicated] == ["model.norm"]
 
 
-def test_what_is_written() -> None:
+def test_texts_of_a_picture() -> None:
     plan = zoo_plan("causal", "llama", 4)
     written = texts(parsed(plan))
     for expected in (

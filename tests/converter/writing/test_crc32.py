@@ -44,10 +44,10 @@ def test_parts_in_any_order(data: bytes, cuts: list[int], shuffle: random.Random
     parts = [(a, data[a:b]) for a, b in itertools.pairwise(edges)]
     extents = [Extent(offset, len(part), zlib.crc32(part)) for offset, part in parts]
     shuffle.shuffle(extents)
-    whole = (Extent(0, len(data), zlib.crc32(data)),) if data else ()
-    assert join(extents) == whole
+    merged = (Extent(0, len(data), zlib.crc32(data)),) if data else ()
+    assert join(extents) == merged
     middle = len(extents) // 2
-    assert join([*join(extents[:middle]), *join(extents[middle:])]) == whole
+    assert join([*join(extents[:middle]), *join(extents[middle:])]) == merged
 
 
 def test_gaps_stay() -> None:

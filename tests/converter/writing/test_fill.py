@@ -105,9 +105,7 @@ def test_an_error_of_the_source_is_not_one_of_out(
         model.convert(tmp_path / "out")
 
 
-def test_what_was_done_before_a_failure_is_kept(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_before_a_failure_is_kept(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal names it, although no second had passed."""
     out = tmp_path / "out"
     monkeypatch.setattr(copying, "num_workers", lambda remote=False: 1)
@@ -126,7 +124,7 @@ def test_what_was_done_before_a_failure_is_kept(
     model.convert(out)
     first = next(again)
     again = itertools.count()
-    model.convert(tmp_path / "whole")
+    model.convert(tmp_path / "full")
     assert first < next(again)
 
 

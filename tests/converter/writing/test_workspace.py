@@ -363,7 +363,7 @@ class TestContinued:
             model.convert(out, tp=1, overwrite=True)
         assert not looks_complete(out)
 
-    def test_what_is_complete_is_not_taken_for_begun(self, model: Model, directory: Path) -> None:
+    def test_a_complete_directory_is_not_taken_for_a_begun_one(self, model: Model, directory: Path) -> None:
         """A run that died when it had only to remove .partial; then comes another model."""
         out = directory / "out"
         with pytest.MonkeyPatch.context() as patch:
@@ -583,7 +583,7 @@ def test_lines_of_a_journal_come_after_the_bytes(
     assert lines > 10
 
 
-def test_what_is_placed_was_synced(model: Model, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placed_files_were_synced(model: Model, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file before the first is moved, every name before the manifest is."""
     synced: set[str] = set()
     moved: list[str] = []
@@ -623,7 +623,7 @@ def test_missing_parts_in_short(ranks: list[int], common: bool, text: str) -> No
     assert writer._listed(owners, 64) == text
 
 
-def test_what_is_another_in_short() -> None:
+def test_differences_of_jobs() -> None:
     assert difference({"a": {"b": 1}}, {"a": {"b": 2}}) == "a.b was 1, is now 2"
     assert difference({"a": 1}, {"a": 1, "c": "x"}) == "c was None, is now x"
     assert difference({"plan": "0" * 64}, {"plan": "1" * 64}) == "plan changed"

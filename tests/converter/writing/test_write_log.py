@@ -45,7 +45,7 @@ def after(count: int) -> dict[int, Written]:
     return found
 
 
-def test_what_is_said_is_read(tmp_path: Path, journal: int) -> None:
+def test_lines_are_read_back(tmp_path: Path, journal: int) -> None:
     assert read_log(tmp_path / "absent") == {}
     for count in range(len(SAID) + 1):
         os.ftruncate(journal, 0)
@@ -78,12 +78,12 @@ def test_every_cut(tmp_path: Path, journal: int) -> None:
     data = path.read_bytes()
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
-        whole = lines_before(data, length)
-        assert read_log(path) == after(whole)
+        num_lines = lines_before(data, length)
+        assert read_log(path) == after(num_lines)
         truncate_incomplete(journal)
-        assert path.read_bytes() == b"".join(data.splitlines(True)[:whole])
+        assert path.read_bytes() == b"".join(data.splitlines(True)[:num_lines])
         append_line(journal, 5, HEADER, [])
-        assert read_log(path) == {**after(whole), 5: {HEADER: ()}}
+        assert read_log(path) == {**after(num_lines), 5: {HEADER: ()}}
 
 
 def test_every_byte_that_is_overwritten(tmp_path: Path, journal: int) -> None:

@@ -98,11 +98,11 @@ LAYOUTS: tuple[Dim, ...] = (
 )
 def test_a_rank_holds_exactly_its_positions(dims: list[Dim], mesh: Mesh, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, math.prod(mesh) - 1))
-    whole = torch.arange(math.prod(map(size, dims))).reshape([size(dim) for dim in dims])
-    expected = whole
+    full = torch.arange(math.prod(map(size, dims))).reshape([size(dim) for dim in dims])
+    expected = full
     for index, dim in enumerate(dims):
         expected = expected.index_select(index, torch.tensor(held(dim, mesh, rank), dtype=torch.int64))
-    found = local_tensor(ParameterPlan(("w",), tuple(dims), "int64"), whole, mesh, rank)
+    found = local_tensor(ParameterPlan(("w",), tuple(dims), "int64"), full, mesh, rank)
     assert torch.equal(found, expected)
     assert found.is_contiguous()
 
@@ -127,19 +127,19 @@ def test_every_tensor_can_be_put_together_again(llama_dir: Path, tmp_path: Path,
     ranks = [load_file(out / manifest.shard_path(rank, tp, 0, 1)) for rank in range(tp)]
     entries = parameter_plans(plan)
     assert source.keys() == entries.keys()
-    for name, whole in source.items():
+    for name, full in source.items():
         if name in common:
-            assert torch.equal(common[name], whole)
+            assert torch.equal(common[name], full)
             assert not any(name in rank for rank in ranks)
             continue
-        merged = torch.full_like(whole, math.nan)
+        merged = torch.full_like(full, math.nan)
         for rank, tensors in enumerate(ranks):
             index = torch.meshgrid(
                 *(torch.tensor(held(dim, plan.mesh, rank), dtype=torch.int64) for dim in entries[name].dims),
                 indexing="ij",
             )
             merged[index] = tensors[name]
-        assert torch.equal(merged, whole), name
+        assert torch.equal(merged, full), name
 
 
 def test_the_manifest_names_every_file_with_its_size_and_checksum(llama_dir: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_plan_of_other_shapes_is_refused(
 
 
 class TestOutput:
-    """OUT appears whole or not at all, and replaces only what shardconv wrote."""
+    """OUT appears complete or not at all, and replaces only what shardconv wrote."""
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
     def test_a_failure_leaves_what_can_be_continued(
@@ -227,7 +227,7 @@ class TestOutput:
         shardconv.convert(llama_dir, tmp_path / "other", 2)
         assert contents(tmp_path / "new" / "out") == contents(tmp_path / "other")
 
-    def test_a_failure_keeps_what_was_to_be_replaced(
+    def test_a_failure_keeps_the_directory_that_was_to_be_replaced(
         self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out = tmp_path / "out"

@@ -25,7 +25,7 @@ MAX_COMPARED = 128
 
 @dataclass(slots=True)
 class LayerParts:
-    """What one layer has: names relative to the layer, in the order of the plan."""
+    """The parts of one layer: names relative to the layer, in the order of the plan."""
 
     tensors: dict[str, ParameterPlan]
     modules: dict[str, tuple[float, ModulePlan]]
