@@ -21,7 +21,7 @@ def gpt2(**changes: Any) -> ModelSpec:
 
 
 def opt_like(**changes: Any) -> ModelSpec:
-    """Layers whose own code draws on whole and on split activations."""
+    """Layers whose own code draws on replicated and on sharded activations."""
     config = transformers.BartConfig(
         encoder_layers=1,
         decoder_layers=1,

@@ -87,7 +87,7 @@ class Loud(nn.Embedding):
 
 
 class PlacedModel(models.OddModel):
-    """Has more places than are traced."""
+    """Has more positions than are traced."""
 
     def __init__(self, config: models.OddConfig) -> None:
         super().__init__(config)
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "uneven heads and words": (lambda: small(transformers.LlamaConfig, vocab_size=251), 3),
     "transposed fused weights": (lambda: small(transformers.GPT2Config), 2),
     "experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
-    "whole experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
+    "full experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
     "an embedding of its own class": (lambda: odd(PlacedModel), 2),
     "an encoder": (encoder, 2),
 }
@@ -184,18 +184,18 @@ class Truth:
     outputs: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        whole = copy.deepcopy(self.model)
+        unsharded = copy.deepcopy(self.model)
         generator = torch.Generator().manual_seed(1)
-        for name, tensor in stored_tensors(whole):
+        for name, tensor in stored_tensors(unsharded):
             if tensor.is_floating_point():
                 random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
                 self.state[name] = random * (0.2 if tensor.dim() > 1 else 1.0)
             else:
                 self.state[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        for name, first in _ties(whole).items():
+        for name, first in _ties(unsharded).items():
             self.state[name] = self.state[first]
-        _fill(whole, self.state)
-        self.outputs = _run(whole, self.inputs)
+        _fill(unsharded, self.state)
+        self.outputs = _run(unsharded, self.inputs)
 
     def difference(self, plan: Plan) -> float:
         """Largest difference of what the plan's ranks return, relative to the largest value.
@@ -293,7 +293,7 @@ TALLY = Tally()
 def test_no_corruption_escapes(case: str) -> None:
     TALLY.cases.add(case)
     make, tp = CASES[case]
-    right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
+    right = solved(make(), tp, "ep" if case == "full experts" else "tp")
     truth = Truth(right.model, other_inputs(right))
     assert right.reason_against(right.plan) == ""
     assert truth.difference(right.plan) < TOLERANCE
@@ -376,7 +376,7 @@ def test_a_parameter_of_another_dtype_is_refused() -> None:
 
 
 def test_rows_that_are_never_looked_up_are_compared() -> None:
-    """On rank 0 the first 50 places are right, and on rank 1 none of them is its own."""
+    """On rank 0 the first 50 positions are right, and on rank 1 none of them is its own."""
     right = solved(odd(PlacedModel), 2)
     layout = Sum((Leaf(100, (0,)), Leaf(20, (0,))))
     entry = module_plans(right.plan)["places"]
@@ -395,7 +395,7 @@ def test_one_rank_of_each_kind_is_traced(tp: int, ranks: list[int]) -> None:
 
 
 def test_the_shard_of_the_logits_is_run_too() -> None:
-    """With whole logits nobody sees that another gather is taken for theirs."""
+    """With gathered logits it does not show that another gather is taken for theirs."""
     right = solved(encoder(), 2)
     assert right.plan.logits == LogitsInfo("cls.predictions.decoder", "output")
     wrong = replace(right.plan, logits=LogitsInfo("cls.predictions.transform.dense", "output"))

@@ -71,7 +71,7 @@ CASES = {
     "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101}, "tp"),
     "qwen2": ({**small_config().to_diff_dict(), "num_hidden_layers": 2}, "tp"),
     "mixtral": ({"num_local_experts": 4}, "tp"),
-    "mixtral, whole experts": ({"num_local_experts": 4}, "ep"),
+    "mixtral, full experts": ({"num_local_experts": 4}, "ep"),
 }
 
 
@@ -129,7 +129,7 @@ def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> No
             shardconv.verify(tmp_path / "out", numerics=True)
 
 
-def test_a_plain_model_in_the_place_of_a_block_scaled_one(tmp_path: Path) -> None:
+def test_a_plain_model_instead_of_a_block_scaled_one(tmp_path: Path) -> None:
     save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2)
     with pytest.raises(DamagedError) as caught:
@@ -189,12 +189,12 @@ def test_a_second_precision_gets_weights_of_its_own(converted: Path) -> None:
     weights = numerics._StoredWeights(opened, opened.weights())
     for dtype in (torch.float64, torch.float32):
         shapes = {name: torch.empty(t.shape, dtype=dtype) for name, t in opened.weights().items()}
-        whole = weights.unsharded(shapes)
-        assert {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in shapes.items()}
+        found = weights.unsharded(shapes)
+        assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in shapes.items()}
         for rank in range(4):
             local = weights.local(rank)
-            assert local.keys() == whole.keys()
-            assert {t.dtype for t in (*whole.values(), *local.values())} == {dtype}
+            assert local.keys() == found.keys()
+            assert {t.dtype for t in (*found.values(), *local.values())} == {dtype}
 
 
 def test_weights_that_are_no_numbers(out: Path) -> None:

@@ -134,7 +134,7 @@ WRONG_NUMBERS = {
     ),
     "no reduction": lambda p: change_module(p, ".back", lambda e: without(e, "all_reduce")),
     "no reduction of the embedding": lambda p: change_module(p, "lookup", lambda e: without(e, "all_reduce")),
-    "foreign rows kept": lambda p: change_module(p, "speak", lambda e: _other_layout(e)),
+    "out-of-shard rows kept": lambda p: change_module(p, "speak", lambda e: _other_layout(e)),
 }
 
 
@@ -159,7 +159,7 @@ WRONG_SHAPES = {
     "no edit of the sizes": (".mixer", "cuts.1", ()),
     "another number of heads": (".mixer", "few", (4,)),
     "no edit of a slice": (".chewer", "half", ()),
-    "a slice in another place": (".chewer", "half", (40,)),
+    "a slice at another position": (".chewer", "half", (40,)),
 }
 
 

@@ -88,13 +88,13 @@ class TestFiles:
 
     def test_every_one_of_200_flips_is_found(self, out: Path) -> None:
         """Of random bits of random bytes, in all files."""
-        dice = random.Random(0)
+        rng = random.Random(0)
         files = sorted(file for file in out.rglob("*") if file.is_file())
         weights = [file.stat().st_size for file in files]
-        chosen = [*(file for file in files for _ in range(10)), *dice.choices(files, weights, k=200)][:200]
+        chosen = [*(file for file in files for _ in range(10)), *rng.choices(files, weights, k=200)][:200]
         for file in chosen:
             whole = file.read_bytes()
-            position, mask = dice.randrange(len(whole)), dice.randrange(1, 256)
+            position, mask = rng.randrange(len(whole)), rng.randrange(1, 256)
             flip(file, position, mask)
             with pytest.raises(CheckpointError):
                 shardconv.verify(out)
@@ -390,7 +390,7 @@ class TestAgainst:
         assert sum(line.endswith(", and in 2 of 2 files") for line in problems) == 16
 
     @pytest.mark.parametrize(
-        ("name", "rank", "local", "whole"),
+        ("name", "rank", "local", "position"),
         [
             ("model.layers.1.mlp.down_proj.weight", 1, (3, 5), [3, 29]),
             ("model.layers.0.self_attn.o_proj.weight", 0, (31, 15), [31, 15]),
@@ -398,14 +398,14 @@ class TestAgainst:
             ("model.layers.0.input_layernorm.weight", None, (0,), [0]),
         ],
     )
-    def test_the_place_is_said(
+    def test_the_position_is_named(
         self,
         out: Path,
         llama_dir: Path,
         name: str,
         rank: int | None,
         local: tuple[int, ...],
-        whole: list[int],
+        position: list[int],
     ) -> None:
         path = shard(rank)
         byte = set_element(out, path, name, local)
@@ -413,7 +413,7 @@ class TestAgainst:
         (problem,) = damage(out, against=llama_dir).problems
         files = "" if rank is None else ", and in 1 of 2 files"
         assert problem == (
-            f"{name}: differs from {llama_dir} first at {whole}, in {path} at {list(local)} "
+            f"{name}: differs from {llama_dir} first at {position}, in {path} at {list(local)} "
             f"(byte {byte} of the file){files}"
         )
 
@@ -434,12 +434,12 @@ class TestAgainst:
 
     def test_every_changed_bit_is_found(self, out: Path, llama_dir: Path) -> None:
         """That of a zero's sign, too."""
-        dice = random.Random(1)
+        rng = random.Random(1)
         path = shard(1)
         whole = (out / path).read_bytes()
         begin = 8 + int.from_bytes(whole[:8], "little")
-        for position in [begin, len(whole) - 1, *(dice.randrange(begin, len(whole)) for _ in range(20))]:
-            flip(out / path, position, 1 << dice.randrange(8))
+        for position in [begin, len(whole) - 1, *(rng.randrange(begin, len(whole)) for _ in range(20))]:
+            flip(out / path, position, 1 << rng.randrange(8))
             describe_again(out, path)
             (problem,) = damage(out, against=llama_dir).problems
             assert abs(int(problem.partition("(byte ")[2].partition(" ")[0]) - position) < 4

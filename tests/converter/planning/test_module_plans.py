@@ -115,7 +115,7 @@ def test_a_square_is_reduced_before_it_is_taken() -> None:
     assert [to_text(d) for d in entry.dims] == ["64@0", "256"]
 
 
-def test_unused_parameters_stay_whole() -> None:
+def test_unused_parameters_stay_replicated() -> None:
     entry = parameter_plans(models.plan_of(models.ParallelModel, 2))["stack.0.between.weight"]
     assert entry.reason == "the traced forward pass does not use it"
 
