@@ -1,1 +1,1 @@
-"""Which dims of a tape are the same, what may be sharded and what must be replicated."""
+"""Which dims of a tape are the same, which may be sharded and which must be replicated."""

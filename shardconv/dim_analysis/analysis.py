@@ -72,12 +72,12 @@ class NormUse:
     site: NormSite
     groups: Node
     normalized: Node
-    """What is normalized together: sharding it costs a statistic."""
+    """The positions that share one statistic: sharding them costs a reduction of it."""
 
 
 @dataclass(slots=True)
 class Analysis:
-    """What the rules found; ``Builder`` fills it."""
+    """The results of the rules; ``Builder`` fills it."""
 
     tape: Tape
     dims: dict[int, tuple[Node, ...]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Analysis:
     experts: list[tuple[ExpertSite, Node]] = field(default_factory=list)
     """Modules of experts that are one operator, with the dim that counts the experts."""
     frozen: list[Node] = field(default_factory=list)
-    """Dims of the model's inputs (batch, sequence): never sharded, nor is anything linked to them."""
+    """Dims of the model's inputs (batch, sequence). They, and dims linked to them, are never sharded."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of tensors at one slot of a module, in its first call and in another: it has one set of
     boundary steps for all of its calls."""

@@ -113,7 +113,7 @@ def _apply(builder: Builder, op: Op) -> None:
         return
     try:
         _apply_rule(rule, builder, op)
-    except (Conflict, NotCovered):  # What the rule has said so far only constrains.
+    except (Conflict, NotCovered):  # statements of the rule so far only constrain
         _block_all(builder, op, f"{op.name} as it is called")
         return
     if op.inputs and builder.parametric.issuperset(op.inputs):
@@ -125,8 +125,8 @@ def _apply(builder: Builder, op: Op) -> None:
 def _apply_rule(rule: Rule, builder: Builder, op: Op) -> None:
     """Call a rule.
 
-    An error that it raises is a bug in it, or a call that its author did not think of. To replicate what the
-    call touches is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find the bug.
+    An error that it raises is a bug in it, or a call that its author did not think of. Replicating all
+    tensors of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
 
     Raises:
         Conflict: dims of this call do not fit together.

@@ -3,8 +3,8 @@
 A module of experts computes ``M(x, ids, weights) = sum over k of weights[:, k] * expert[ids[:, k]](x)``
 from parameters whose leading dim counts the experts. How it does so (a loop, a batched product, a
 grouped one) blocks that dim for the rules. A call that is found here is a candidate by its inputs and
-parameters alone; ``shardconv.matching.expert_sums`` shows by numbers that it is the sum of what its parts
-compute, before the tape is changed.
+parameters alone; ``shardconv.matching.expert_sums`` shows by numbers that it is the sum of its parts,
+before the tape is changed.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def isolated_sites(tape: Tape) -> list[ExpertSite]:
 
 
 def leave_out(model: nn.Module, tape: Tape) -> set[str]:
-    """Let the modules of isolated sites return what they should, without computing; their FQNs.
+    """Let the modules of isolated sites return empty tensors of the right shapes, on meta; their FQNs.
 
     For tracing a rank's model: their computation was proven, and may depend on data.
     """

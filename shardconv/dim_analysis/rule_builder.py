@@ -1,4 +1,4 @@
-"""The interface of the rules: how they read a call, and how they say what it means for its dims."""
+"""The interface of the rules: how they read a call, and how they relate the dims of its tensors."""
 
 from __future__ import annotations
 

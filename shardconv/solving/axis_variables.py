@@ -69,7 +69,7 @@ class OneOf:
 
 
 Key = Node | Partial | OneOf
-"""What a variable decides about."""
+"""The subject of a variable."""
 
 
 class AxisVariables:

@@ -84,7 +84,7 @@ def solve_gradients(analysis: Analysis, assignment: Assignment, folded: Folded) 
 
 
 def placement(analysis: Analysis, assignment: Assignment, tid: int, axis: int) -> str:
-    """What a tensor is on a mesh axis."""
+    """The state of a tensor on a mesh axis: one of the four above."""
     if axis in assignment.partial_axes(analysis.partial[tid]):
         return PARTIAL
     kinds = {_dim_placement(dim, assignment, axis) for dim in analysis.dims[tid]}

@@ -23,10 +23,10 @@ from .elimination import Table
 TOKENS_PER_WIDTH = 1 / 8
 """Tokens of a step for each unit of the model's width: 1024 at a width of 8192."""
 SPARE = 3 / 16
-"""What an element of a sharded matrix saves beyond the cost of gathering its output."""
+"""Savings of an element of a sharded matrix beyond the cost of gathering its output."""
 UNEVEN = 0.1
-"""How much of what the largest rank holds beyond an even share counts: attention by heads is worth uneven
-heads, where its matrices could be sharded more evenly and gathered."""
+"""Weight of the elements that the largest rank holds beyond an even share. Uneven heads are better than
+evenly sharded matrices that are gathered before attention."""
 LATENCY = 0.4 * SPARE
 """Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
 SEQUENCE = 0.5
@@ -199,7 +199,7 @@ class AxisProblem(AxisVariables):
             self._mark_dim(x, y, gather)
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
-        """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing costs next to nothing."""
+        """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing is almost free."""
         pairs = corresponding_leaves(before, after)
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
@@ -241,7 +241,7 @@ class AxisProblem(AxisVariables):
             self._charge(v, weight * self.latency)
 
     def _lookup(self, lookup: TableLookup) -> None:
-        """Rows before columns: what is summed can be reduce-scattered, and a tied head needs rows."""
+        """Rows before columns: a sum can be reduce-scattered, and a tied head needs rows."""
         analysis = self.given.analysis
         volume = math.prod(analysis.tape.tensors[lookup.output].shape) * self.moved
         for v in self.leaves(analysis.dims[lookup.table][0]):

@@ -1,1 +1,1 @@
-"""What to call a model with, one forward pass on meta tensors as a tape, and the layers that repeat."""
+"""Inputs for a model, one forward pass on meta tensors as a tape, and the layers that repeat."""

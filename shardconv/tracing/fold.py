@@ -179,7 +179,7 @@ def _kept(segments: list[Segment]) -> list[int]:
 
 
 def _shortened(tape: Tape, segments: list[Segment], kept: list[int]) -> Tape:
-    """The tape without the dropped layers; what read their results reads the kept layer's before them."""
+    """The tape without the dropped layers; those of the kept layer before replace their results."""
     rename: dict[int, int] = {}
     dropped: set[int] = set()
     for index, following in zip(kept, [*kept[1:], len(segments)], strict=True):

@@ -85,8 +85,8 @@ _CONVERSIONS = frozenset(
 
 
 def _is_mapped(value: Any) -> bool:
-    """Whether a tensor stands for one of many inside of ``torch.vmap``; what it does reaches the recorder as
-    operators on the many. torch has no public name for this question."""
+    """Whether a tensor is a slice inside of ``torch.vmap``: its operators reach the recorder as operators on
+    the full tensor. torch does not offer this question in public."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 

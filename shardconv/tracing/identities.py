@@ -55,7 +55,7 @@ class Identities:
         self._twins: dict[TensorKey, Tensor] = {}
         self._on_storage: dict[StorageKey, list[Tensor]] = {}
         self._writes: dict[StorageKey, list[tuple[int, Tensor]]] = {}
-        """What was written to the memory, in order: the new values and the tensors that have them."""
+        """Writes to the memory, in order: the new values and the tensors that have them."""
         self._stale: Journal[TensorKey, int] = Journal()
         """Tensors whose memory was written through others, with the first such write that they miss."""
 

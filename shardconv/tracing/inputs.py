@@ -225,7 +225,7 @@ class _InputMaker:
         """Trace the forward pass.
 
         Raises:
-            SolveError: it fails, or does not read what a form gives.
+            SolveError: it fails, or does not read a form's tensor.
         """
         tape = trace(self.model, inputs.tensors, self.keep, inputs.options)
         for form in forms:

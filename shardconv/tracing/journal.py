@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Journal(dict[K, T]):
-    """Keeps what each change replaced, in ``log``; values are never None."""
+    """Keeps the values that changes replaced, in ``log``; a value is never None."""
 
     def __init__(self) -> None:
         super().__init__()

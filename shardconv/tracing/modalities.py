@@ -70,7 +70,7 @@ class FormMaker:
         return kinds + (["states"] if self._takes_states() else [])
 
     def forms(self, kind: str) -> Iterator[Form]:
-        """The forms of one kind, likelier ones first."""
+        """The forms of one kind, likelier ones first; images are ``[B, C, H, W]`` or lists of patches."""
         makers = {"image": self._images, "audio": self._sounds, "states": self._states}
         return (Form(kind, tensors) for tensors in makers[kind]())
 

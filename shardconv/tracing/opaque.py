@@ -1,4 +1,4 @@
-"""Runs a module that cannot be traced, on numbers, to learn what it returns.
+"""Runs a module that cannot be traced on numbers, to learn the shapes and dtypes of its results.
 
 Its code may use numpy, control flow that depends on data, or an operator without a meta function. A copy of
 the module gets random parameters and is run on the CPU, with the true inputs where they are known and
@@ -40,7 +40,7 @@ class Opaque:
 
     Attributes:
         recorder: taken back to where the module was entered.
-        copied: makes a deep copy of a module, without what the tracer attached to it.
+        copied: makes a deep copy of a module, without hooks of the tracer.
         read: tensors from outside of the module that its code was seen to read.
     """
 
@@ -49,7 +49,7 @@ class Opaque:
     read: tuple[int, ...]
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on numbers, put it on the tape, and return what it returns, on meta.
+        """Run the module on numbers, put it on the tape, and return its results, on meta.
 
         Raises:
             TooLarge: it has too many parameters to be run.

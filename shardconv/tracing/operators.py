@@ -1,4 +1,4 @@
-"""What the recorder asks of ATen operators, and their results on meta tensors."""
+"""Properties of ATen operators, and their results on meta tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MetaResults:
 
 
 def _geometry(value: Any) -> Any:
-    """An operator's arguments as a hashable value, tensors by what decides the result's shape."""
+    """An operator's arguments as a hashable value, tensors by shape, strides and dtype."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):

@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape.comparisons.append((left, right))
 
     def ask(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor, or a guess; ranks must hold all of it."""
+        """The values of a tensor, on the CPU and of its shape, or a guess; ranks must hold all of it."""
         tid = self.identities.tid(tensor)
         self.emit(Op("question", (Ref(tid),), {}, (tid,), (), self.call(), None, _calling_module()))
         value = self.values.value(tid)
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._answered(lambda: self.values.guess(tid))
 
     def note_guess(self, what: str) -> None:
-        """Tell the user what was guessed here."""
+        """Tell the user that something was guessed here."""
         self.tape.guesses.append(f"{starred(self.current_fqn()) or 'the model'}: {what}")
 
     def _answered(self, guess: Callable[[], T]) -> T:

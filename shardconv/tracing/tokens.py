@@ -48,7 +48,7 @@ class TokenMaker:
         return getattr(self.model, "config", None)
 
     def tensors(self, placeholders: Sequence[tuple[str, int]], length: int) -> dict[str, Tensor]:
-        """Ids and what belongs to them.
+        """Ids, and the masks, types and boxes that the model takes beside them.
 
         Args:
             placeholders: (kind of input, number of its placeholders in each row).

@@ -39,7 +39,7 @@ def trace(
     Args:
         model: parameters on meta; buffers on meta or real. Its int attributes are wrapped while it
             runs and restored afterwards.
-        inputs: real CPU tensors by keyword; their values answer data-dependent questions.
+        inputs: real CPU tensors by keyword, of global shapes; their values answer data-dependent questions.
         keep: operators that are recorded as one even if they are composite.
         options: further arguments, not tensors.
         like: the tape of the model of which this is one rank's: questions get the same answers, and
@@ -71,7 +71,7 @@ def trace(
 
 
 class _Tracer:
-    """What is attached to the modules of one model, and taken off again by ``undo``.
+    """Attaches hooks to the modules of one model, and takes them off again in ``undo``.
 
     The forward pass may store tensors on modules, such as caches of positions: that is undone too.
     """
@@ -113,7 +113,7 @@ class _Tracer:
             attributes.update(before)
 
     def copied(self, module: nn.Module) -> nn.Module:
-        """A deep copy without what is attached."""
+        """A deep copy of a module, without hooks of the tracer."""
         named = module.named_modules(remove_duplicate=False)
         forwards = {path: self.hooks[m].own_forward for path, m in named if m in self.hooks}
         return pristine_copy(module, self.kept, forwards)
@@ -128,7 +128,7 @@ class _Tracer:
             self.failure = error, fqn
 
     def rewind(self, point: Point) -> tuple[int, ...]:
-        """Take back what a module did; the tensors from before that it read."""
+        """Take back the operators of a module; returns the earlier tensors that they read."""
         tape = self.recorder.tape
         num_tensors, num_events, num_calls, *_ = point.lengths
         gone = tape.events[num_events:]
@@ -172,7 +172,7 @@ def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
 
 
 class _ModuleHook:
-    """What runs around the forward of one module."""
+    """The hooks around the forward of one module."""
 
     def __init__(self, tracer: _Tracer, module: nn.Module, fqn: str) -> None:
         self.tracer = tracer
@@ -203,7 +203,7 @@ class _ModuleHook:
         self.is_entered = True
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook: the outputs get marks; the caller's tensors are again what they were for it."""
+        """Forward hook: the outputs get marks; the caller's tensors get their earlier identities back."""
         if not self.tracer.is_paused:
             with torch._C.DisableTorchFunction():
                 self._leave(output)
@@ -264,7 +264,7 @@ class _ModuleHook:
 
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """What a forward pass may change: attributes, tensors, and hooks that it registers the first time."""
+    """The state that a forward pass may change: attributes, tensors, hooks that the first one registers."""
     return (
         module.__dict__,
         module._buffers,

@@ -1,11 +1,11 @@
-"""What the tensors of a tape hold: true values where no parameter decides them, else consistent guesses.
+"""Values of the tensors of a tape: true ones where no parameter decides them, else consistent guesses.
 
 Parameters have no values while a model is traced, and need none to decide shapes; but some code asks
-(``.item()``, ``nonzero``, ``.tolist()``). Inputs and buffers have true values: what depends on them alone
-is computed by evaluating the tape backwards from the question.
+(``.item()``, ``nonzero``, ``.tolist()``). Inputs and buffers have true values: tensors that depend on them
+alone are computed by evaluating the tape backwards from the question.
 
-Elsewhere the answer is a guess, by evaluating the tape from **stand-ins**: what was multiplied with
-weights counts as a ramp that is rotated from row to row. So all questions about one tensor agree with
+Elsewhere the answer is a guess, by evaluating the tape from **stand-ins**: a product with weights
+counts as a ramp that is rotated from row to row. So all questions about one tensor agree with
 each other (the sizes of all groups add up, a mask has as many positions as the ids that it gives), and
 a choice of the largest scores is spread over all columns: no expert is left out of the tape.
 """
@@ -74,7 +74,7 @@ class Values:
         self._unknown: set[int] = set()
         self._weights: set[int] = set()
 
-    # What the recorder tells -----------------------------------------------------------------
+    # Told by the recorder -------------------------------------------------------------------
 
     def is_unknown(self, tid: int) -> bool:
         """Whether the value depends on parameters."""
@@ -117,7 +117,7 @@ class Values:
     # Questions -------------------------------------------------------------------------------
 
     def value(self, tid: int) -> Tensor | None:
-        """The true value of a tensor; None if it depends on parameters."""
+        """The true value of a tensor, global, on the CPU; None if it depends on parameters."""
         try:
             self._evaluate(tid, guessing=False)
         except Unknown:
@@ -125,7 +125,7 @@ class Values:
         return self.known[tid]
 
     def guess(self, tid: int) -> Tensor:
-        """The true value, or else what the tensor would hold if the stand-ins were true."""
+        """The true value, or else the value that follows from the stand-ins; on the CPU, of global shape."""
         value = self.value(tid)
         if value is None:
             self._evaluate(tid, guessing=True)
@@ -133,7 +133,7 @@ class Values:
         return value
 
     def results(self, op: Op, asked: Collection[int]) -> Any:
-        """What an operator returns.
+        """The results of an operator.
 
         Args:
             op: the operator; it has no outputs yet.
@@ -221,9 +221,9 @@ class Values:
 
 
 def stand_in(info: TensorInfo) -> Tensor:
-    """A plausible value: a ramp from -1 to 1 along the last dim, rotated from row to row.
+    """A plausible value of the given shape and dtype: a ramp from -1 to 1 along the last dim, rotated by row.
 
-    Vectors are ones, bools are true, ints and what is large are 0.
+    Vectors are ones, bools are true, ints and large tensors are 0.
     """
     if not (info.dtype.is_floating_point or info.dtype.is_complex):
         return _repeated(int(info.dtype == torch.bool), info)
@@ -251,7 +251,7 @@ def _base(op: Op) -> str:
 
 
 def _call(op: Op, load: Callable[[int], Tensor]) -> Any:
-    """Run an operator on CPU tensors; what it writes to is a copy, what it draws is always the same."""
+    """Run an operator on CPU tensors; it writes to copies, and always draws the same random numbers."""
     func = op.overload
     is_mutable = func._schema.is_mutable
 

@@ -1,4 +1,4 @@
-"""What each operator does to dims: one table, one module per family.
+"""The rule of each operator for dims: one table, one module per family.
 
 A rule is ``rule(builder, op, arguments)``. It reads the dims of the inputs and gives every output its dims
 and its partial state; all shapes are global. It raises ``NotCovered`` for a call that it does not cover. Such
