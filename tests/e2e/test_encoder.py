@@ -59,7 +59,11 @@ def embed_on_rank(path: Path) -> dict[torch.dtype, Tensor]:
     return {dtype: embed(shardconv_runtime.load(path, dtype=dtype), path) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
+ONCE = [3, *(pytest.param(tp, marks=pytest.mark.slow) for tp in (2, 4))]
+"""Numbers of ranks of which one shows what the others do."""
+
+
+@pytest.mark.parametrize("tp", ONCE)
 def test_sentence_embeddings_of_a_published_encoder(
     minilm: Path, sentence_embeddings: dict[torch.dtype, Tensor], tmp_path: Path, tp: int
 ) -> None:
@@ -87,7 +91,7 @@ def mask_logits_on_rank(path: Path) -> Tensor:
     return mask_logits(shardconv_runtime.load(path))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_masked_language_head(tmp_path: Path, tp: int) -> None:
     """Every parameter is random: the published one's are not all different from zero and one."""
     path = save_encoder(tmp_path / "bert")

@@ -83,8 +83,14 @@ def seen(browser: Browser, name: str) -> None:
         browser.screenshot(Path(directory) / f"{name}.png")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        *((name, "light") for name in PLANS),
+        ("decoder", "dark"),
+        *(pytest.param(name, "dark", marks=pytest.mark.slow) for name in PLANS if name != "decoder"),
+    ],
+)
 def test_pages_fit_and_ask_for_nothing(name: str, scheme: str, browser: Browser, tmp_path: Path) -> None:
     plan = PLANS[name]()
     page = written(tmp_path / "page.html", plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import models
@@ -60,6 +61,7 @@ def small(model_type: str) -> ModelSpec:
     return ModelSpec(model_type, config, cls, "float32")
 
 
+@cache
 def plan_of(model_type: str, tp: int, implementation: str) -> Plan:
     """The plan of a tiny model that runs its experts in this way, proven on numbers."""
     spec = small(model_type)
