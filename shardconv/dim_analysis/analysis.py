@@ -81,7 +81,9 @@ class Analysis:
 
     tape: Tape
     dims: dict[int, tuple[Node, ...]] = field(default_factory=dict)
+    """Tensor -> the trees of its dims; their sizes are its global shape."""
     partial: dict[int, Partial] = field(default_factory=dict)
+    """Tensor -> its partial state; ``find_partial`` gives the one that it shares."""
     contractions: list[Contraction] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     norms: list[NormUse] = field(default_factory=list)

@@ -14,9 +14,12 @@ Named dimensions with union-find follow TOAST (arXiv 2508.15010); the sums are t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 LEAF, PRODUCT, SUM = range(3)
+
+Join = Callable[["Node", "Node"], None]
+"""``unify`` or ``link``."""
 
 
 class Node:
@@ -341,7 +344,7 @@ def _mirror(node: Node, made: dict[Node, Node]) -> Node:
     return copy
 
 
-def _pair_up(a: Node, b: Node, join: object) -> None:
+def _pair_up(a: Node, b: Node, join: Join) -> None:
     """Refine two trees until their parts correspond, and ``join`` the parts."""
     if a.kind == SUM and b.kind == SUM:
         _pair_segments(a, b, join)
@@ -349,10 +352,10 @@ def _pair_up(a: Node, b: Node, join: object) -> None:
         _pair_factors(a, b, join)
 
 
-def _pair_segments(a: Node, b: Node, join: object) -> None:
+def _pair_segments(a: Node, b: Node, join: Join) -> None:
     sizes = _common_sizes([s.size for s in segments(a)], [s.size for s in segments(b)])
     for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
-        join(x, y)  # type: ignore[operator]
+        join(x, y)
 
 
 def _common_sizes(a: list[int], b: list[int]) -> list[int]:
@@ -360,7 +363,7 @@ def _common_sizes(a: list[int], b: list[int]) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _pair_factors(a: Node, b: Node, join: object) -> None:
+def _pair_factors(a: Node, b: Node, join: Join) -> None:
     left, right = factors(a), factors(b)
     while left and right:
         x, y = find(left.pop()), find(right.pop())
@@ -368,12 +371,12 @@ def _pair_factors(a: Node, b: Node, join: object) -> None:
             if SUM in (x.kind, y.kind) and PRODUCT in (x.kind, y.kind):
                 _pair_factors(x, y, join)
             else:
-                join(x, y)  # type: ignore[operator]
+                join(x, y)
         elif x.size > y.size:
             outer, inner = split(x, y.size)
             left += factors(outer)
-            join(inner, y)  # type: ignore[operator]
+            join(inner, y)
         else:
             outer, inner = split(y, x.size)
             right += factors(outer)
-            join(x, inner)  # type: ignore[operator]
+            join(x, inner)

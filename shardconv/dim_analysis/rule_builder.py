@@ -27,6 +27,7 @@ class Builder:
         self.tape = tape
         self.result = Analysis(tape)
         self.mark_of: dict[int, Mark] = {}
+        """Tensor -> the mark that made it."""
         self.lookup_calls = pure_lookups(tape)
         self.passive_calls = passive_calls(tape)
         self.input_sizes = {n for tid in tape.inputs for n in tape.tensors[tid].shape if n > 1}

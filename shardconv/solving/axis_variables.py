@@ -49,6 +49,7 @@ class SolverInput:
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
         self.calls = Counter(call.fqn for call in analysis.tape.calls)
+        """How often each module is called."""
         self.signatures = self._signatures()
 
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
@@ -87,9 +88,13 @@ class AxisVariables:
         self.taken = taken
         self.variables: dict[Key, int] = {}
         self.keys: list[Key] = []
+        """By variable: its subject."""
         self.alias: list[int] = []
+        """By variable: one of a lower number, or itself, that it equals."""
         self.zero: set[int] = set()
+        """Variables that must be 0."""
         self.costs: list[tuple[tuple[int, ...], Table]] = []
+        """Variables, and the cost of each of their assignments."""
 
     def _new(self, key: Key) -> int:
         self.keys.append(key)

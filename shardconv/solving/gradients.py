@@ -112,9 +112,13 @@ class _AxisGradients:
         self.folded = folded
         self.needed = differentiable(analysis)
         self.kinds = {t: placement(analysis, assignment, t, axis) for t in analysis.dims}
+        """Tensor -> its state in the forward pass."""
         self.alias: dict[int, int] = {}
+        """Tensor -> one of a lower number that has the same gradient state."""
         self.fixed: list[tuple[int, int]] = []
+        """Tensors whose gradients are partial (1) or replicated (0)."""
         self.costs: list[tuple[tuple[int, ...], Sequence[object]]] = []
+        """One or two tensors, and the cost of each assignment of their gradient states."""
         hidden = width(self.tape)
         self.latency = LATENCY * hidden**2
         self.moved = TOKENS_PER_WIDTH * hidden / num_tokens(self.tape)
