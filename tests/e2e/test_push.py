@@ -20,7 +20,7 @@ from converted import llama_plan, random_llama, write_directory
 from hub_endpoints import Token
 from hub_server import HubServer
 from huggingface_hub import HfApi
-from interrupted import ROOT
+from places import ROOT
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
