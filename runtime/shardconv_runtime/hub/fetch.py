@@ -21,13 +21,13 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..hub.tp_folders import nothing_for, only
 from ..hub_options import Hub
 from . import time_limits
 from .access import require_repo_id
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
 from .remote_files import remote_files
 from .time_limits import NoAnswerError, bounded
+from .tp_folders import nothing_for, only
 
 TRIES = 5
 """Requests for one file; the client itself repeats each of them several times."""

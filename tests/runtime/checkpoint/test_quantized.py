@@ -98,7 +98,7 @@ def test_few_blocks_for_many_ranks(kind: str, tmp_path: Path, request: pytest.Fi
 def test_a_plan_that_tears_blocks_is_refused() -> None:
     plan = hand_plan(small_config(), 4)
     blocks = {name: ((3,) * len(e.dims), "float32") for name, e in parameter_plans(plan).items()}
-    with pytest.raises(PlanError, match=r"split inside of blocks of 3.*another tp than 4, or pass --dtype"):
+    with pytest.raises(PlanError, match=r"sharded inside of blocks of 3.*another tp than 4, or pass --dtype"):
         with_blocks(plan, blocks)
 
 

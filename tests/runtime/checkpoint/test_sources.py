@@ -182,7 +182,7 @@ def corrupt(path: Path) -> None:
     file.write_bytes(content[:8] + b"x" * 50 + content[58:])
 
 
-BROKEN = r"model\.safetensors: not a whole safetensors file: .*; download or copy it again"
+BROKEN = r"model\.safetensors: not an intact safetensors file: .*; download or copy it again"
 
 BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
     "none": (
