@@ -207,7 +207,7 @@ def test_a_config_that_the_manifest_does_not_name_is_not_read(directory: Directo
     found = directory.document("manifest.json")
     found["files"] = [entry for entry in found["files"] if entry["path"] != "config.json"]
     directory.put_manifest(found)
-    with pytest.raises(CheckpointError, match=r"names no config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing from manifest\.json"):
         load(directory)
 
 

@@ -1,6 +1,6 @@
-"""What happens to tensors on their way into a module and out of it.
+"""The steps of a plan on the inputs and outputs of modules.
 
-A module that the runtime does not know keeps its class and its code; the plan's steps run in
+A module that the runtime does not replace keeps its class and its code; the plan's steps run in
 forward hooks of that one instance, so that other instances are untouched and a deep copy takes
 the steps along. Dynamo traces hooks like any code.
 """
@@ -36,15 +36,16 @@ from ..format.plan import (
 )
 from ..format.slices import ranges
 
-Step = Callable[[Tensor], Tensor]
+TensorStep = Callable[[Tensor], Tensor]
+"""A step on a local tensor; the classes of ``comm`` say the shapes and the backward of each."""
 
 _Path = tuple[str, ...]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-"""How the names of those attributes of a module begin that say what its forward hooks are."""
+"""Prefixes of the attributes of a module that hold its forward hooks."""
 
 GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
-"""Steps that do nothing but to a gradient."""
+"""Steps that change the gradient alone."""
 
 _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
     AllGatherStep: Gather,
@@ -53,16 +54,16 @@ _RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
 }
 
 
-def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step:
-    """The operation of a boundary that needs nothing but the tensor.
+def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
+    """The operation of a step that needs only the tensor.
 
     Args:
-        boundary: what the plan says.
+        boundary: the step of the plan.
         comm: the ranks.
-        training: it has a backward.
+        training: give it a backward.
 
     Raises:
-        PlanError: it is none of these operations.
+        PlanError: the step needs more than the tensor.
     """
     match boundary:
         case AllReduceStep():
@@ -78,7 +79,7 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Step
         case ReduceScatterStep():
             return _resharding(boundary, comm, () if training else None, ())
         case _:
-            raise PlanError(f"{boundary.slot}: the step {boundary.op!r} has no meaning here")
+            raise PlanError(f"{boundary.slot}: the step {boundary.op!r} is not allowed here")
 
 
 def _resharding(
@@ -86,7 +87,7 @@ def _resharding(
     comm: Communicator,
     grad_axes: tuple[int, ...] | None,
     local_grad_axes: tuple[int, ...],
-) -> Step:
+) -> TensorStep:
     kind = _RESHARDING[type(boundary)]
     parts = open_parts(boundary.layout)
     if parts is not None:
@@ -106,13 +107,13 @@ class RowIds:
     Args:
         comm: this rank.
         layout: of the rows.
-        past_end: out_of_shard ids become ``num_rows``, one past the last local row, instead of 0.
+        past_end: out-of-shard ids become ``num_rows``, one past the last local row, instead of 0.
 
     Attributes:
         num_rows: local number of rows.
 
     Raises:
-        PlanError: the rank's rows do not follow one another, and there are too many.
+        PlanError: the rank's rows are not one range, and the table is too large for a lookup.
     """
 
     def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
@@ -125,7 +126,7 @@ class RowIds:
         self._table = _row_table(size(layout), held) if len(held) > 1 else None
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local ids, and the mask of those rows that are other ranks'; both of ``ids``' shape."""
+        """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape."""
         if self._table is not None:
             local = self._table_on(ids.device)[ids]
             out_of_shard = local < 0
@@ -148,11 +149,11 @@ class RowIds:
 
 
 def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
-    """Zero the rows that other ranks hold.
+    """``x`` with zeros where ids were out-of-shard; its gradient is zero there, too.
 
     Args:
-        x: ``[*out_of_shard.shape, ...]``.
-        out_of_shard: bool mask.
+        x: local ``[*out_of_shard.shape, ...]``.
+        out_of_shard: bool mask, from ``RowIds``.
     """
     return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
 
@@ -167,13 +168,14 @@ def attach(
     """Run the plan's steps around ``module``.
 
     Args:
-        module: gets forward hooks, which run before any others that it has or will have appended.
+        module: gets forward hooks, which run before all others that are not prepended later.
         entry: its ``inputs`` and ``outputs`` are used.
-        signature: of the forward method that the slots speak of, without ``self``.
-        training: the steps have backwards.
+        comm: the ranks.
+        signature: of the forward method to which the slots refer, without ``self``.
+        training: give the steps backwards.
 
     Raises:
-        PlanError: a slot is none of the forward method, or a step is malformed.
+        PlanError: the forward method lacks a slot, or a step is malformed.
     """
     mask = _Mask()
     inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
@@ -186,11 +188,11 @@ def attach(
 
 
 def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-    """Give a forward hook of ``module`` a number that it has in all layers alike; ``handle`` follows.
+    """Give a forward hook of ``module`` a number that is the same in all layers; ``handle`` follows.
 
-    Torch numbers the hooks of all modules on and on, and notes by number how each is called. Dynamo guards on
-    these notes: with torch's numbers, what was compiled for one layer would be of no use to the next one.
-    There is no public way to choose them; this function alone knows of the tables.
+    Torch numbers the hooks of all modules in one sequence, and notes by number how each is called. Dynamo
+    guards on these notes: with torch's numbers, no layer could reuse code compiled for another one.
+    Torch has no public way to choose them; this function alone knows of the tables.
     """
     tables = [table for name, table in vars(module).items() if name.startswith(_HOOK_TABLES)]
     number = min((0, *(key for table in tables for key in table))) - 1  # torch's are not negative
@@ -203,13 +205,13 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
     return handle
 
 
-def attach_output(module: nn.Module, slot: str, function: Step) -> None:
-    """Run one more step on what a module returns at a slot."""
+def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
+    """Run one more step on the output of a module at a slot."""
     renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
 
 
 def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
-    """Without training, steps that concern gradients alone are left out."""
+    """The steps to run: without training, those that change the gradient alone are left out."""
     return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 
@@ -218,13 +220,13 @@ def forward_signature(module: nn.Module) -> inspect.Signature:
     return inspect.signature(module.forward)
 
 
-def replace_at(value: Any, path: _Path, function: Step, slot: str) -> Any:
+def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
     """A copy of ``value`` in which ``function`` was applied to the tensor at ``path``.
 
     Containers on the way are rebuilt, since others may hold them too. An absent (None) tensor stays so.
 
     Raises:
-        PlanError: there is no such place, or something other than a tensor.
+        PlanError: the path does not exist, or leads to something other than a tensor.
     """
     if value is None:
         return None
@@ -237,7 +239,7 @@ def replace_at(value: Any, path: _Path, function: Step, slot: str) -> Any:
 
 
 class _Mask:
-    """Which ids were out_of_shard, from one input of a module to another one or to its output."""
+    """The mask of out-of-shard ids, kept from one input of a module for another one or for its output."""
 
     def __init__(self) -> None:
         self.out_of_shard: Tensor | None = None
@@ -265,13 +267,13 @@ class _ZeroOutOfShard:
 
 @dataclasses.dataclass
 class _InputAction:
-    """One step on one argument, which may come by position or by name."""
+    """One step on one argument, which is passed by position or by name."""
 
     slot: str
     position: int | None
     name: str
     path: _Path
-    step: Step
+    step: TensorStep
 
 
 class _Before:
@@ -296,7 +298,7 @@ class _Before:
 class _After:
     """Forward hook: rewrites the output."""
 
-    def __init__(self, actions: list[tuple[_Path, Step]]) -> None:
+    def __init__(self, actions: list[tuple[_Path, TensorStep]]) -> None:
         self._actions = actions
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -312,14 +314,14 @@ def _input_action(
     if isinstance(boundary, LocalRowsStep | LocalRowsOrEndStep):
         rows = RowIds(comm, boundary.layout, past_end=isinstance(boundary, LocalRowsOrEndStep))
         if not rows.num_rows:
-            raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold no row of the table")
-        function: Step = _LocalRows(rows, mask)
+            raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold none of the table's rows")
+        function: TensorStep = _LocalRows(rows, mask)
     else:
         function = _tensor_step(boundary, comm, mask, training)
     return _InputAction(boundary.slot, _position(signature, name, boundary.slot), name, tuple(path), function)
 
 
-def _tensor_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> Step:
+def _tensor_step(boundary: Boundary, comm: Communicator, mask: _Mask, training: bool) -> TensorStep:
     if isinstance(boundary, ZeroOutOfShardStep):
         return _ZeroOutOfShard(mask)
     return step(boundary, comm, training)
@@ -330,7 +332,7 @@ def _output_path(slot: str) -> _Path:
 
 
 def _position(signature: inspect.Signature, name: str, slot: str) -> int | None:
-    """Where the argument stands if it comes by position."""
+    """The index of an argument that may be passed by position."""
     if name.isdigit():
         return int(name)
     kinds = {p.name: p.kind for p in signature.parameters.values()}
@@ -357,7 +359,7 @@ def _key(value: Any, component: str, slot: str) -> Any:
         return component
     raise PlanError(
         f"slot {slot}: a {type(value).__name__} has no {component!r}; the module was called in a way that "
-        "was not traced (return_dict=False, say)"
+        "was not traced (for example with return_dict=False)"
     )
 
 
@@ -384,7 +386,7 @@ def _copy_with(value: Any, key: Any, new: Any) -> Any:
 
 
 def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
-    """Local id of each global row, -1 for out_of_shard ones."""
+    """Local id of each global row, -1 for out-of-shard ones: int64 ``[num_rows]``."""
     table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
     local = 0
     for start, stop in held:

@@ -32,7 +32,7 @@ from ..format.plan import (
     module_plans,
     parameter_plans,
 )
-from .boundary import RowIds, Step, attach, forward_signature, in_use, step
+from .boundary import RowIds, TensorStep, attach, forward_signature, in_use, step
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, refuse
 
@@ -50,8 +50,8 @@ def parallelize(
         gather_logits: if False, the logits stay sharded, and the model refuses labels.
 
     Raises:
-        PlanError: the plan does not fit the model, or lacks what was asked for; the message names the module
-            or parameter.
+        PlanError: the plan does not fit the model, or gathers no logits; the message names the module or
+            parameter.
     """
     require_mesh(plan, comm)
     modules = module_plans(plan)
@@ -86,8 +86,8 @@ def apply_plan(
         model: on meta, with global shapes.
         plan: of the parameters.
         comm: this rank.
-        modules: what is done to which module, by FQN.
-        training: the steps have backwards, and parameters require gradients as they did.
+        modules: the entries of the modules to change, by FQN.
+        training: give the steps backwards; parameters require gradients as they did.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -109,7 +109,7 @@ def _convert_modules(
     comm: Communicator,
     training: bool,
 ) -> None:
-    """Edit, replace and wrap the modules that the plan speaks of."""
+    """Edit, replace and wrap the modules that the plan names."""
     targets = {fqn: submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
         if entry.edits or entry.flags:
@@ -139,17 +139,17 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has the parameter or buffer ``name``, and its name there.
 
     Raises:
-        PlanError: there is none.
+        PlanError: the model has no such module, parameter or buffer.
     """
     path, _, attribute = name.rpartition(".")
     owner = submodule(model, path)
     if attribute not in owner._parameters and attribute not in owner._buffers:
-        raise PlanError(f"{name}: the plan has this parameter, the model has not")
+        raise PlanError(f"{name}: this parameter of the plan is missing from the model")
     return owner, attribute
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers with their FQNs, tied ones under each of their names."""
+    """Parameters and persistent buffers (not copied) with their FQNs, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path + "." if path else ""
         for name, parameter in module._parameters.items():
@@ -162,7 +162,7 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _Target:
-    """A module that the plan speaks of."""
+    """A module that the plan names."""
 
     fqn: str
     module: nn.Module
@@ -184,7 +184,7 @@ class _Target:
         """Local shape of one of the module's parameters."""
         return local_shape(self.parameter(name), self.comm.mesh, self.comm.rank)
 
-    def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[Step]:
+    def steps(self, side: str, ignored: type[Boundary] | tuple[()] = ()) -> list[TensorStep]:
         """The steps on the only input, or on the output."""
         boundaries = self.entry.inputs if side == "input" else self.entry.outputs
         slots = ("input.input", "input.0") if side == "input" else ("output",)
@@ -196,7 +196,7 @@ class _Target:
 
 
 def _convert(target: _Target) -> nn.Module:
-    """The module that takes the place of the target; the target itself where its class is not known."""
+    """The module that replaces the target; the target itself, with hooks, where its class is unknown."""
     _check_entry(target.entry)
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
@@ -227,7 +227,7 @@ def _row(target: _Target) -> nn.Module:
     has_bias = target.module.bias is not None
     bias_is_partial = has_bias and bool(target.parameter("bias").partial)
     if has_bias and not bias_is_partial and not _sums(target.entry):
-        raise PlanError("every rank would add the bias, and nothing is reduced here; make the bias partial")
+        raise PlanError("each rank would add the bias to its partial output; make the bias partial")
     inputs = target.steps("input")
     if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
         grad_axes = () if target.training else None
@@ -277,7 +277,7 @@ _PARALLEL_CLASSES: dict[tuple[str, type[nn.Module]], Callable[[_Target], nn.Modu
 
 
 def _check_rows(target: _Target) -> None:
-    """The rows whose ids become local are those that the rank holds, also those that no test ever reads."""
+    """Check that the layout by which ids become local is that of the rows of a weight."""
     tables = [n for n, p in target.module._parameters.items() if p is not None and p.dim() > 1]
     rows = {target.parameter(name).dims[0] for name in tables}
     for layout in (b.layout for b in target.entry.inputs if isinstance(b, LocalRowsStep)):
@@ -299,11 +299,11 @@ def _localize_padding(target: _Target) -> None:
 
 def _check_entry(entry: ModulePlan) -> None:
     if entry.gather_output and not any(isinstance(step, AllGatherStep) for step in entry.outputs):
-        raise PlanError("gather_output is set, but no all_gather is among the outputs")
+        raise PlanError("gather_output is set, but the outputs have no all_gather")
     if entry.reduce_output and not _sums(entry):
-        raise PlanError("reduce_output is set, but nothing is summed among the outputs")
+        raise PlanError("reduce_output is set, but the outputs have no all_reduce or reduce_scatter")
     if entry.category == "norm" and entry.norm is None:
-        raise PlanError("the category is norm, but the plan does not say how it computes")
+        raise PlanError("the category is norm, but the entry has no norm")
 
 
 def _sums(entry: ModulePlan) -> bool:
@@ -318,7 +318,7 @@ def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | N
     """
     entry = modules.get(logits.module) if logits else None
     if logits is None or entry is None:
-        raise PlanError("gather_logits=False: the plan gathers no logits, so there is no shard to return")
+        raise PlanError("gather_logits=False: the plan does not shard the logits")
     outputs = tuple(
         step for step in entry.outputs if not (step.slot == logits.slot and isinstance(step, AllGatherStep))
     )
@@ -328,13 +328,15 @@ def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | N
 
 
 def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:
-    """The plan covers each stored tensor of the model, with its shape."""
+    """Check that the plan covers each stored tensor of the model, with its global shape."""
     tied = dict(plan.tied)
     present = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model)}
     if missing := sorted((parameters.keys() | tied.keys()) - present.keys()):
-        raise PlanError(f"{missing[0]}: the plan has this parameter, the model has not ({len(missing)} such)")
+        raise PlanError(
+            f"{len(missing)} parameter(s) of the plan are missing from the model, e.g. {missing[0]}"
+        )
     if extra := sorted(present.keys() - parameters.keys() - tied.keys()):
-        raise PlanError(f"{extra[0]}: the model has this parameter, the plan has not ({len(extra)} such)")
+        raise PlanError(f"{len(extra)} parameter(s) of the model are missing from the plan, e.g. {extra[0]}")
     for name, entry in parameters.items():
         if present[name] != global_shape(entry):
             raise PlanError(
@@ -347,12 +349,12 @@ def submodule(model: nn.Module, fqn: str) -> nn.Module:
     """The module of a plan's entry.
 
     Raises:
-        PlanError: the model has none of this name.
+        PlanError: the model has no module of this name.
     """
     try:
         return model.get_submodule(fqn)
     except AttributeError as error:
-        raise PlanError(f"{fqn}: the plan has this module, the model has not") from error
+        raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
 
 
 def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
@@ -378,7 +380,7 @@ def _shrink(
 
 
 class _at:
-    """Say in which module a plan did not fit."""
+    """Puts the name of a module in front of a PlanError."""
 
     def __init__(self, fqn: str) -> None:
         self._fqn = fqn or "the model itself"

@@ -1,4 +1,4 @@
-"""Attributes of modules that become local."""
+"""Local values for attributes of modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def apply_edits(module: nn.Module, edits: tuple[Edit, ...], rank: int) -> None:
     A configuration on the way (``config.num_heads``) is copied first, once for this module.
 
     Raises:
-        PlanError: there is no such int attribute, or its value is not the one that was traced.
+        PlanError: the int attribute does not exist, or its value is not the traced one.
     """
     copied: set[int] = set()
     for edit in edits:
@@ -29,7 +29,7 @@ def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
     """Set bool attributes of a module.
 
     Raises:
-        PlanError: there is no such bool attribute, or it is set already.
+        PlanError: the bool attribute does not exist, or is set already.
     """
     for flag in flags:
         if flag == "training" or getattr(module, flag, None) is not False:
@@ -38,7 +38,7 @@ def raise_flags(module: nn.Module, flags: tuple[str, ...]) -> None:
 
 
 def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[int]) -> Any:
-    """Set the int at ``path`` below ``owner``; return what takes the place of ``owner``."""
+    """Set the int at ``path`` below ``owner``; return the new ``owner``, which may be a copy."""
     current = _get(owner, path[0], edit)
     if len(path) > 1:
         new = _set_int(_own_copy(current, edit, copied), path[1:], edit, value, copied)

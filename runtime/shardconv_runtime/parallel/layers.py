@@ -1,8 +1,8 @@
 """The parallel layers that take the place of exact ``torch.nn`` classes.
 
-A linear layer computes ``Y = X W^T + b``. Split over the rows of W (its output dim), each rank has a
-part of Y: column-parallel. Split over the columns of W (its input dim), each rank has a term of the sum:
-row-parallel. An embedding split over its rows gives zeros for ids that other ranks hold.
+A linear layer computes ``Y = X W^T + b``. Sharded over the rows of W (its output dim), each rank has a
+part of Y: column-parallel. Sharded over the columns of W (its input dim), each rank has a term of the sum:
+row-parallel. An embedding sharded over its rows gives zeros for out-of-shard ids.
 (Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
 
 Parameters keep their names, so that every FQN of the model stays. ``in_features``, ``out_features``
@@ -18,21 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import Reduce, ReduceScatter, refuse_gradient
-from .boundary import RowIds, Step, zero_out_of_shard
+from .boundary import RowIds, TensorStep, zero_out_of_shard
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer whose output dim is split over ranks.
+    """A linear layer whose output dim is sharded.
 
     Args:
-        in_features: local; that of the whole layer unless the plan splits it too.
+        in_features: local; equal to the global one unless the plan shards it too.
         out_features: local.
-        bias: whether there is a bias, split like the output.
+        bias: whether there is a bias, sharded like the output.
         inputs: steps on the input, in order.
-        outputs: steps on the output; a ``Gather`` makes it whole.
-        training: the steps have backwards; without it, an input that needs a gradient is refused.
+        outputs: steps on the output; a ``Gather`` makes it replicated.
+        training: the steps have backwards; without it, an input that requires a gradient is refused.
 
-    Shapes: ``x: [..., in_features]``, output ``[..., out_features]`` local, whole if gathered.
+    Shapes: ``input: [..., in_features]``, output: local ``[..., out_features]``, global after a ``Gather``;
+    the dtype of the weight.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class ColumnParallelLinear(nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        inputs: Sequence[Step] = (),
-        outputs: Sequence[Step] = (),
+        inputs: Sequence[TensorStep] = (),
+        outputs: Sequence[TensorStep] = (),
         training: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -60,18 +61,19 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input dim is split over ranks.
+    """A linear layer whose input dim is sharded.
 
     Args:
         in_features: local.
-        out_features: local; that of the whole layer unless the plan splits it too.
+        out_features: local; equal to the global one unless the plan shards it too.
         bias: whether there is a bias.
-        bias_is_partial: the bias is whole on one rank and zero on the others, so that it is added
-            before the reduction; else it is whole on every rank and added once, after the reduction.
-        inputs: steps on the input; a ``Slice`` where it arrives whole.
+        bias_is_partial: the bias is zero on all ranks but one, and is added before the reduction; else it is
+            replicated, and is added once, after the reduction.
+        inputs: steps on the input; a ``Slice`` where it arrives replicated.
         outputs: steps on the output; a ``Reduce`` sums the ranks' terms.
 
-    Shapes: ``x: [..., in_features]`` local (whole before a ``Slice``), output ``[..., out_features]``.
+    Shapes: ``input: local [..., in_features]`` (global before a ``Slice``), output ``[..., out_features]``, a
+    Partial before a ``Reduce``; the dtype of the weight.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class RowParallelLinear(nn.Linear):
         bias: bool = True,
         *,
         bias_is_partial: bool = False,
-        inputs: Sequence[Step] = (),
-        outputs: Sequence[Step] = (),
+        inputs: Sequence[TensorStep] = (),
+        outputs: Sequence[TensorStep] = (),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -102,16 +104,17 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding whose rows are split over ranks.
+    """An embedding whose rows are sharded.
 
     Args:
         rows: maps ids to local rows.
-        embedding_dim: local; that of the whole table unless the plan splits it too.
-        padding_idx: local row of the padding id; None where another rank holds it.
+        embedding_dim: local; equal to the global one unless the plan shards it too.
+        padding_idx: local row of the padding id; None where it is out-of-shard.
         inputs: steps on the ids.
         outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
 
-    Shapes: ``ids: [...]``, output ``[..., embedding_dim]``.
+    Shapes: ``input``: global row ids, int ``[...]``; output ``[..., embedding_dim]``, a Partial before a
+    ``Reduce``; the dtype of the weight.
     """
 
     def __init__(
@@ -120,8 +123,8 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
-        inputs: Sequence[Step] = (),
-        outputs: Sequence[Step] = (),
+        inputs: Sequence[TensorStep] = (),
+        outputs: Sequence[TensorStep] = (),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -135,25 +138,25 @@ class VocabParallelEmbedding(nn.Embedding):
         ids, out_of_shard = self.rows(_apply(self.inputs, input))
         if self.num_embeddings:
             rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
-        else:  # fewer rows than ranks
+        else:  # the table has fewer rows than there are ranks
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
         return _finish(self.outputs, rows)
 
 
-def _apply(steps: Sequence[Step], x: Tensor) -> Tensor:
+def _apply(steps: Sequence[TensorStep], x: Tensor) -> Tensor:
     for step in steps:
         x = step(x)
     return x
 
 
-def _finish(steps: Sequence[Step], y: Tensor) -> Tensor:
+def _finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
     """The steps on a result that the layer has just computed, so that sums may take its memory."""
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y
 
 
-def _last_reduction(steps: Sequence[Step]) -> int:
+def _last_reduction(steps: Sequence[TensorStep]) -> int:
     """Number of steps up to and with the last one that sums over ranks."""
     sums = (Reduce, ReduceScatter)
     return max((i + 1 for i, step in enumerate(steps) if isinstance(step, sums)), default=0)

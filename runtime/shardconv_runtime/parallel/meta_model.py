@@ -1,11 +1,11 @@
 """Build a model without its parameters, but with the buffers that no file holds.
 
-A constructor allocates and fills every parameter, which is slow and needs the whole model in
-memory; on the meta device it also loses the values of non-persistent buffers (rotary
+A constructor allocates and fills every parameter, which is slow and needs memory for the unsharded
+model; on the meta device it also loses the values of non-persistent buffers (rotary
 frequencies, masks, ALiBi slopes), which no checkpoint stores. ``LazyInit`` lets the constructor
 run on the meta device and records what it computes; afterwards ``materialize`` replays, on real
 tensors, only the operators that one tensor depends on. (The same idea as torchdistX's deferred
-initialisation, which worked per tensor; here it works per storage, so views and in-place
+initialization, which worked per tensor; here it works per storage, so views and in-place
 operators need no bookkeeping of their own.)
 """
 
@@ -51,11 +51,11 @@ class _Record:
 
 
 class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, every tensor that is made is a meta tensor, and how it was made is recorded.
+    """While active, every tensor that is made is a meta tensor, and the operators that made it are recorded.
 
-    What needs a value at once (``item``, ``tolist``, ``numpy``, a data-dependent shape) gets the true
-    one by replay. Random fills are recorded like all else, so they cost nothing unless asked for;
-    a replay draws them from a fixed seed, alike on every rank.
+    Code that needs a value at once (``item``, ``tolist``, ``numpy``, a data-dependent shape) gets the true
+    one by replay. Random fills are recorded like other operators, so they cost nothing unless asked for;
+    a replay draws them from a fixed seed, the same on every rank.
 
     Example:
         >>> with LazyInit() as lazy:
@@ -107,13 +107,13 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def materialize(self, tensor: Tensor) -> Tensor:
-        """The real CPU tensor that ``tensor`` stands for, in memory of its own.
+        """The real CPU tensor for which ``tensor`` stands, in memory of its own; of its shape and dtype.
 
         Args:
             tensor: made while this mode was active, or a view or a parameter over such a tensor.
 
         Raises:
-            PlanError: the tensor's origin was not seen.
+            PlanError: the tensor was made outside of this mode.
         """
         twin = self._twins.get(id(tensor))
         if twin is not None:
@@ -125,7 +125,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Let operators run as they are, where values are needed while the mode is active."""
+        """Let operators run unrecorded, where values are needed while the mode is active."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -147,7 +147,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = {_storage(t) for t in _tensors((outputs,), {})}
         written = made.union(read) if _mutates(func) else made.difference(read)
         if not written:
-            return  # a view: its geometry says all
+            return  # a view, fully described by its shape, strides and offset
         for key in written:
             self._writers[key].append(len(self._records))
         self._records.append(_Record(func, args, kwargs, outputs, torch.get_default_dtype()))
@@ -180,7 +180,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Storages:
-    """Real storages under the meta storages that they stand for; called, it turns meta into real."""
+    """Real storages by meta storage; called, it gives the real tensor of a meta tensor."""
 
     def __init__(self, constants: dict[int, Tensor]) -> None:
         self._constants = constants
@@ -208,14 +208,14 @@ class _Storages:
 
 
 class _Values(TorchFunctionMode):
-    """Conversions to Python data never reach the dispatcher, so they are met one level higher.
+    """Conversions to Python data never reach the dispatcher, so they are intercepted one level higher.
 
     So are torch's fills with random numbers: one level lower, each costs as much as a module.
     """
 
     _CONVERSIONS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
     _FILLS = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
-    """Most of what a constructor of many layers does, and almost never asked for: recorded whole."""
+    """Most calls of a constructor of many layers; their values are almost never needed."""
 
     def __init__(self, lazy: LazyInit) -> None:
         super().__init__()
@@ -239,9 +239,10 @@ class _Values(TorchFunctionMode):
 def build_model(
     model_class: str | type[nn.Module], config: Any, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Build a model whose parameters and persistent buffers are meta tensors; all else is real, on the CPU.
+    """Build a model whose parameters and persistent buffers are meta tensors of global shape.
 
-    The class chooses its implementations (attention, experts) as it does when loading a checkpoint.
+    All other tensors are real, on the CPU. The class chooses its implementations (attention, experts) as it
+    does when loading a checkpoint.
     Threads may call this at the same time; they take turns.
 
     Args:
@@ -250,7 +251,7 @@ def build_model(
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
 
     Raises:
-        PlanError: there is no such class.
+        PlanError: the class does not exist.
     """
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
@@ -267,7 +268,7 @@ def build_model(
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give float32 to what the class keeps in float32 when a half precision checkpoint is loaded.
+    """Cast the parameters that the class keeps in float32 when a half precision checkpoint is loaded.
 
     The names are private attributes of transformers' base class, and part of what ``from_pretrained`` does.
     """
@@ -292,26 +293,26 @@ def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 _MODELING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
-"""Where transformers has its models: what a plan may have imported, since a plan may come from anybody."""
+"""The modules of transformers' models, the only ones that a plan, which is untrusted, may import."""
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The model class ``module:Class``; nothing is imported but models of transformers.
+    """The model class ``module:Class``; only models of transformers are imported.
 
     Raises:
-        PlanError: there is no such class, it is no ``PreTrainedModel``, or its module is another one that was
-            not imported yet.
+        PlanError: the class does not exist or is not a ``PreTrainedModel``, or its module is not of
+            transformers and was not imported before.
     """
     module, _, attribute = name.partition(":")
     if module not in sys.modules and not _MODELING.fullmatch(module):
         raise PlanError(
-            f"the model class {name!r} is none of transformers, and nothing else is imported for a plan; "
+            f"the model class {name!r} is not part of transformers, and a plan may import nothing else; "
             "if it is yours, import its module before the model is loaded"
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything where something is missing that it needs
-        raise PlanError(f"no model class {name!r} in this environment: {error}") from error
+    except Exception as error:  # a module may raise anything, for example where a package is missing
+        raise PlanError(f"the model class {name!r} cannot be imported: {error}") from error
     from transformers import PreTrainedModel
 
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):

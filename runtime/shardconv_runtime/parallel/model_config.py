@@ -1,7 +1,7 @@
 """``config.json`` and ``generation_config.json`` of a converted directory, which may come from anybody.
 
 transformers' configurations can do more than hold values: name another file to read, code of a repository to
-import, a kernel to download. What would do that is refused before transformers sees it.
+import, a kernel to download. Such entries are refused before transformers sees them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ _IMPLEMENTATION = re.compile(r"_?[a-z]+_implementation(_internal)?")
 """Keys that choose how attention or experts are computed; a value with a slash is a repository of code."""
 
 _REPOSITORY = re.compile(r"(hf[-_]hub|local-dir):")
-"""How values begin that libraries of models download."""
+"""Prefixes of values that libraries of models download."""
 
 
 def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
     """The config object of a converted directory; no code is imported unless the plan says so.
 
     Raises:
-        CheckpointError: there is none, or it names files or code that are not of this directory.
+        CheckpointError: the file is missing, or names files or code outside of this directory.
         PlanError: transformers does not accept it.
     """
     import transformers  # takes seconds; errors in the directory should not
 
     if not _check(directory, manifest, CONFIG):
-        raise CheckpointError(f"{directory}: {MANIFEST_NAME} names no {CONFIG}; convert the model again")
+        raise CheckpointError(
+            f"{directory}: {CONFIG} is missing from {MANIFEST_NAME}; convert the model again"
+        )
     try:
         return transformers.AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=plan.model.trust_remote_code
@@ -49,7 +51,7 @@ def read_config(directory: Path, manifest: Manifest, plan: Plan) -> Any:
 
 
 def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
-    """The generation config of a converted directory; None where there is none.
+    """The generation config of a converted directory; None where it has none.
 
     Raises:
         CheckpointError: it is malformed.
@@ -65,14 +67,14 @@ def read_generation_config(directory: Path, manifest: Manifest) -> Any | None:
 
 
 def building_failed(directory: Path, error: Exception) -> Exception:
-    """What to raise where a constructor raised ``error``, which it may for any value of its config."""
+    """The error to raise where a constructor raised ``error``, which any value of its config may cause."""
     if isinstance(error, ShardconvError):
         return error
     return PlanError(f"{directory}: the model cannot be built from its {CONFIG}: {brief(error)}")
 
 
 def _check(directory: Path, manifest: Manifest, name: str) -> bool:
-    """Whether a file is of the converted directory; what it may not hold is refused."""
+    """Whether the converted directory has a file, which is checked for unsafe entries."""
     if not any(entry.path == name for entry in manifest.files):
         return False
     path = resolve(directory, name)
@@ -83,14 +85,14 @@ def _check(directory: Path, manifest: Manifest, name: str) -> bool:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory}: {name} cannot be read as JSON: {brief(error)}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{directory}: {name} holds no JSON object")
+        raise CheckpointError(f"{directory}: {name} is not a JSON object")
     if problem := unsafe_entry(found):
         raise CheckpointError(f"{directory}: {name}: {problem}; remove it, and convert again")
     return True
 
 
 def unsafe_entry(config: Mapping[str, Any]) -> str:
-    """Which entry of a config would make transformers read, import or download something; empty if none."""
+    """The entry of a config that would make transformers read, import or download something; "" if none."""
     for key, value in _items(config):
         if problem := _problem(key, value):
             return f"{key}: {problem}"
@@ -98,7 +100,7 @@ def unsafe_entry(config: Mapping[str, Any]) -> str:
 
 
 def _items(found: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of all objects with their values that are no containers, those in lists too."""
+    """All keys of all nested objects, with the values that are neither objects nor lists."""
     todo: list[tuple[str, Any]] = [("", found)]
     while todo:
         key, value = todo.pop()
@@ -114,9 +116,9 @@ def _items(found: Any) -> Iterator[tuple[str, Any]]:
 
 def _problem(key: str, value: Any) -> str:
     if key == "configuration_files":
-        return "another file would be read in its place"
+        return "another file would be read instead"
     if key == "checkpoint_path" or (key == "use_pretrained_backbone" and value):
-        return "it would load weights that are not those of this directory"
+        return "it would load weights from outside of this directory"
     if not isinstance(value, str):
         return ""
     if key == "auto_map" and "--" in value:

@@ -1,4 +1,4 @@
-"""Arguments of a forward pass that are refused, since what they ask for would be one rank's part."""
+"""Arguments of a forward pass that are refused, since their result would be one rank's part."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WHY_NO_LABELS = (
     "with gather_logits=True"
 )
 WHY_NO_STATES = (
-    "whose inner activations may be split, or have gradients that are: a loss of them would train the model "
+    "whose inner activations, or their gradients, may be sharded: a loss of them would train the model "
     "wrongly; use its outputs alone"
 )
 WHY_NO_ATTENTIONS = (
-    "whose heads are split over ranks: each rank would return the weights of its own; run the unsharded "
-    "model to look at attention weights"
+    "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
+    "to look at attention weights"
 )
 
 
@@ -29,7 +29,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
     """Have a model refuse to be called with an argument, given or set in its config.
 
     Args:
-        model: the whole model.
+        model: all of it, not a submodule.
         argument: of its forward method.
         why: the rest of "ARGUMENT was given to a model ...".
         unless_inference: allow it where gradients are disabled.
@@ -39,7 +39,7 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
 
 
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
-    """Whether an argument that was given ``value``, or else the model's config, asks for something."""
+    """Whether an argument is set: by ``value``, or else by the model's config."""
     if value is None:
         value = getattr(getattr(model, "config", None), argument, None)
     return value is not None and value is not False

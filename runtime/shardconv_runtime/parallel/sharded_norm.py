@@ -1,4 +1,4 @@
-"""Norms over a dim that is split over ranks: only their statistic is reduced, not the tensor."""
+"""Norms over a sharded dim: their statistic is reduced, and the tensor stays sharded."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class ShardedNorm(nn.Module):
-    """RMS norm or layer norm over the last dim, or over groups of it, which are split over ranks.
+    """RMS norm or layer norm over the last dim, or over groups of it, sharded over ranks.
 
     An RMS norm reduces one number for each token, the sum of squares; a layer norm two, one after the
     other (the sum, then the sum of squared deviations from the true mean, which loses no digits where
     the mean is large). A gate, if there is one, multiplies before or after.
 
     Args:
-        info: how the norm that this one replaces computes.
-        replaced: that norm; its weight and bias are taken over under their names.
+        info: the formula of the norm that this one replaces.
+        replaced: that norm; its weight and bias keep their names.
         comm: the ranks.
-        training: whether there is a backward: of a statistic, which all ranks use, each rank has a term of
-            the gradient.
+        training: give it a backward. The gradient of the statistic is a Partial, since all ranks use the
+            statistic: it is all-reduced as well.
 
-    Shapes: ``x: local [..., D/n]``, gate and output the same.
+    Shapes: ``x``, gate and output: local ``[..., D/n]``, the dtype of ``x``.
 
     Raises:
-        PlanError: the norm is of no known kind, or lacks a parameter that the plan names.
+        PlanError: the kind of the norm is unknown, or it lacks a parameter that the plan names.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class ShardedNorm(nn.Module):
         return f"{self.info.kind}, size={self.info.size}, eps={self.info.eps}"
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Normalise what the replaced norm would have, given the same arguments."""
+        """The local output ``[..., D/n]``, from the arguments of the replaced norm, local ``[..., D/n]``."""
         x, gate = self._arguments(args, kwargs)
         wide = x.to(self._compute_dtype(x))
         if gate is not None and self.info.gate_first:
             wide = wide * self._activated(gate, wide.dtype)
-        y = self._scale(self._normalised(wide), x.dtype)
+        y = self._scale(self._normalized(wide), x.dtype)
         if gate is None or self.info.gate_first:
             return y
         return (y * self._activated(gate, wide.dtype)).to(x.dtype)
@@ -86,7 +86,7 @@ class ShardedNorm(nn.Module):
         activated: Tensor = gate if name == "identity" else getattr(functional, name)(gate)
         return activated
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor) -> Tensor:
         grouped = x if self.groups == 1 else x.reshape(*x.shape[:-1], self.groups, -1)
         y = self._rms(grouped) if self.info.kind == "rms" else self._layer(grouped)
         return y if grouped is x else y.reshape(x.shape)
@@ -102,11 +102,11 @@ class ShardedNorm(nn.Module):
         return x * torch.rsqrt(self._mean(x.square()) + self.info.eps)
 
     def _layer(self, x: Tensor) -> Tensor:
-        centred = x - self._mean(x)
-        return centred * torch.rsqrt(self._mean(centred.square()) + self.info.eps)
+        centered = x - self._mean(x)
+        return centered * torch.rsqrt(self._mean(centered.square()) + self.info.eps)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean over the global dim, ``[..., 1]``; summed in float32 or wider."""
+        """Mean of local ``x: [..., D/n]`` over the global dim: ``[..., 1]``; summed in float32 or wider."""
         wide = torch.float32 if x.dtype in _LOW_PRECISION else x.dtype
         return (self.reduce(x.sum(-1, keepdim=True, dtype=wide)) / self.info.size).to(x.dtype)
 
@@ -126,7 +126,7 @@ class ShardedNorm(nn.Module):
 
 
 class _Withheld:
-    """What an attribute of the replaced norm is to other code: to be handed around, but not to be used.
+    """Stands for an attribute of the replaced norm: other code may pass it on, but not use it.
 
     Code that computes the norm by itself, in a fused kernel, would compute that of the rank's part.
     """
@@ -136,8 +136,8 @@ class _Withheld:
 
     def _refuse(self, *args: object) -> Any:
         raise PlanError(
-            f"{self._name} of a norm whose statistic the ranks share was used from outside: some code, which "
-            "was not traced, computes this norm itself (a fused kernel for training without a cache, say); "
+            f"{self._name} of a norm whose statistic the ranks share was used from outside: code that was "
+            "not traced computes this norm itself (for example a fused kernel for training without a cache); "
             "call the model with use_cache=True and without activation checkpointing, or without that kernel"
         )
 
@@ -151,7 +151,7 @@ class _Withheld:
     def __torch_function__(
         cls, func: object, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Of an operator that is given one."""
+        """Refuse: an operator was given this object."""
         for each in (*args, *(kwargs or {}).values()):
             if isinstance(each, cls):
                 each._refuse()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Communicator, Gather
 from ..errors import PlanError
 from ..format.dims import Dim
-from ..parallel.boundary import Step, forward_signature, replace_at
+from ..parallel.boundary import TensorStep, forward_signature, replace_at
 from .loss import VocabParallelCrossEntropy
 from .model_losses import Loss, parallel_loss
 
@@ -114,7 +114,7 @@ class _LossHooks:
         returned = self._returned or (NONE if module.training else GATHERED)
         if returned == LOCAL:
             return output
-        step: Step = _drop if returned == NONE else self._gather
+        step: TensorStep = _drop if returned == NONE else self._gather
         is_tuple = not hasattr(output, "logits")
         return replace_at(output, ("1" if is_tuple else "logits",), step, "output.logits")
 

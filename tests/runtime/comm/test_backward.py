@@ -118,7 +118,7 @@ def test_open_layouts_are_sharded_evenly_or_refused() -> None:
 
 
 def test_partially_sharded_gathers_divide_replicated_segments() -> None:
-    """[sharded | replicated]: a gradient that is partial on both sides adds up over the replicated segment."""
+    """[sharded | replicated]: a gradient, partial on both sides, adds up over the replicated segment."""
     layout = parse("4@0 + 3")
     for local, scale in (((), 1.0), ((0,), 0.5)):
         gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0,), local_grad_axes=local)

@@ -72,7 +72,7 @@ def shard(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
     return part
 
 
-def whole(*sizes: int) -> tuple[Dim, ...]:
+def replicated(*sizes: int) -> tuple[Dim, ...]:
     return tuple(Leaf(s) for s in sizes)
 
 
@@ -144,7 +144,7 @@ def test_column_parallel(mesh: Mesh, gather: bool, bias: bool) -> None:
         parameters,
         [ModulePlan(("inner",), "column", outputs=outputs, gather_output=gather)],
         randn(2, 3, 6),
-        local_output=None if gather else lambda y, rank: local(y, (*whole(2, 3), layout), mesh, rank),
+        local_output=None if gather else lambda y, rank: local(y, (*replicated(2, 3), layout), mesh, rank),
     )
 
 
@@ -171,13 +171,13 @@ def test_row_parallel(mesh: Mesh, input_is_parallel: bool, bias: str) -> None:
             )
         ],
         randn(2, 3, 9),
-        local_input=(lambda x, rank: local(x, (*whole(2, 3), layout), mesh, rank))
+        local_input=(lambda x, rank: local(x, (*replicated(2, 3), layout), mesh, rank))
         if input_is_parallel
         else None,
     )
 
 
-def test_a_linear_layer_may_be_split_on_both_dims() -> None:
+def test_a_linear_layer_may_be_sharded_on_both_dims() -> None:
     mesh, out, inner = (2, 2), parse("6@1"), parse("2@0*2")
     steps = (
         boundary("output", "all_reduce", axes=(0,)),
@@ -198,7 +198,7 @@ def test_a_bias_that_nothing_reduces_is_refused() -> None:
         {"w": parameter("inner.weight", Leaf(4), Leaf(4, (0,))), "b": parameter("inner.bias", Leaf(4))},
         {"m": ModulePlan(("inner",), "row", input_is_parallel=True)},
     )
-    with pytest.raises(PlanError, match="inner: every rank would add the bias"):
+    with pytest.raises(PlanError, match="inner: each rank would add the bias"):
         run_ranks((2,), lambda comm: parallelize(Holder(nn.Linear(4, 4)), plan, comm))
 
 
@@ -260,16 +260,16 @@ def test_row_ids(dtype: torch.dtype) -> None:
 
     def rank(comm: Communicator) -> tuple[list[int], list[bool], int | None]:
         rows = RowIds(comm, layout)
-        ids, foreign = rows(torch.arange(7, dtype=dtype))
+        ids, out_of_shard = rows(torch.arange(7, dtype=dtype))
         assert ids.dtype == dtype
-        return ids.tolist(), foreign.tolist(), rows.local(6)
+        return ids.tolist(), out_of_shard.tolist(), rows.local(6)
 
     first, second = run_ranks((2,), rank)
     assert first == ([0, 1, 0, 2, 3, 0, 0], [False, False, True, False, False, True, True], None)
     assert second == ([0, 0, 0, 0, 0, 1, 2], [True, True, False, True, True, False, False], 2)
 
 
-def test_an_embedding_split_by_columns_needs_no_ids() -> None:
+def test_an_embedding_sharded_by_columns_needs_no_ids() -> None:
     layout = Leaf(6, (0,))
     check(
         held(nn.Embedding(5, 6)),
@@ -432,15 +432,15 @@ def rms_info(axes: tuple[int, ...], width: int, **changes: Any) -> NormInfo:
 def test_rms_norm(mesh: Mesh, offset: float, early: bool) -> None:
     layout = Leaf(11, all_axes(mesh))
     info = rms_info(all_axes(mesh), 11, weight_offset=offset, weight_before_cast=early)
-    cut = lambda x, rank: local(x, (*whole(2, 3), layout), mesh, rank)  # noqa: E731
+    take = lambda x, rank: local(x, (*replicated(2, 3), layout), mesh, rank)  # noqa: E731
     check(
         held(RMSNorm(11, offset=offset, early=early)),
         mesh,
         [parameter("inner.scale", layout)],
         [ModulePlan(("inner",), "norm", norm=info)],
         randn(2, 3, 11) * 3 + 1,
-        local_input=cut,
-        local_output=cut,
+        local_input=take,
+        local_output=take,
     )
 
 
@@ -450,18 +450,18 @@ def test_layer_norm_is_exact_even_where_the_mean_is_large(mesh: Mesh, mean: floa
     layout = Leaf(11, all_axes(mesh))
     info = NormInfo("layer", 1e-5, 11, all_axes(mesh), "weight", "bias", compute_dtype="input")
     x = randn(2, 3, 11) + mean
-    centred = x - x.mean(-1, keepdim=True)
-    cut = lambda x, rank: local(x, (*whole(2, 3), layout), mesh, rank)  # noqa: E731
+    centered = x - x.mean(-1, keepdim=True)
+    take = lambda x, rank: local(x, (*replicated(2, 3), layout), mesh, rank)  # noqa: E731
     model = held(nn.LayerNorm(11))
     if mean:
-        expected = model(centred).detach()
+        expected = model(centered).detach()
         plan = plan_of(
             mesh,
             {n: parameter(f"inner.{n}", layout) for n in ("weight", "bias")},
             {"m": ModulePlan(("inner",), "norm", norm=info)},
         )
-        for rank, y in enumerate(run_ranks(mesh, lambda comm: shard(model, plan, comm)(cut(x, comm.rank)))):
-            torch.testing.assert_close(y, cut(expected, rank), rtol=1e-9, atol=1e-9)
+        for rank, y in enumerate(run_ranks(mesh, lambda comm: shard(model, plan, comm)(take(x, comm.rank)))):
+            torch.testing.assert_close(y, take(expected, rank), rtol=1e-9, atol=1e-9)
         return
     check(
         model,
@@ -469,8 +469,8 @@ def test_layer_norm_is_exact_even_where_the_mean_is_large(mesh: Mesh, mean: floa
         [parameter("inner.weight", layout), parameter("inner.bias", layout)],
         [ModulePlan(("inner",), "norm", norm=info)],
         x,
-        local_input=cut,
-        local_output=cut,
+        local_input=take,
+        local_output=take,
     )
 
 
@@ -515,11 +515,11 @@ def test_low_precision_layer_norm_computes_in_float32_like_torch() -> None:
         lambda eps, x: torch.nn.functional.layer_norm(x, (8,), eps=eps),
     ],
 )
-def test_code_that_computes_a_split_norm_by_itself_is_refused(use: Any) -> None:
+def test_code_that_computes_a_sharded_norm_by_itself_is_refused(use: Any) -> None:
     """It may hand what it reads to code that does nothing, as the fallback of a fused kernel."""
     norm = ShardedNorm(rms_info((0,), 8), RMSNorm(8), ProcessCommunicator(0, (1,), {}))
     for each in (norm.offset, copy.deepcopy(norm).offset):
-        with pytest.raises(PlanError, match=r"offset of a norm .* was used from outside: some code"):
+        with pytest.raises(PlanError, match=r"offset of a norm .* was used from outside: code"):
             use(each, torch.ones(2, 8))
     with pytest.raises(AttributeError):
         norm.other  # noqa: B018

@@ -222,9 +222,9 @@ def test_tensors_from_before_are_constants() -> None:
 
 
 def test_an_unknown_meta_tensor_cannot_be_materialized() -> None:
-    foreign = torch.empty(3, device="meta")
+    outside = torch.empty(3, device="meta")
     with LazyInit() as lazy:
-        y = foreign + 1
+        y = outside + 1
     with pytest.raises(PlanError, match=r"shape \(3,\) cannot be computed"):
         lazy.materialize(y)
 
