@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, EXPERT_TYPES, KV_HEADS, LAYERS, VOCAB, save_causal
 from distributed import run_processes
-from measure import NEW_TOKENS, Measured, measure_rank, measure_unsharded
+from measured_models import NEW_TOKENS, Measured, measure_rank, measure_unsharded
 from torch import Tensor
 
 import shardconv

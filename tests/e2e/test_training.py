@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -169,8 +170,20 @@ def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
     return [*found, shardconv_runtime.grad_norm(model).item()]
 
 
-@pytest.mark.parametrize("wrapper", ["", "fsdp", "ddp"])
-@pytest.mark.parametrize("model_type", TYPES)
+WRAPPED = [
+    ("qwen3", ""),
+    ("qwen3", "fsdp"),
+    ("qwen3", "ddp"),
+    ("phi3", "fsdp"),
+    ("gpt2", "fsdp"),
+    ("gpt2", "ddp"),
+]
+OTHERS = [case for case in itertools.product(TYPES, ("", "fsdp", "ddp")) if case not in WRAPPED]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "wrapper"), [*WRAPPED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
 def test_every_element_counts_once(model_type: str, wrapper: str, outs: Callable[[str], Path]) -> None:
     path = outs(model_type)
     unsharded = load_unsharded(path.parent / "model")
@@ -275,8 +288,15 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "wrapped"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_recomputed_activations_give_the_same_gradients(
     sequence: bool, wrapped: bool, outs: Callable[[str], Path]
 ) -> None:

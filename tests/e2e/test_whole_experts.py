@@ -10,7 +10,7 @@ import torch
 import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
 from distributed import run_processes
-from measure import Measured, measure_rank, measure_unsharded
+from measured_models import Measured, measure_rank, measure_unsharded
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.manifest import PLAN_NAME
 from torch import Tensor
