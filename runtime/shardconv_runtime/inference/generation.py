@@ -1,8 +1,8 @@
 """``generate`` on every rank: the same call, the same tokens, the end at the same step.
 
 The gathered logits are the same bits on every rank, so ranks that continue from the same random state draw
-the same tokens, and need no words while they do. What could still part them is looked at before the first
-step (other inputs on some rank) or decided by rank 0 (a limit of time, a criterion of the user's).
+the same tokens without control messages. Inputs, which could still differ, are compared before the first
+step; a limit of time or a criterion of the user's is decided by rank 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
     """Give the model its generation config, and keep the ranks in step in ``model.generate``.
 
     Args:
-        model: of this rank; nothing is done if it does not generate.
-        config: the generation config of the directory that it was loaded from, if that has one.
+        model: of this rank; unchanged if it does not generate.
+        config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
     """
@@ -36,7 +36,7 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
         model.generation_config = config
     model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
     if start.world_size > 1:
-        # Private, but where each criterion comes by, wherever it was asked for.
+        # Private, but every criterion passes through it, wherever it was set.
         from .stopping import criteria_of_rank_0
 
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
@@ -45,14 +45,14 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
 def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not gather_logits:
-            raise PlanError("generate needs whole logits; load the model with gather_logits=True")
+            raise PlanError("generate needs full logits; load the model with gather_logits=True")
         if start.world_size == 1:
             return type(self).generate(self, *args, **kwargs)
         args, kwargs = _by_name(type(self).generate, args, kwargs)
         is_streamed = _check_same_call(start, args, kwargs)
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
-            kwargs["streamer"] = _Silent()
+            kwargs["streamer"] = _SilentStreamer()
         return type(self).generate(self, *args, **kwargs)
 
     return generate
@@ -61,19 +61,19 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
 def _by_name(
     generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with names for what came by position: errors name it, and a streamer is replaced."""
+    """The same call with positional arguments by name, for errors and to replace a streamer."""
     parameters = list(inspect.signature(generate).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
-        return args, kwargs  # Python says what is wrong, or a generate of the model's own takes them so
+        return args, kwargs  # Python raises, or the model's own generate takes them
     return (), dict(zip(names, args, strict=False)) | kwargs
 
 
 def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Check that all ranks were called alike; whether some rank streams its tokens.
+    """Check that all ranks got the same call; whether some rank streams its tokens.
 
     Raises:
-        LaunchError: they were not, or a rank was not called.
+        LaunchError: the calls differ, or a rank was not called.
     """
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None
@@ -86,13 +86,13 @@ def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, 
                 raise LaunchError(
                     f"generate was called with another {name} on rank {rank} ({call.get(name)}) than on "
                     f"rank 0 ({first.get(name)}); call it alike on every rank "
-                    "(shardconv_runtime.from_rank_0 brings what only rank 0 has)"
+                    "(shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
                 )
     return any(streams for _, streams in calls)
 
 
 def _digest(value: Any) -> str:
-    """A short text that is the same for the same value on every rank; of other objects, their class."""
+    """A short text that is equal for equal values; for objects of unknown classes, the class."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.sha256(content.tobytes()).hexdigest()
@@ -108,11 +108,11 @@ def _digest(value: Any) -> str:
     return type(value).__qualname__
 
 
-class _Silent:
+class _SilentStreamer:
     """The streamer of ranks that print nothing: with one, ``generate`` takes the same path as on rank 0."""
 
     def put(self, value: Tensor) -> None:
-        """Nothing."""
+        """Ignore the tokens."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Ignore the end."""

@@ -31,7 +31,7 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
 
 
 class _DecidedByRank0:
-    """A criterion that may see other things on other ranks, such as a clock: rank 0's word counts.
+    """A criterion that may differ between ranks, such as one with a clock: rank 0 decides.
 
     Args:
         criterion: of transformers' form.
@@ -43,7 +43,7 @@ class _DecidedByRank0:
         self._start = start
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Which sequences are done, bool ``[B]``; a broadcast of as many bytes."""
+        """The sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
         done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
         if self._start.rank == 0:
             done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)

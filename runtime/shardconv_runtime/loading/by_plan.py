@@ -1,4 +1,4 @@
-"""An ordinary model, local or on the Hub, that is loaded by a plan which was made for it."""
+"""An ordinary model, local or on the Hub, that is loaded by a plan that was made for it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from ..tensors.lazy_tensor import LazyTensor
 from .windows import Windows
 
 BATCH_BYTES = 1 << 28
-"""Of tensors that are read at once; a larger tensor is read alone."""
+"""Most bytes of tensors that are read at once; a larger tensor is read alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ordinary:
-    """A model and a plan that fits it, as far as names and shapes tell."""
+    """A model and a plan that fits it by names and shapes."""
 
     directory: Path
     """Of the config; the weights may be elsewhere."""
     manifest: Manifest
-    """Of what is not weights, as if the directory had been converted."""
+    """Of the files other than weights, as if the directory had been converted."""
     plan: Plan
     weights: Mapping[str, LazyTensor]
-    """Whole, by the names under which the plan stores them; not read."""
+    """Global tensors by the names under which the plan stores them; not read."""
 
 
 def ordinary(
@@ -75,11 +75,11 @@ def ordinary(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
             "make a plan of that model"
         )
-    with without_library_logging():  # nothing is loaded as yet that transformers could tell of
+    with without_library_logging():  # transformers would log of a model that is not loaded yet
         found = lazy_weights(spec)
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
     if has_blocks and parameter_plans(planned) != parameter_plans(solved):
-        raise PlanError(f"the plan is for other float8 blocks than {spec.name} has; make a plan of it")
+        raise PlanError(f"the plan is for other float8 blocks than those of {spec.name}; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
     described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
     return Ordinary(spec.directory, described, solved, weights)
@@ -88,7 +88,7 @@ def ordinary(
 def local_tensors(
     plan: Plan, weights: Mapping[str, LazyTensor], rank: int, device: torch.device
 ) -> Generator[tuple[str, Tensor]]:
-    """What ``rank`` holds: for the CPU mapped if it lies in a local file as it is, else read, in batches.
+    """The local tensors of ``rank``: for the CPU mapped where a local file has them as they are, else read.
 
     Args:
         plan: how each parameter is laid out.

@@ -1,4 +1,4 @@
-"""A converted directory in a repository of the Hub, of which the manifest and the plan were fetched."""
+"""A converted directory in a repository of the Hub, whose manifest and plan were fetched."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..hub_options import Hub
 
 
 def find_converted(path: str, hub: Hub, world_size: int) -> tuple[Path, Manifest, Plan, Repository]:
-    """Directory, manifest and plan of what a repository holds for so many ranks, and the repository.
+    """Directory, manifest and plan for ``world_size`` ranks in a repository, and the repository.
 
     Raises:
         CheckpointError: ``path`` cannot be the id of a repository.
-        SourceError: it cannot be reached, or holds nothing for so many ranks.
+        SourceError: it cannot be reached, or has no directory for so many ranks.
     """
     if Path(path).expanduser().exists() or looks_like_path(path) or "/" not in path:
         raise CheckpointError(

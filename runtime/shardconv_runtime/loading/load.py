@@ -60,11 +60,11 @@ def load(
     """Load this rank's part of a converted model; every rank of the job calls it.
 
     The process group is started from torchrun's environment where there is none: nccl on GPUs, gloo on
-    the CPU. Whatever is wrong, on whichever rank, every rank raises before the first collective of
-    the model. Parameters require gradients only with ``training``.
+    the CPU. If a rank has an error, every rank raises before the first collective of the model. Parameters
+    require gradients only with ``training``.
 
-    ``generate`` gives the same tokens on every rank. It is called alike on all of them, which is checked;
-    a ``streamer`` gets tokens on rank 0 only, and rank 0's clock counts for ``max_time``.
+    ``generate`` gives the same tokens on every rank. All ranks must call it with the same arguments, which
+    is checked; a ``streamer`` gets tokens on rank 0 only, and ``max_time`` goes by rank 0's clock.
 
     Args:
         path: directory that ``shardconv convert`` wrote, or the id of a repository on the Hub to which one
@@ -72,39 +72,39 @@ def load(
             the one for as many ranks as there are processes is taken.
         plan: a plan (``shardconv plan --format json``), a directory that has one, or
             ``user/repo/plan.json`` on the Hub. ``path`` then is an ordinary model, local or on the Hub, of
-            which this rank reads its part: of safetensors on the Hub only the bytes that it holds, which are
-            not kept in the cache.
+            which this rank reads its part: of safetensors on the Hub only its own bytes, which are not kept
+            in the cache.
         device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
-        mesh: instead of ``group``, all processes, of which the dim named "tp" loads a model each: the other
-            dims are for data parallelism, see ``data_parallel``.
+        mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together; the
+            other dims are for data parallelism, see ``data_parallel``.
         training: with the backward collectives of the plan: parameters require gradients as in the unsharded
             model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
-        sequence_parallel: split the activations between the parallel blocks over the sequence; the plan must
+        sequence_parallel: shard the activations between the parallel blocks over the sequence; the plan must
             have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
         compile: run each forward pass as one compiled graph, on GPUs decoding steps as CUDA graphs, and let
             ``generate`` decode from a static cache. ``torch.compile(model)`` works as well.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
             refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
             is computed from the shards, and by default no logits are returned in training mode where there
-            are labels; True returns them whole.
+            are labels; True returns full ones.
         timeout_s: how long a rank waits in a collective for the others before it raises, where this call
-            starts the process group; by default as torch has it (10 minutes for nccl, 30 for gloo). Also for
+            starts the process group; torch's default if None (10 minutes for nccl, 30 for gloo). Also for
             ranks that do not call ``generate`` with the others (5 minutes).
-        all_reduce: sums a contiguous tensor over the process group of a name, instead of torch's own; for
-            collectives that suit the machine better (symmetric memory, say). It leaves its argument as it
-            is; a compiled model needs a function that Dynamo can trace.
-        revision: branch, tag or commit on the Hub; only a commit is the same tomorrow.
+        all_reduce: sums a contiguous tensor over the process group of a name, in place of torch's own, for
+            collectives that suit the machine better (for example in symmetric memory). It must not write to
+            its argument; a compiled model needs a function that Dynamo can trace.
+        revision: branch, tag or commit on the Hub; only a commit never changes.
         cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
-            set, everything comes from the cache.
+            set, all files are read from the cache.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
 
     Returns:
         The transformers model in eval mode, with the class that it had when converted.
 
     Raises:
-        ShardconvError: with what is wrong, on which rank, and the remedy.
+        ShardconvError: the message has the problem, the rank and the remedy.
 
     Example:
         >>> model = shardconv_runtime.load("out/")
@@ -145,7 +145,7 @@ def load(
         agreement.agree(start, error, timeout)
         assert model is not None, "agree has raised the error"
         if start.device.type != "cpu":
-            ahead.stop()  # all was read; what is mapped is read while it waits for its first use
+            ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if compile:
         from ..inference.compiling import compile_model
 
@@ -155,7 +155,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the caller asks for."""
+    """The arguments of the caller."""
 
     path: str
     plan: str | None
@@ -169,18 +169,18 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A model that this rank can load, as far as could be told so far."""
+    """A model that passed the checks so far."""
 
     directory: Path
     manifest: manifest.Manifest
     """Of an ordinary model: one of its small files."""
     plan: Plan
     repository: Repository | None = None
-    """From which this rank's files are still to be downloaded."""
+    """Set where this rank's files are still to be downloaded from it."""
     files: rank_files.RankFiles | None = None
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None
-    """Instead of files: the weights of an ordinary model, whole, not read."""
+    """Instead of files: the global weights of an ordinary model, not read."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -189,7 +189,7 @@ class _Checked:
 
 
 def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
-    """Everything that takes little time."""
+    """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
     directory, solved = found.directory, found.plan
@@ -208,7 +208,7 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
 
 
 def _check_form(plan: Plan, wanted: _Wanted) -> None:
-    """Check that the plan has what training and sequence parallelism need."""
+    """Check that the plan has a form for training and sequence parallelism, where wanted."""
     if not wanted.training and not wanted.sequence_parallel:
         return
     from ..format.plan_forms import of_sequence, require_training
@@ -220,7 +220,7 @@ def _check_form(plan: Plan, wanted: _Wanted) -> None:
 
 
 def _converted(wanted: _Wanted, world_size: int) -> _Checked:
-    """A converted directory, or one on the Hub, of which the manifest and the plan are read."""
+    """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         directory = manifest.variant(directory, world_size)
@@ -240,7 +240,7 @@ def _ordinary(wanted: _Wanted, plan: str) -> _Checked:
 
 
 def _with_files(found: _Checked, rank: int) -> _Checked:
-    """The files of a rank, downloaded if they are not there, and checked."""
+    """The files of a rank, downloaded if they are missing, and checked."""
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(rank))
     return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
@@ -290,7 +290,7 @@ def _parallelize(model: nn.Module, plan: Plan, comm: Communicator, wanted: _Want
 
 
 def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
-    """What this rank holds, from its own files, or cut from an ordinary checkpoint."""
+    """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint."""
     if checked.checkpoint is not None:
         from .by_plan import local_tensors
 
@@ -317,7 +317,7 @@ def _launch(
     timeout_s: float | None,
     error: Exception | None,
 ) -> Launch:
-    """Join the others; what is wrong with the directory goes before what is wrong with the launch."""
+    """Join the others; an error of the directory is raised rather than one of the launch."""
     try:
         return launching.launch(group, device, timeout_s)
     except ShardconvError as failure:

@@ -40,18 +40,18 @@ class RankFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where they are, in the order in which they are read."""
+        """Of the files, in the order in which they are read."""
         return tuple(shard.path for shard in self.shards)
 
 
 def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:
     """Check, from sizes and headers alone, that ``rank`` will find each of its tensors exactly once.
 
-    What says how to compute with them, the config and the model's own code, is checked byte by byte.
+    The config and the model's own code are checked byte by byte.
 
     Raises:
         CheckpointError: a file is missing, truncated, changed or another rank's, or a tensor is missing,
-            extra, twice there, or of another shape or dtype than the plan says.
+            extra, in two files, or of another shape or dtype than in the plan.
     """
     check_sizes(directory, manifest, rank)
     for entry in manifest.files_of(rank):
@@ -77,10 +77,9 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
 
 
 def tensors(shards: Sequence[ShardFile], device: torch.device) -> Generator[tuple[str, Tensor]]:
-    """Each tensor of the files with its name, on the device, in the order of the files.
+    """Each local tensor of the files with its name, as stored, on the device, in the order of the files.
 
-    Close the iterator, or run it to its end: threads may be reading until then. When it has ended, so has
-    all that it started on the device.
+    Close the iterator, or run it to its end: threads may be reading until then, and the device copying.
 
     Raises:
         CheckpointError: a file cannot be read, or is shorter than it was.
@@ -106,8 +105,8 @@ def read(
     Args:
         model: as ``build.parallelize`` leaves it.
         plan: its plan.
-        stored: what this rank holds, by the names under which it is stored, on the device; it is closed.
-        device: where all tensors go.
+        stored: local tensors by the names under which they are stored, on the device; it is closed.
+        device: of all tensors afterwards.
         dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
 
     Raises:
@@ -122,18 +121,18 @@ def read(
             _assign(modules[owner], attribute, tensor.to(target))
             todo.remove(name)
     if todo:
-        raise CheckpointError(f"{min(todo)} was in no file; {_REMEDY}")
+        raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
     retie(model, plan)
     _move_buffers(model, device)
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
-        raise CheckpointError(f"{empty[0]} was in no file; {_REMEDY}")
+        raise CheckpointError(f"no file had {empty[0]}; {_REMEDY}")
 
 
 def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> torch.dtype:
     """The dtype of a tensor in a model that is loaded as ``wanted``.
 
-    A tensor that the converter kept wider than the model's own dtype (a router in float32, say) is
-    never made narrower than it was stored; tensors that are not floating point stay as they are.
+    A tensor that the converter kept wider than the model's own dtype (for example a router in float32) is
+    never made narrower than it was stored; tensors that are not floating point keep their dtype.
     """
     if not stored.is_floating_point or stored.itemsize < 2:
         return stored
@@ -192,7 +191,7 @@ def _compare(
     expected = stored_plans(plan)
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(
-            f"{directory}: no file of rank {rank} has {missing[0]} ({len(missing)} such); {_REMEDY}"
+            f"{directory}: {len(missing)} tensor(s) of rank {rank} are missing, e.g. {missing[0]}; {_REMEDY}"
         )
     if extra := sorted(found.keys() - expected.keys()):
         raise CheckpointError(
@@ -206,9 +205,9 @@ def _compare(
 def _problem(entry: ParameterPlan, tensor: StoredTensor, file: FileEntry, plan: Plan, rank: int) -> str:
     shape = local_shape(entry, plan.mesh, rank)
     if tensor.shape != shape:
-        return f"has shape {tensor.shape}, and by the plan rank {rank} holds {shape}"
+        return f"has shape {tensor.shape}, but {shape} on rank {rank} by the plan"
     if tensor.dtype != STORED_NAME[entry.dtype]:
-        return f"has dtype {tensor.dtype}, and {entry.dtype} by the plan"
+        return f"has dtype {tensor.dtype}, but {entry.dtype} by the plan"
     if is_common(entry) != (file.rank is None):
-        return "is in the wrong place: only what every rank holds alike belongs to common/"
+        return "is in the wrong file: common/ is for the tensors that are replicated over all ranks"
     return ""

@@ -1,8 +1,8 @@
 """Brings files into the page cache while the processor is busy with something else.
 
-Loading a model goes on with seconds of imports after the files were checked; the disk has nothing to do
-meanwhile. Plain reads are used, not ``posix_fadvise(WILLNEED)``: the kernel cuts each of those requests to
-the disk's readahead, starts them all at once, and file systems on networks may ignore them.
+Loading a model goes on with seconds of imports after the files were checked, and the disk is idle meanwhile.
+Plain reads are used, not ``posix_fadvise(WILLNEED)``: the kernel shortens each of those requests to the
+disk's readahead, starts them all at once, and file systems on networks may ignore them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MEMORY_SHARE = 0.5
 class ReadAhead:
     """Threads that read files in their order, from now until ``stop`` or the end.
 
-    Nothing is raised: whoever needs the files finds out what is wrong with them. No more is read than
-    MEMORY_SHARE of the machine's available memory, divided by the LOCAL_WORLD_SIZE of the launcher, and
-    nothing where the system does not tell how much that is.
+    Nothing is raised: the reader of the files will meet the same error. No more is read than MEMORY_SHARE of
+    the machine's available memory, divided by the LOCAL_WORLD_SIZE of the launcher, and nothing where the
+    system does not tell how much is available.
 
     Args:
         paths: the files, in the order in which they will be used.
-        budget_bytes: the most to read, instead of what is said above.
+        budget_bytes: the most to read, instead of that.
     """
 
     def __init__(self, paths: Sequence[Path], budget_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop after an error; else go on, since what was mapped is still to be used."""
+        """Stop after an error; else go on, since mapped files are still to be used."""
         if kind is not None:
             self.stop()
 
@@ -58,7 +58,7 @@ class ReadAhead:
         self.wait()
 
     def wait(self) -> None:
-        """Return once everything was read."""
+        """Return once the threads have ended."""
         for thread in self._threads:
             thread.join()
 

@@ -21,7 +21,11 @@ REMEDY = "copy the directory again, or convert the model again"
 
 
 def mapped(shards: Sequence[ShardFile]) -> Generator[tuple[str, Tensor]]:
-    """Tensors in private, writable mappings of the files; writing to one changes no file."""
+    """Local tensors, on the CPU, in private, writable mappings of the files; writing to one changes no file.
+
+    Raises:
+        CheckpointError: a file cannot be mapped.
+    """
     for shard in shards:
         try:
             storage = map_file(shard.path, shard.num_bytes)
@@ -48,7 +52,7 @@ def map_file(path: Path, num_bytes: int) -> Any:
 def tensor_at(
     storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """The tensor whose bytes begin at ``begin``; its storage is this stretch, and keeps the memory alive."""
+    """The tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     if not num_bytes:
         return tensor.reshape(shape)
@@ -58,6 +62,6 @@ def tensor_at(
 
 
 def stored_tensor(storage: torch.UntypedStorage, begin: int, stored: StoredTensor) -> Tensor:
-    """The stored tensor whose bytes begin at ``begin``."""
+    """The stored tensor, of its shape and dtype, whose bytes begin at ``begin``."""
     dtype = getattr(torch, TORCH_NAME[stored.dtype])
     return tensor_at(storage, begin, stored.offsets[1] - stored.offsets[0], dtype, stored.shape)

@@ -5,7 +5,7 @@ Threads read into a ring of pinned buffers, from which the bytes go to the devic
     files ── preadv, several threads ──> ring of pinned buffers ── one copy each ──> slabs on the device
 
 A slab is one allocation on the device, for one large tensor or for many small ones. Its tensors have
-storages of their own all the same, so that what writes to one does not look like writing to the others.
+storages of their own all the same, so that a write to one does not look like a write to the others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..format.header import ShardFile, StoredTensor
 from .reading import REMEDY, stored_tensor
 
 BUFFER_BYTES = 16 << 20
-"""Of each staging buffer: the copy to the device takes about a millisecond, next to which its start is
-nothing, and what was just read is partly still in the processor's cache."""
+"""Of each staging buffer: the copy to the device takes about a millisecond, much longer than its start, and
+the bytes that were just read are partly still in the processor's cache."""
 
 NUM_BUFFERS = 4
 """Buffers, and threads that fill them: one thread copies from the page cache at a few GB/s, a bus takes
@@ -39,30 +39,30 @@ ALIGNMENT = 256
 """Of each tensor on the device, in bytes, as if it had been allocated alone."""
 
 _MAX_SPANS = 1024
-"""Most places that one call of preadv fills (IOV_MAX of Linux)."""
+"""Most spans that one call of preadv fills (IOV_MAX of Linux)."""
 
 
-class Event(Protocol):
-    """Something on a device that will have happened."""
+class DeviceEvent(Protocol):
+    """A point in the work of a device."""
 
     def synchronize(self) -> Any:
-        """Return once it has."""
+        """Return once the device has reached it."""
 
 
-class Place(Protocol):
-    """Where a staged load goes: what knows of streams and pinned memory."""
+class StagingDevice(Protocol):
+    """The device of a staged load, with its streams and pinned memory."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Memory of the host, uint8, from which the device copies fast."""
+        """Memory of the host, uint8 ``[num_bytes]``, from which the device copies fast."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the device, uint8, that ``copy`` may write to."""
+        """Memory of the device, uint8 ``[num_bytes]``, that ``copy`` may write to."""
 
-    def copy(self, target: Tensor, source: Tensor) -> Event:
-        """Begin to copy from a buffer; until the event the buffer must stay as it is."""
+    def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
+        """Begin to copy a buffer, both uint8 ``[n]``; until the event, the buffer must not change."""
 
-    def publish(self, event: Event) -> None:
-        """Whatever the caller runs on the device from now on comes after the event."""
+    def publish(self, event: DeviceEvent) -> None:
+        """Order all work that the caller starts on the device from now on after the event."""
 
     def finish(self) -> None:
         """Return once all copies are done."""
@@ -87,7 +87,7 @@ class Cuda:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
-    def copy(self, target: Tensor, source: Tensor) -> Event:
+    def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
         # blocking: a thread that waits leaves its core to others
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -111,13 +111,13 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """What one buffer takes: bytes that follow each other in a file, and go to spans of the buffer."""
+    """The contents of one buffer: consecutive bytes of a file, which go to spans of the buffer."""
 
     path: Path
     file_begin: int
     spans: tuple[_Span, ...]
     slab_begin: int
-    """Where the buffer's bytes go in the slab."""
+    """The offset of the buffer's bytes in the slab."""
 
     @property
     def num_bytes(self) -> int:
@@ -135,14 +135,17 @@ class _Slab:
 
 def staged(
     shards: Sequence[ShardFile],
-    place: Place,
+    device: StagingDevice,
     *,
     buffer_bytes: int = BUFFER_BYTES,
     num_buffers: int = NUM_BUFFERS,
 ) -> Generator[tuple[str, Tensor]]:
-    """Tensors in memory of ``place``, read by threads through ``num_buffers`` buffers.
+    """Local tensors, as stored, in memory of ``device``, read by threads through ``num_buffers`` buffers.
 
-    Peak memory of the host is that of the buffers, of the device that of the tensors.
+    The peak memory of the host is that of the buffers, of the device that of the tensors.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is shorter than it was.
     """
     slabs = [slab for shard in shards for slab in _slabs(shard, buffer_bytes)]
     fills = deque(fill for slab in slabs for fill in slab.fills)
@@ -150,26 +153,26 @@ def staged(
     with ExitStack() as stack:
         files = {shard.path: stack.enter_context(_Readable(shard.path)) for shard in shards}
         pool = ThreadPoolExecutor(num_buffers, "shardconv-read")
-        stack.callback(place.finish)  # undone last first: no thread waits for an event of a lost copy
+        stack.callback(device.finish)  # undone last first: no thread waits for an event of a lost copy
         stack.callback(pool.shutdown, cancel_futures=True)
         reads: deque[Future[Tensor]] = deque()
 
-        def read_next(buffer: Tensor, free: Event | None) -> None:
+        def read_next(buffer: Tensor, free: DeviceEvent | None) -> None:
             if fills:
                 fill = fills.popleft()
                 reads.append(pool.submit(files[fill.path].read, fill, buffer, free))
 
         for _ in range(min(num_buffers, len(fills))):
-            read_next(place.buffer(size), None)
+            read_next(device.buffer(size), None)
         for slab in slabs:
-            memory = place.allocate(slab.num_bytes)
+            memory = device.allocate(slab.num_bytes)
             for fill in slab.fills:
                 buffer = reads.popleft().result()
                 target = memory[fill.slab_begin : fill.slab_begin + fill.num_bytes]
-                copied = place.copy(target, buffer[: fill.num_bytes])
+                copied = device.copy(target, buffer[: fill.num_bytes])
                 read_next(buffer, copied)
             if slab.fills:
-                place.publish(copied)
+                device.publish(copied)
             for name, stored, begin in slab.tensors:
                 yield name, stored_tensor(memory.untyped_storage(), begin, stored)
 
@@ -191,8 +194,8 @@ class _Readable:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def read(self, fill: _Fill, buffer: Tensor, free: Event | None) -> Tensor:
-        """Fill a buffer once it is free, and return it."""
+    def read(self, fill: _Fill, buffer: Tensor, free: DeviceEvent | None) -> Tensor:
+        """Fill a buffer, uint8 ``[n]``, once it is free, and return it."""
         if free is not None:
             free.synchronize()
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]  # an array is a buffer
@@ -211,7 +214,7 @@ class _Readable:
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of the views without their first bytes."""
+    """The views without their first bytes."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

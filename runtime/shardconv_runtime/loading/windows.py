@@ -1,4 +1,4 @@
-"""Tensors that lie in a file as they are wanted: they are mapped, and nothing is copied."""
+"""Tensors that a file holds as they are wanted: they are mapped, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Windows:
         self._given: dict[FileLeaf, list[tuple[int, int]]] = {}
 
     def window(self, tensor: LazyTensor) -> Tensor | None:
-        """The tensor, on the CPU; None if its elements have to be gathered, cast, computed or fetched, or are
-        those of another window, too.
+        """The tensor, of its shape and dtype, on the CPU; None if its elements have to be gathered, cast,
+        computed or fetched, or another window has some of them.
 
         Raises:
             SourceError: the file cannot be mapped.

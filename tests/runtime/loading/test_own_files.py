@@ -24,8 +24,8 @@ def load_own(path: Path) -> torch.Tensor:
 
 
 def mapped_files(below: Path) -> set[Path]:
-    places = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
-    return {Path(p).relative_to(below) for p in places if p.startswith(f"{below}/")}
+    paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {Path(p).relative_to(below) for p in paths if p.startswith(f"{below}/")}
 
 
 def load_and_look(path: Path) -> set[str]:
@@ -36,9 +36,9 @@ def load_and_look(path: Path) -> set[str]:
 
 def test_each_host_may_have_the_files_of_its_ranks_alone(tmp_path: Path) -> None:
     model = random_llama()
-    whole = write_directory(tmp_path / "out", model, llama_plan(model.config, (2,)), shards=2)
+    converted = write_directory(tmp_path / "out", model, llama_plan(model.config, (2,)), shards=2)
     for rank in (0, 1):
-        shutil.copytree(whole, tmp_path / str(rank))
+        shutil.copytree(converted, tmp_path / str(rank))
         shutil.rmtree(tmp_path / str(rank) / rank_directory(1 - rank, 2))
     with torch.no_grad():
         expected = model(torch.tensor(IDS)).logits

@@ -28,7 +28,7 @@ from shardconv_runtime.format.plan import ParameterPlan
 from shardconv_runtime.loading import rank_files, read_ahead
 from shardconv_runtime.loading.read_ahead import ReadAhead
 from shardconv_runtime.loading.reading import mapped
-from shardconv_runtime.loading.staged_reading import ALIGNMENT, Event, staged
+from shardconv_runtime.loading.staged_reading import ALIGNMENT, DeviceEvent, staged
 from torch import Tensor
 
 Read = Callable[[Sequence[ShardFile]], Generator[tuple[str, Tensor]]]
@@ -42,7 +42,7 @@ class Done:
 
 
 class Host:
-    """A place without streams: the CPU's own memory."""
+    """A device without streams: the CPU's own memory."""
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
@@ -55,11 +55,11 @@ class Host:
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor) -> Event:
+    def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
         target.copy_(source)
         return Done()
 
-    def publish(self, event: Event) -> None:
+    def publish(self, event: DeviceEvent) -> None:
         event.synchronize()
 
     def finish(self) -> None:
@@ -81,7 +81,7 @@ class Late(Host):
         super().__init__()
         self._stream = ThreadPoolExecutor(1)
 
-    def copy(self, target: Tensor, source: Tensor) -> Event:
+    def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
         def later() -> None:
             time.sleep(0.002)
             target.copy_(source)
@@ -146,8 +146,8 @@ def test_tensors_of_several_files(tmp_path: Path, read: Read) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(STORED_NAME))
 def test_every_dtype(tmp_path: Path, read: Read, dtype: str) -> None:
-    whole = random_bytes(16, 32)
-    tensor = (whole > 99) if dtype == "bool" else whole.view(getattr(torch, dtype))
+    stored = random_bytes(16, 32)
+    tensor = (stored > 99) if dtype == "bool" else stored.view(getattr(torch, dtype))
     shard = written(tmp_path / "x", {"x": tensor, "none": tensor[:0]})
     assert_same(dict(read([shard])), load_file(shard.path))
 
@@ -210,13 +210,13 @@ def test_a_file_that_is_gone_or_shorter_cannot_be_mapped(tmp_path: Path) -> None
 @pytest.mark.parametrize("num_buffers", [1, 2, 5])
 @pytest.mark.parametrize("buffer_bytes", [1, 100, 256, 1000, 1 << 20])
 def test_any_ring_gives_the_same_tensors(tmp_path: Path, buffer_bytes: int, num_buffers: int) -> None:
-    place, tensors = Host(), odd_tensors()
+    host, tensors = Host(), odd_tensors()
     shard = written(tmp_path / "x", tensors)
-    found = dict(staged([shard], place, buffer_bytes=buffer_bytes, num_buffers=num_buffers))
+    found = dict(staged([shard], host, buffer_bytes=buffer_bytes, num_buffers=num_buffers))
     assert_same(found, tensors)
-    assert len(place.buffers) <= num_buffers
-    assert all(buffer.numel() <= buffer_bytes for buffer in place.buffers)
-    assert place.finished
+    assert len(host.buffers) <= num_buffers
+    assert all(buffer.numel() <= buffer_bytes for buffer in host.buffers)
+    assert host.finished
 
 
 def test_a_buffer_is_filled_again_only_when_it_was_copied(tmp_path: Path) -> None:
@@ -228,19 +228,19 @@ def test_a_buffer_is_filled_again_only_when_it_was_copied(tmp_path: Path) -> Non
 def test_small_tensors_share_an_aligned_slab(tmp_path: Path) -> None:
     tensors = {str(i): random_bytes(100) for i in range(5000)}
     shard = written(tmp_path / "x", tensors)
-    place = Host()
-    found = dict(staged([shard], place))
+    host = Host()
+    found = dict(staged([shard], host))
     assert_same(found, tensors)
     first = min(tensor.data_ptr() for tensor in found.values())
     assert sorted((t.data_ptr() - first) for t in found.values()) == [ALIGNMENT * i for i in range(5000)]
-    assert len(place.buffers) == 1
-    assert place.buffers[0].numel() == 4999 * ALIGNMENT + 100, "no more than is needed"
+    assert len(host.buffers) == 1
+    assert host.buffers[0].numel() == 4999 * ALIGNMENT + 100, "no more than is needed"
 
 
 def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = odd_tensors()
     shard = written(tmp_path / "x", tensors)
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at, whole=os.preadv: whole(fd, [views[0][:37]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at, real=os.preadv: real(fd, [views[0][:37]], at))
     assert_same(dict(through_buffers([shard])), tensors)
 
 
@@ -255,10 +255,10 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
 def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = written(tmp_path / "x", {str(i): random_bytes(1000) for i in range(50)})
 
-    def fail_in_the_middle(fd: int, views: list[memoryview], at: int, whole: Any = os.preadv) -> int:
+    def fail_in_the_middle(fd: int, views: list[memoryview], at: int, real: Any = os.preadv) -> int:
         if at >= shard.start + 20_000:
             raise OSError(errno.EIO, "Input/output error")
-        num_bytes: int = whole(fd, views, at)
+        num_bytes: int = real(fd, views, at)
         return num_bytes
 
     monkeypatch.setattr(os, "preadv", fail_in_the_middle)
@@ -277,12 +277,12 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_whoever_stops_early_leaves_no_thread(tmp_path: Path) -> None:
     shard = written(tmp_path / "x", {str(i): random_bytes(1000) for i in range(50)})
-    place, descriptors = Late(), len(os.listdir("/proc/self/fd"))
-    reading = staged([shard], place, buffer_bytes=1024)
+    host, descriptors = Late(), len(os.listdir("/proc/self/fd"))
+    reading = staged([shard], host, buffer_bytes=1024)
     next(reading)
     assert reading_threads()
     reading.close()
-    assert place.finished
+    assert host.finished
     assert not reading_threads()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -292,15 +292,15 @@ def test_an_interrupt_ends_all_threads(tmp_path: Path) -> None:
     counter = itertools.count()
 
     class Interrupted(Late):
-        def copy(self, target: Tensor, source: Tensor) -> Event:
+        def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
             if next(counter) == 9:
                 raise KeyboardInterrupt
             return super().copy(target, source)
 
-    place = Interrupted()
+    host = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        dict(staged([shard], place, buffer_bytes=1024))
-    assert place.finished
+        dict(staged([shard], host, buffer_bytes=1024))
+    assert host.finished
     assert not reading_threads()
 
 
@@ -359,10 +359,8 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
 def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)))
-    place = Late()
-    monkeypatch.setattr(
-        rank_files, "tensors", lambda shards, device: staged(shards, place, buffer_bytes=1024)
-    )
+    host = Late()
+    monkeypatch.setattr(rank_files, "tensors", lambda shards, device: staged(shards, host, buffer_bytes=1024))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
@@ -370,7 +368,7 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(rank_files, "_assign", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         shardconv_runtime.load(path)
-    assert place.finished
+    assert host.finished
     assert not reading_threads()
 
 
