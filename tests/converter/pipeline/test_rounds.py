@@ -1,0 +1,61 @@
+"""Rounds of solving: obstacles rule out leaves, until an attempt meets none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from shardconv_runtime.errors import SolveError
+
+from shardconv.dim_analysis.dim_trees import Node, leaf, split
+from shardconv.pipeline.rounds import MAX_ROUNDS, RuledOut, in_rounds
+from shardconv.planning.obstacle import Obstacle
+
+Seen = list[Sequence[Node]]
+
+
+def test_obstacles_are_ruled_out_one_after_another() -> None:
+    forbidden, first, second = leaf(4), leaf(8), leaf(16)
+    obstacles = [Obstacle((first,), "first.call"), Obstacle((second,), "second.call")]
+    seen: Seen = []
+
+    def attempt(ruled_out: RuledOut) -> str | Obstacle:
+        seen.append(list(ruled_out.nodes))
+        return obstacles.pop(0) if obstacles else "a plan"
+
+    found, ruled_out = in_rounds(attempt, [forbidden])
+    assert found == "a plan"
+    assert seen == [[forbidden], [forbidden, first], [forbidden, first, second]]
+    assert ruled_out.reasons == {first: "first.call", second: "second.call"}
+    assert ruled_out.last_reason() == "second.call"
+
+
+def test_the_reason_is_kept_for_each_leaf_of_a_dim() -> None:
+    dim = leaf(32)
+    heads, width = split(dim, 8)
+    ruled_out = RuledOut(()).and_also(Obstacle((dim,), "mixer: view"))
+    assert ruled_out.reasons == {heads: "mixer: view", width: "mixer: view"}
+
+
+def test_an_attempt_may_give_up() -> None:
+    found, ruled_out = in_rounds(lambda _: None, [])
+    assert found is None
+    assert ruled_out.last_reason() == ""
+
+
+def test_rounds_are_limited() -> None:
+    rounds: Seen = []
+
+    def attempt(ruled_out: RuledOut) -> Obstacle:
+        rounds.append(ruled_out.nodes)
+        return Obstacle((leaf(4),), "mixer: view")
+
+    found, ruled_out = in_rounds(attempt, [])
+    assert found is None
+    assert len(rounds) == MAX_ROUNDS
+    assert ruled_out.last_reason() == "mixer: view"
+
+
+def test_an_obstacle_that_nothing_is_to_blame_for_is_an_error() -> None:
+    with pytest.raises(SolveError, match="mixer: view: no attribute edit makes this call local"):
+        in_rounds(lambda _: Obstacle((), "mixer: view"), [])
