@@ -250,14 +250,16 @@ class Resharding(ABC):
     ) -> None:
         self.comm = comm
         self.dim = dim
-        self.parts = _parts_of(layout, comm.mesh, comm.rank)
-        self.axes = self.parts.axes
+        self.axes = comm.real(axes_of(layout))
+        if self.axes:
+            self.parts = _parts_of(layout, comm.mesh, comm.rank)
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
         self.is_partially_sharded = len({axes_of(segment) for segment in segments(layout)}) > 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        return apply(x, self._forward, self._backward if self._partial is not None else None)
+        forward, backward = (self._forward, self._backward) if self.axes else (unchanged, unchanged)
+        return apply(x, forward, None if self._partial is None else backward)
 
     @abstractmethod
     def _forward(self, x: Tensor) -> Tensor:
@@ -273,14 +275,10 @@ class Resharding(ABC):
         the result in short strides."""
         dim = self.dim % x.dim()
         padded = self.parts.padded(x, dim)
-        if not self.axes:
-            return x
         return self.parts.joined(self.comm.concatenate(padded[None], self.axes).unbind(), dim)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()
-        if not self.axes:
-            return self.parts.own(x, dim)
         pieces = torch.cat(self.parts.separated(x, dim))
         return self.parts.unpadded(self.comm.reduce_scatter(pieces, self.axes), dim)
 
@@ -300,7 +298,7 @@ def _parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
         from .open_parts import OpenParts
 
         return OpenParts(layout, mesh, rank)
-    from .parts import KnownParts  # one rank alone needs none
+    from .parts import KnownParts  # a single rank needs none
 
     return KnownParts(layout, mesh, rank)
 
@@ -367,7 +365,7 @@ def refuse_gradient(x: Tensor) -> None:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The forward of steps that concern the gradient alone."""
+    """The identity, for steps that change the gradient alone, and where one rank has all positions."""
     return x
 
 
