@@ -182,7 +182,7 @@ class _Adjoint(torch.autograd.Function):
 
 
 def apply(x: Tensor, forward: Map, backward: Map | None) -> Tensor:
-    """``forward(x)`` of a linear map; in the backward, ``backward`` of the gradient, its adjoint.
+    """``forward(x)`` of a linear map, ``x`` local of any shape; its adjoint ``backward`` takes the gradient.
 
     Raises:
         PlanError: ``x`` requires a gradient, and ``backward`` is None.
@@ -352,7 +352,7 @@ class ReduceScatter(Resharding):
 
 
 def refuse_gradient(x: Tensor) -> None:
-    """Stop before autograd records an operation that has no backward.
+    """Stop before autograd records an operation on ``x`` (of any shape) that has no backward.
 
     Raises:
         PlanError: gradients are enabled and ``x`` requires one.
@@ -365,7 +365,7 @@ def refuse_gradient(x: Tensor) -> None:
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The identity, for steps that change the gradient alone, and where one rank has all positions."""
+    """The identity on any shape, for steps on the gradient alone, and where one rank has all positions."""
     return x
 
 

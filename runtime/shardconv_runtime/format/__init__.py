@@ -1,1 +1,1 @@
-"""What is on disk: the plan, the manifest, headers, and which positions each rank holds. Imports no torch."""
+"""The formats on disk: plan, manifest, headers, and the positions of each rank. Imports no torch."""

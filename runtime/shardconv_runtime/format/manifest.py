@@ -152,7 +152,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a converted directory.
 
     Raises:
-        CheckpointError: there is none, or it is malformed.
+        CheckpointError: it is missing or malformed.
     """
     path = resolve(directory, MANIFEST_NAME)
     if not _is_file(path):
@@ -178,7 +178,7 @@ def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:
     """Read the plan of a converted directory.
 
     Raises:
-        CheckpointError: there is none, or not the one that the manifest was written for.
+        CheckpointError: it is missing, or not the one for which the manifest was written.
         PlanError: it is malformed or of another version.
     """
     where = os.fspath(directory)
@@ -239,7 +239,7 @@ def resolve(directory: str | os.PathLike[str], path: str) -> Path:
 
 
 def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int) -> None:
-    """Check that what ``rank`` needs is there and whole, and that the plan is the manifest's.
+    """Check that the files of ``rank`` exist and have their sizes, and that the plan is the manifest's.
 
     Reads ``plan.json``; of the other files, only their sizes.
 
@@ -249,14 +249,14 @@ def check_sizes(directory: str | os.PathLike[str], manifest: Manifest, rank: int
     """
     where = os.fspath(directory)
     if not 0 <= rank < manifest.tp:
-        raise CheckpointError(f"{where}: converted for {manifest.tp} ranks, there is no rank {rank}")
+        raise CheckpointError(f"{where}: rank {rank} is outside of the {manifest.tp} ranks of the conversion")
     read_plan(directory, manifest)
     for entry in manifest.files_of(rank):
         check_size(directory, entry, f"rank {rank}")
 
 
 def check_size(directory: str | os.PathLike[str], entry: FileEntry, reader: str) -> None:
-    """Check that a file is there and whole, as far as its size tells.
+    """Check that a file exists and has its size.
 
     Raises:
         CheckpointError: it is missing, which the ``reader`` needs, or of another size.

@@ -198,7 +198,7 @@ class Edit:
     """``num_heads``; ``config.num_attention_heads`` (the module gets its own copy of the config);
     ``split_sizes.0``."""
     value: int
-    """Global value: what the attribute is before the edit."""
+    """Global value, which the attribute has before the edit."""
     local: tuple[int, ...]
     """Local value: one for all ranks, or one for each rank."""
 
@@ -215,7 +215,7 @@ class NormInfo:
     axes: tuple[int, ...]
     """Mesh axes that shard it; none where each group is on one rank."""
     weight: str = ""
-    """Name of the weight parameter in the module; empty if there is none."""
+    """Name of the weight parameter in the module; may be empty, likewise ``bias``."""
     bias: str = ""
     weight_offset: float = 0.0
     """Added to the weight (1.0 for norms that store ``weight - 1``)."""
@@ -228,7 +228,7 @@ class NormInfo:
     input: str = ""
     """Argument that is normalized; empty where the norm has one argument."""
     gate: str = ""
-    """Argument that multiplies, after ``gate_activation``; empty if there is none."""
+    """Argument that multiplies, after ``gate_activation``; empty if the norm has no gate."""
     gate_activation: str = ""
     """``silu``, ``sigmoid``, ``gelu``, ``relu`` or ``identity``."""
     gate_first: bool = False

@@ -18,14 +18,16 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
     def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         from transformers import StoppingCriteriaList, generation
 
-        alike = (
+        same_on_all_ranks = (
             generation.MaxLengthCriteria,
             generation.EosTokenCriteria,
             generation.StopStringCriteria,
             generation.ConfidenceCriteria,
         )
         found = type(self)._get_stopping_criteria(self, *args, **kwargs)
-        return StoppingCriteriaList(c if isinstance(c, alike) else _DecidedByRank0(c, start) for c in found)
+        return StoppingCriteriaList(
+            c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in found
+        )
 
     return criteria
 

@@ -77,7 +77,7 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
 
 
 def tensors(shards: Sequence[ShardFile], device: torch.device) -> Generator[tuple[str, Tensor]]:
-    """Each local tensor of the files with its name, as stored, on the device, in the order of the files.
+    """Names and local tensors of the files, of stored shapes and dtypes, on the device, in the files' order.
 
     Close the iterator, or run it to its end: threads may be reading until then, and the device copying.
 
@@ -100,7 +100,7 @@ def read(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Fill a parallelized model, in place; buffers that no file holds are moved to the device.
+    """Fill a parallelized model, of local shapes, in place; buffers that no file holds move to the device.
 
     Args:
         model: as ``build.parallelize`` leaves it.

@@ -21,7 +21,7 @@ REMEDY = "copy the directory again, or convert the model again"
 
 
 def mapped(shards: Sequence[ShardFile]) -> Generator[tuple[str, Tensor]]:
-    """Local tensors, on the CPU, in private, writable mappings of the files; writing to one changes no file.
+    """Local tensors of stored shapes in private, writable mappings of the files, which no write changes.
 
     Raises:
         CheckpointError: a file cannot be mapped.

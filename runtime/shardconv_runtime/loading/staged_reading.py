@@ -140,7 +140,7 @@ def staged(
     buffer_bytes: int = BUFFER_BYTES,
     num_buffers: int = NUM_BUFFERS,
 ) -> Generator[tuple[str, Tensor]]:
-    """Local tensors, as stored, in memory of ``device``, read by threads through ``num_buffers`` buffers.
+    """Local tensors of stored shapes, in memory of ``device``, read by ``num_buffers`` threads and buffers.
 
     The peak memory of the host is that of the buffers, of the device that of the tensors.
 

@@ -149,7 +149,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers (not copied) with their FQNs, tied ones under each of their names."""
+    """FQNs and tensors (any shape) of parameters and persistent buffers, tied ones under each name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path + "." if path else ""
         for name, parameter in module._parameters.items():

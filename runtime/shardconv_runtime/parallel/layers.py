@@ -1,4 +1,4 @@
-"""The parallel layers that take the place of exact ``torch.nn`` classes.
+"""The parallel layers that replace exact ``torch.nn`` classes.
 
 A linear layer computes ``Y = X W^T + b``. Sharded over the rows of W (its output dim), each rank has a
 part of Y: column-parallel. Sharded over the columns of W (its input dim), each rank has a term of the sum:

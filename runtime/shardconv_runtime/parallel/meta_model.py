@@ -257,7 +257,7 @@ def build_model(
     config = copy.deepcopy(config)
     dtype = dtype or _config_dtype(config)
     with _building, LazyInit() as lazy, _default_dtype(dtype):
-        if hasattr(cls, "_from_config"):  # what the Auto classes call; sets up what __init__ does not
+        if hasattr(cls, "_from_config"):  # as the Auto classes do; sets up more than __init__
             model: nn.Module = cls._from_config(config, dtype=dtype)
         else:
             model = cls(config)

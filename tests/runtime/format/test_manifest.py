@@ -125,7 +125,7 @@ def test_missing_and_truncated_files_are_named(converted: Path) -> None:
 
 
 def test_no_such_rank(converted: Path) -> None:
-    with pytest.raises(CheckpointError, match="converted for 4 ranks, there is no rank 4"):
+    with pytest.raises(CheckpointError, match="rank 4 is outside of the 4 ranks of the conversion"):
         manifest.check_sizes(converted, manifest.read(converted), 4)
 
 
