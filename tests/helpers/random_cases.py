@@ -658,7 +658,7 @@ def along(d: Draw) -> Drawn:
     return function, (f(*shape),)
 
 
-def normalised(d: Draw) -> Drawn:
+def normalized(d: Draw) -> Drawn:
     lead, last = d.shape(1, 2), d.shape(1, 2)
     groups = d.integer(1, 3)
     shape = (*lead, *last)
@@ -742,7 +742,7 @@ GENERATORS: dict[str, Callable[[Draw], Drawn]] = {
         summed,
         reduced,
         along,
-        normalised,
+        normalized,
         counted,
         attention,
     )

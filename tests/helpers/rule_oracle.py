@@ -1,6 +1,6 @@
 """Checks what the rules say of an operator against numbers.
 
-A small function is traced and analysed. For every leaf that the rules leave free (and every state that
+A small function is traced and analyzed. For every leaf that the rules leave free (and every state that
 may be partial) the solver is asked for an assignment that uses it. Then each operator of the tape is run
 on each rank's part of its true inputs: what comes out must be the rank's part of the true output, or,
 where the output is partial, sum to it.

@@ -140,7 +140,7 @@ def test_the_oracle_finds_a_wrong_rule(
         ("unary", "aten.gelu", pointwise.linear),
         ("along", "aten.sort", pointwise.nonlinear),
         ("along", "aten.cumprod", pointwise.nonlinear),
-        ("normalised", "aten.layer_norm", pointwise.nonlinear),
+        ("normalized", "aten.layer_norm", pointwise.nonlinear),
         ("reduced", "aten.prod", RULES["aten.sum"]),
         ("reduced", "aten.amax", RULES["aten.sum"]),
         ("moved", "aten.permute", RULES["aten.view"]),

@@ -50,7 +50,7 @@ class Heads(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, s, -1))
 
 
-def analysed(*layers: nn.Module) -> Analysis:
+def analyzed(*layers: nn.Module) -> Analysis:
     """The layers one after the other."""
     model = nn.Sequential(*layers).to("meta")
     return analyze(trace(model, {"input": torch.zeros(3, 26, WIDTH)}, RULES))
@@ -78,25 +78,25 @@ def test_prime_factors(n: int) -> None:
 
 
 def test_column_then_row() -> None:
-    assert layouts(analysed(Mlp(256)), 2) == {"0.up.weight": "256@0, 64", "0.down.weight": "64, 256@0"}
+    assert layouts(analyzed(Mlp(256)), 2) == {"0.up.weight": "256@0, 64", "0.down.weight": "64, 256@0"}
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
 def test_adjacent_axes_that_are_used_together_are_one(tp: int) -> None:
-    analysis = analysed(Mlp(264))
+    analysis = analyzed(Mlp(264))
     assert solve(analysis, tp).mesh == (tp,)
     assert layouts(analysis, tp)["0.up.weight"] == "264@0, 64"
 
 
 def test_one_rank() -> None:
-    analysis = analysed(Mlp(256))
+    analysis = analyzed(Mlp(256))
     assignment = solve(analysis, 1)
     assert (assignment.mesh, assignment.leaves, assignment.partials) == ((), {}, {})
     assert layouts(analysis, 1)["0.up.weight"] == "256, 64"
 
 
 def test_a_forbidden_leaf_stays_whole() -> None:
-    analysis = analysed(Mlp(256), Mlp(256))
+    analysis = analyzed(Mlp(256), Mlp(256))
     tid = next(t for t, i in enumerate(analysis.tape.tensors) if i.name == "0.up.weight")
     found = layouts(analysis, 2, [analysis.dims[tid][0]])
     assert "@" not in found["0.up.weight"].split(",")[0]
@@ -104,7 +104,7 @@ def test_a_forbidden_leaf_stays_whole() -> None:
 
 
 def test_key_value_heads_take_the_first_axes_and_the_group_the_rest() -> None:
-    analysis = analysed(Heads(8, 2))
+    analysis = analyzed(Heads(8, 2))
     assert solve(analysis, 8).mesh == (2, 4)
     assert layouts(analysis, 8) == {
         "0.q.weight": "2@0*4@1*8, 64",
@@ -115,12 +115,12 @@ def test_key_value_heads_take_the_first_axes_and_the_group_the_rest() -> None:
 
 def test_more_ranks_than_positions() -> None:
     """A dim of 3 is never given to 4 ranks."""
-    found = layouts(analysed(Mlp(3)), 4)
+    found = layouts(analyzed(Mlp(3)), 4)
     assert all(not part.strip().startswith("3@") or "3@0.1" not in part for part in found.values())
 
 
 def test_inputs_and_outputs_are_whole() -> None:
-    analysis = analysed(Mlp(256), Heads(8, 8), Mlp(128))
+    analysis = analyzed(Mlp(256), Heads(8, 8), Mlp(128))
     assignment = solve(analysis, 4)
     for tid in (*analysis.tape.inputs, *analysis.tape.outputs):
         assert not any(assignment.axes(x) for d in analysis.dims[tid] for x in dim_trees.leaves(d))
@@ -128,7 +128,7 @@ def test_inputs_and_outputs_are_whole() -> None:
 
 
 def test_no_tensor_is_split_twice_on_an_axis() -> None:
-    analysis = analysed(Mlp(256), Heads(8, 2), Mlp(128))
+    analysis = analyzed(Mlp(256), Heads(8, 2), Mlp(128))
     assignment = solve(analysis, 8)
     for tid, dims in analysis.dims.items():
         partial = set(assignment.partial_axes(analysis.partial[tid]))

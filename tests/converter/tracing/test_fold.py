@@ -1,4 +1,4 @@
-"""Depth is free: a deep model is analysed as a model with each kind of layer once or twice."""
+"""Depth is free: a deep model is analyzed as a model with each kind of layer once or twice."""
 
 from __future__ import annotations
 
