@@ -10,12 +10,13 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import rule_cases
 import shardconv_runtime
-from rule_oracle import MODES, body_dims, check
+from rule_oracle import MODES, Wrong, body_dims, check
 from test_import_order import CONVERTER_ORDER, RUNTIME_ORDER
 
 import shardconv
@@ -214,14 +215,31 @@ def _block(marker: str) -> str:
     return found[1]
 
 
+def _rule(source: str) -> Any:
+    names = dict(vars(selection))
+    flag = __future__.annotations.compiler_flag
+    exec(compile(source, "CONTRIBUTING.md", "exec", flags=flag), names)
+    return names["gated"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_rule_that_the_walk_adds_is_right(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     (case,) = eval(f"[{_block('the case of the walk')}]", vars(rule_cases))
     assert check(case.function, *case.operands, mode=mode).unknown, "it has a rule: take another operator"
-    names = dict(vars(selection))
-    flag = __future__.annotations.compiler_flag
-    exec(compile(_block("the rule of the walk"), "CONTRIBUTING.md", "exec", flags=flag), names)
-    monkeypatch.setitem(RULES, "aten.glu", names["gated"])
+    monkeypatch.setitem(RULES, "aten.glu", _rule(_block("the rule of the walk")))
     analysis = check(case.function, *case.operands, mode=mode)
     assert not analysis.unknown
     assert body_dims(analysis)[0] == case.dims
+
+
+def test_the_oracle_says_what_the_walk_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = eval(f"[{_block('the case of the walk')}]", vars(rule_cases))
+    right = _block("the rule of the walk")
+    alone = re.sub(r".*unify.*\n", "", right)
+    linear = re.sub(r".*never_partial.*\n", "", right).replace("[0], dims)", "[0], dims, b.partial(source))")
+    quoted = re.findall(r"rule_oracle\.Wrong: (.+)", TEXT["CONTRIBUTING.md"])
+    for source, message in zip((alone, linear), quoted, strict=True):
+        assert source != right
+        monkeypatch.setitem(RULES, "aten.glu", _rule(source))
+        with pytest.raises(Wrong, match=re.escape(message)):
+            check(case.function, *case.operands, mode="summed")
