@@ -1,7 +1,7 @@
 """All assignments of a tiny model, judged and priced: what the solver is compared with.
 
 ``Judge`` says what the docstrings of ``solve.py`` and ``axis_problem.py`` say, in another way: not as tables
-over pairs of variables, but as conditions and sums over whole assignments. It shares with the solver the
+over pairs of variables, but as conditions and sums over complete assignments. It shares with the solver the
 constants of the cost and nothing else.
 """
 
@@ -182,7 +182,7 @@ class Judge:
                 yield lambda e=event: self._state(e.target) <= self._state(e.source)  # type: ignore[misc]
 
     def _outputs(self) -> Iterator[Condition]:
-        """The model returns whole tensors."""
+        """The model's outputs are replicated."""
         for tid in self.tape.outputs:
             yield lambda t=tid: self._ways(self.analysis.dims[t]) + self._state(t) == 0  # type: ignore[misc]
 
@@ -215,7 +215,7 @@ class Judge:
         return Counter(rows).most_common(1)[0][0]
 
     def _moves(self) -> Iterator[tuple[Column, float]]:
-        """Partial to whole is an all_reduce; sharded to whole an all_gather; whole to sharded is free."""
+        """Partial to replicated is an all_reduce; sharded to replicated an all_gather; slicing is free."""
         for event in self.tape.events:
             if isinstance(event, Mark):
                 volume = math.prod(self.tape.tensors[event.source].shape) * self.moved
@@ -343,7 +343,7 @@ def shape_of(node: Node) -> tuple[object, ...]:
 
 
 def opposite(before: Node, after: Node) -> list[tuple[Node, Node]] | None:
-    """Leaves at the same places of two trees; None if they have not one structure."""
+    """Leaves at the same positions of two trees; None if their structures differ."""
     if shape_of(before) != shape_of(after):
         return None
     return list(zip(flat_leaves(before), flat_leaves(after), strict=True))

@@ -225,15 +225,15 @@ def _is_partial(layouts: Layouts, tid: int) -> bool:
     return bool(layouts.assignment.partial_axes(layouts.analysis.partial[tid]))
 
 
-def _compare(op: Op, layouts: Layouts, tid: int, whole: Tensor, got: list[Tensor]) -> None:
+def _compare(op: Op, layouts: Layouts, tid: int, full: Tensor, got: list[Tensor]) -> None:
     if _is_partial(layouts, tid):
-        if any(g.shape != whole.shape for g in got):
+        if any(g.shape != full.shape for g in got):
             raise Wrong(f"{_describe(op, layouts)}: partial, with shapes {[tuple(g.shape) for g in got]}")
-        if not torch.allclose(sum(_real(g) for g in got), _real(whole), atol=1e-9):  # type: ignore[arg-type]
-            raise Wrong(f"{_describe(op, layouts)}: the ranks' terms do not sum to the whole")
+        if not torch.allclose(sum(_real(g) for g in got), _real(full), atol=1e-9):  # type: ignore[arg-type]
+            raise Wrong(f"{_describe(op, layouts)}: the ranks' terms do not sum to the full result")
         return
     for rank, mine in enumerate(got):
-        want = part(whole, layouts.dims(tid), layouts.mesh, rank)
+        want = part(full, layouts.dims(tid), layouts.mesh, rank)
         if mine.shape != want.shape or not torch.allclose(_real(mine), _real(want), atol=1e-9):
             raise Wrong(f"{_describe(op, layouts)}: wrong on rank {rank}")
 

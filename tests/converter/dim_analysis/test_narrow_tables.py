@@ -1,4 +1,4 @@
-"""An embedding is split where that saves more than its reduction costs, and else left whole."""
+"""An embedding is sharded where that saves more than its reduction costs, and else replicated."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ ANY = settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES < 50)
 @pytest.mark.parametrize("family", GENERATORS)
 @given(data=st.data())
 def test_random_shapes(family: str, data: st.DataObject) -> None:
-    """Each operator on parts of operands of any shape gives the parts of what it gives on the whole."""
+    """Each operator on parts of operands of any shape gives the parts of the full result."""
     draw = Draw(lambda low, high: data.draw(st.integers(low, high)))
     function, operands = GENERATORS[family](draw)
     check(function, *operands, mode=data.draw(st.sampled_from(MODES)))
@@ -81,8 +81,8 @@ def _operators(function: Any, operands: tuple[Tensor, ...]) -> set[str]:
 
 NOT_DRAWN = {
     "alias_write": "is no operator: memory that was written through another tensor",
-    "shardconv.experts": "is a whole module",
-    "opaque": "is a whole module",
+    "shardconv.experts": "is a module",
+    "opaque": "is a module",
     "question": "is no operator: a value that code asked for",
     "aten._grouped_mm": "has no kernel for float64",
     "transformers.grouped_mm_fallback": "has no kernel for float64",
@@ -182,14 +182,14 @@ def test_an_unknown_operator_blocks_all_that_it_touches() -> None:
         assert analysis.partial[tid].zero
 
 
-def test_an_index_that_is_a_list_needs_the_whole_dim() -> None:
+def test_an_index_that_is_a_list_needs_all_of_the_dim() -> None:
     analysis = _analysis(lambda x: x[:, [0, 2, 1]], f(4, 6))
     assert body_dims(analysis) == ["4 3!"]
     source = next(e for e in analysis.tape.events if isinstance(e, Op) and e.name.startswith("aten.index."))
     assert [dim.blocked for dim in analysis.dims[source.inputs[0]]] == [False, True]
 
 
-def test_groups_of_a_grouped_product_stay_whole() -> None:
+def test_groups_of_a_grouped_product_stay_replicated() -> None:
     def function(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(x.bfloat16(), w.bfloat16(), offs=ends.int())
 

@@ -174,7 +174,7 @@ def test_most_models_are_small_enough_and_worth_sharding() -> None:
 
 @pytest.mark.parametrize("tp", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(NUM_MODELS))
-def test_the_whole_solver(seed: int, tp: int) -> None:
+def test_the_complete_solver(seed: int, tp: int) -> None:
     """What ``solve`` returns is the cheapest for what it takes a saved element to be worth."""
     analysis = tiny(seed)
     assignment = solve(analysis, tp)

@@ -20,7 +20,7 @@ LAYERS = 2
 
 
 def steps(modules: tuple[ModulePlan, ...]) -> Counter[tuple[str, str]]:
-    """How often each op runs at each kind of module, over the whole model."""
+    """How often each op runs at each kind of module, over all layers."""
     return Counter(
         (name.rpartition(".")[2], step.op)
         for module in modules

@@ -95,7 +95,7 @@ def test_one_rank() -> None:
     assert layouts(analysis, 1)["0.up.weight"] == "256, 64"
 
 
-def test_a_forbidden_leaf_stays_whole() -> None:
+def test_a_forbidden_leaf_stays_replicated() -> None:
     analysis = analyzed(Mlp(256), Mlp(256))
     tid = next(t for t, i in enumerate(analysis.tape.tensors) if i.name == "0.up.weight")
     found = layouts(analysis, 2, [analysis.dims[tid][0]])
@@ -119,7 +119,7 @@ def test_more_ranks_than_positions() -> None:
     assert all(not part.strip().startswith("3@") or "3@0.1" not in part for part in found.values())
 
 
-def test_inputs_and_outputs_are_whole() -> None:
+def test_inputs_and_outputs_are_replicated() -> None:
     analysis = analyzed(Mlp(256), Heads(8, 8), Mlp(128))
     assignment = solve(analysis, 4)
     for tid in (*analysis.tape.inputs, *analysis.tape.outputs):
@@ -127,7 +127,7 @@ def test_inputs_and_outputs_are_whole() -> None:
         assert not assignment.partial_axes(analysis.partial[tid])
 
 
-def test_no_tensor_is_split_twice_on_an_axis() -> None:
+def test_no_tensor_is_sharded_twice_on_an_axis() -> None:
     analysis = analyzed(Mlp(256), Heads(8, 2), Mlp(128))
     assignment = solve(analysis, 8)
     for tid, dims in analysis.dims.items():

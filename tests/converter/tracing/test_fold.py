@@ -44,16 +44,16 @@ def mixture(num_layers: int) -> ModelSpec:
 
 
 def events(spec: ModelSpec) -> tuple[int, int]:
-    """Of the whole tape and of the folded one; the trace has a cache."""
+    """Of the full tape and of the folded one; the trace has a cache."""
     inputs, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32), RULES)
     assert inputs.options["use_cache"] is True
     return len(tape.events), len(fold(tape).tape.events)
 
 
 def test_a_deep_model_is_as_small_as_a_shallow_one() -> None:
-    whole, folded = events(llama(24))
+    full, folded = events(llama(24))
     assert folded == events(llama(6))[1]
-    assert folded < whole / 6
+    assert folded < full / 6
 
 
 def test_routers_of_many_layers_are_no_majority() -> None:

@@ -84,7 +84,7 @@ def test_the_innermost_module_becomes_one_operator_of_its_inputs_and_parameters(
     )
 
 
-def test_what_it_touches_is_whole() -> None:
+def test_its_tensors_are_replicated() -> None:
     tape = tape_of(Around(Opaque()))
     analysis = analyze(tape)
     ((_, op),) = opaque_ops(tape)
@@ -276,10 +276,10 @@ def test_a_copy_is_made_of_the_module_as_it_was() -> None:
 # Retracing -------------------------------------------------------------------------------------------
 
 
-def test_a_rank_is_traced_like_the_whole() -> None:
-    whole = tape_of(Around(Opaque()))
-    again = tape_of(Around(Opaque()), like=whole)
-    assert [type(e) for e in again.events] == [type(e) for e in whole.events]
+def test_a_rank_is_traced_like_the_unsharded_model() -> None:
+    unsharded = tape_of(Around(Opaque()))
+    again = tape_of(Around(Opaque()), like=unsharded)
+    assert [type(e) for e in again.events] == [type(e) for e in unsharded.events]
     assert [f for f, _ in opaque_ops(again)] == ["middle"]
 
 
@@ -288,9 +288,9 @@ def test_on_a_rank_nothing_else_becomes_opaque() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 0
 
-    whole = tape_of(Around(Plain()))
+    unsharded = tape_of(Around(Plain()))
     with pytest.raises(SolveError, match=r"middle"):
-        tape_of(Around(Opaque()), like=whole)
+        tape_of(Around(Opaque()), like=unsharded)
 
 
 # Plans -----------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Named(nn.Module):
 
 
 def tape_of(model: nn.Module, **inputs: Tensor) -> Tape:
-    """With rules for what is kept whole."""
+    """With rules for the operators that are not taken apart."""
     return trace(model, inputs or {"x": torch.arange(6.0).reshape(2, 3)}, RULES)
 
 
@@ -150,9 +150,9 @@ def test_all_that_was_written_through_views_arrives() -> None:
     writes = [e for e in tape.events if isinstance(e, Op) and e.name == "alias_write"]
     (mul,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.mul_"))
     (add,) = (e for e in tape.events if isinstance(e, Op) and e.name.startswith("aten.add_"))
-    column, whole, again = writes
-    assert column.inputs[1] == whole.inputs[1] == mul.outputs[0]
-    assert again.inputs == (whole.outputs[0], add.outputs[0])
+    column, everything, again = writes
+    assert column.inputs[1] == everything.inputs[1] == mul.outputs[0]
+    assert again.inputs == (everything.outputs[0], add.outputs[0])
 
 
 def test_an_alias_sees_what_was_written() -> None:
@@ -264,7 +264,7 @@ def _routed(linear: nn.Module, x: Tensor, seen: list[Any]) -> Tensor:
 
 
 def test_guesses_about_one_tensor_agree() -> None:
-    """Sizes add up to the number of tokens, masks have as many places, and nobody is left out."""
+    """Sizes add up to the number of tokens, masks have as many positions, and no expert is left out."""
     seen: list[Any] = []
     linear = nn.Linear(3, 5, device="meta")
     tape = tape_of(Call(lambda linear, x: _routed(linear, x, seen), linear), x=torch.randn(10, 3))
@@ -274,17 +274,17 @@ def test_guesses_about_one_tensor_agree() -> None:
 
 
 def test_a_rank_gets_the_same_answers() -> None:
-    """Where a tensor was gathered, nothing is known of its values; the answers are those of the whole."""
+    """Where a tensor was gathered, its values are unknown; the answers are those of the unsharded model."""
     seen: list[Any] = []
     linear = nn.Linear(3, 5, device="meta")
     model = Call(lambda linear, x: _routed(linear, x, seen), linear)
-    whole = tape_of(model, x=torch.randn(10, 3))
+    unsharded = tape_of(model, x=torch.randn(10, 3))
     linear.weight = nn.Parameter(torch.empty(5, 3, device="meta"))
     model.function = lambda linear, x: _routed(lambda y: torch.zeros_like(linear(y)), x, seen)
-    again = trace(model, {"x": torch.randn(10, 3)}, RULES, like=whole)
+    again = trace(model, {"x": torch.randn(10, 3)}, RULES, like=unsharded)
     assert seen[1][0] != seen[0][0], "zeros depend on no parameter: the true values"
     model.function = lambda linear, x: _routed(lambda y: linear(y).neg(), x, seen)
-    trace(model, {"x": torch.randn(10, 3)}, RULES, like=whole)
+    trace(model, {"x": torch.randn(10, 3)}, RULES, like=unsharded)
     assert seen[2] == seen[0]
     assert again.answers == {}
 
