@@ -32,7 +32,7 @@ from shardconv_runtime.tensors.lazy_tensor import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-Weights = Mapping[str, LazyTensor]
+LazyWeights = Mapping[str, LazyTensor]
 """Global parameters and persistent buffers by FQN; a tied one is the same object under each of its names."""
 
 
@@ -41,7 +41,7 @@ def model_of(spec: ModelSpec) -> Any:
     return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
 
 
-def saved_tensors(model: Any, weights: Weights) -> dict[str, LazyTensor]:
+def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:
     """The tensors that ``model.save_pretrained`` would write, by name, in its order.
 
     Args:
@@ -69,7 +69,7 @@ def saved_tensors(model: Any, weights: Weights) -> dict[str, LazyTensor]:
     return {name: _lazy(name, tensor) for name, tensor in saved.items()}
 
 
-def require_loadable(spec: ModelSpec, model: Any, weights: Weights, tied: Mapping[str, str]) -> None:
+def require_loadable(spec: ModelSpec, model: Any, weights: LazyWeights, tied: Mapping[str, str]) -> None:
     """Check that transformers loads what it saves of the model, to the same parameters byte for byte.
 
     Saving and loading run on tensors that only record it. Where elements are only moved, the record says
@@ -118,7 +118,7 @@ def _lazy(name: str, tensor: torch.Tensor) -> LazyTensor:
     return tensor.lazy
 
 
-def _load(spec: ModelSpec, saved: Weights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+def _load(spec: ModelSpec, saved: LazyWeights) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
     """The state dict that transformers makes of a checkpoint, and its report on missing and other keys."""
     with without_library_logging(), recording(dict(saved)) as checkpoint:
         try:

@@ -16,7 +16,7 @@ from shardconv_runtime.format.slices import Range
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
 
-from .saved import Weights, saved_tensors
+from .saved import LazyWeights, saved_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Factors:
     """Global, one for each block."""
 
 
-def saved_factors(model: Any, weights: Weights, factors: Mapping[str, Factors]) -> dict[str, LazyTensor]:
+def saved_factors(model: Any, weights: LazyWeights, factors: Mapping[str, Factors]) -> dict[str, LazyTensor]:
     """The factors of the tensors that ``model.save_pretrained`` would write of values, by their names.
 
     Args:

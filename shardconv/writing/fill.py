@@ -17,7 +17,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor
 from ..reporting.progress import Progress
 from .crc32 import Extent
 from .workspace import Workspace
-from .write_log import HEADER, Key, Written
+from .write_log import HEADER, UnitKey, Written
 
 SYNC_EVERY_S = 1.0
 """Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""
@@ -111,7 +111,7 @@ class _Target:
         self._workspace = workspace
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._pending: list[tuple[Key, dict[int, list[Extent]]]] = []
+        self._pending: list[tuple[UnitKey, dict[int, list[Extent]]]] = []
         self._stop = threading.Event()
         self._error: OSError | None = None
         self._syncing = threading.Thread(target=self._sync_often, name="sync", daemon=True)
@@ -158,7 +158,7 @@ class _Target:
             count = os.pwrite(handle, data, offset)
             data, offset = data[count:], offset + count
 
-    def journal(self, key: Key, extents: dict[int, list[Extent]]) -> None:
+    def journal(self, key: UnitKey, extents: dict[int, list[Extent]]) -> None:
         """Journal what a unit wrote, as soon as it is durable."""
         with self._lock:
             self._pending.append((key, extents))

@@ -41,7 +41,7 @@ from .job import (
 )
 from .locks import LOCK_NAME, BusyError, is_locked, locked_journal, refuse, setup_lock, unlock
 from .target import TargetFile
-from .write_log import Key, Written, append_line, forget, read_log, truncate_incomplete
+from .write_log import UnitKey, Written, append_line, forget, read_log, truncate_incomplete
 
 __all__ = ["PARTIAL", "Claim", "Job", "Workspace", "known_files", "opened", "refuse_if_busy", "write_durably"]
 
@@ -83,7 +83,7 @@ class Workspace:
             del found[index]
         return found
 
-    def append(self, index: int, key: Key, extents: Sequence[Extent]) -> None:
+    def append(self, index: int, key: UnitKey, extents: Sequence[Extent]) -> None:
         """Journal the writes of a unit to a file, which are durable."""
         append_line(self._journal_of(index), index, key, extents)
 

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from .crc32 import Extent
 
-Key = tuple[int, int]
+UnitKey = tuple[int, int]
 """The key of a unit of ``copying``."""
 
-HEADER: Key = (-1, 0)
+HEADER: UnitKey = (-1, 0)
 """The key of a file's header."""
 
-_FORGET: Key = (-2, 0)
+_FORGET: UnitKey = (-2, 0)
 """The key of a line that voids all earlier ones about its file."""
 
 _CRC_LENGTH = 9
 """Of the digits and the space."""
 
-Written = dict[Key, tuple[Extent, ...]]
+Written = dict[UnitKey, tuple[Extent, ...]]
 """Unit -> the extents that it wrote to one file."""
 
 
@@ -43,7 +43,7 @@ def read_log(path: Path) -> dict[int, Written]:
     return found
 
 
-def append_line(handle: int, index: int, key: Key, extents: Sequence[Extent]) -> None:
+def append_line(handle: int, index: int, key: UnitKey, extents: Sequence[Extent]) -> None:
     """Append a line to an open journal."""
     text = json.dumps([index, key, [list(extent) for extent in extents]], separators=(",", ":")).encode()
     data = memoryview(b"%08x %s\n" % (zlib.crc32(text), text))
