@@ -110,8 +110,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     return found
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3"))],
+    indirect=True,
+)
 def test_no_model_survives(source: Path, tmp_path: Path, built: Built) -> None:
-    for index in range(3):
+    for index in range(2):
         shardconv.convert(source, tmp_path / f"out{index}", tp=2)
         assert not built.alive()
         shardconv.plan(source, tp=4)

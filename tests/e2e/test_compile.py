@@ -39,8 +39,8 @@ NAMES = ("llama", "gemma2", "gpt2", "mixtral", "olmo2", "t5", "bert")
 """Plain; with windows and soft caps; with fused weights; with experts; with norms over a sharded dim; an
 encoder with a decoder; an encoder."""
 
-SHOWN_ELSEWHERE = ("gpt2", "bert")
-"""Slow tests: code is generated for the one below, and the encoder of t5 is one."""
+SHOWN_ELSEWHERE = ("llama", "gpt2", "bert")
+"""Slow tests: gemma2 has the layers of llama and more, code is generated for gpt2, and t5 has an encoder."""
 
 NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
 """Where it is not one: each graph takes seconds to capture."""
