@@ -194,7 +194,7 @@ def test_a_report_is_written_here(
 def test_verify_says_how_to_get_the_files(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(capsys, "verify", TWO)
     assert "no such directory: user/two-tp; " in error
-    assert f"hf download {TWO} --local-dir DIR, then give DIR, or its tp-N/" in error
+    assert f"hf download {TWO} --local-dir DIR, then give DIR or its tp-N/" in error
     assert not hub.requests
 
 
