@@ -33,7 +33,7 @@ class SolveOptions:
     tp: int
     """Number of ranks."""
     experts: str = "tp"
-    """How experts are sharded: ``tp``, inside of each expert, or ``ep``, full experts on each rank."""
+    """How experts are sharded: ``tp``, inside of each expert, or ``ep``, whole experts on each rank."""
     sequence_parallel: bool = False
     """Solve for activations that are sharded over the sequence, as well."""
     check: bool = True

@@ -67,7 +67,7 @@ def convert(
             unless ``overwrite``.
         tp: number of ranks.
         experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
-            full experts on each rank.
+            whole experts on each rank.
         sequence_parallel: solve as well for activations that are sharded over the sequence between the
             parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
@@ -175,7 +175,7 @@ def plan(
         model: a directory, a Hub id or a transformers config object.
         tp: number of ranks.
         experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
-            full experts on each rank.
+            whole experts on each rank.
         sequence_parallel: solve as well for activations that are sharded over the sequence between the
             parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
         revision, cache_dir, local_files_only, token: how to download from the Hub.

@@ -45,12 +45,12 @@ ATTRIBUTES = """
     num_local_experts num_experts_per_tok model_type architectures
 """.split()  # noqa: SIM905
 
-SOURCES = "runtime/shardconv_runtime/sources"
+CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
 
 READ = {
-    (f"{SOURCES}/config.py", "model_type"): "config.json says there of what type it is",
-    (f"{SOURCES}/config.py", "architectures"): "config.json names the model's class there",
-    (f"{SOURCES}/weights.py", "architectures"): "its error message speaks of config.json",
+    (f"{CHECKPOINT}/source_config.py", "model_type"): "config.json says there of what type it is",
+    (f"{CHECKPOINT}/source_config.py", "architectures"): "config.json names the model's class there",
+    (f"{CHECKPOINT}/checkpoint_weights.py", "architectures"): "its error message speaks of config.json",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",

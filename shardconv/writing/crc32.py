@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, least significant bit first."""
+"""Of CRC-32, least significant first."""
 
 _Matrix = tuple[int, ...]
 """Images of the 32 unit vectors."""
@@ -60,7 +60,7 @@ def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 @lru_cache(maxsize=4096)
 def _zero_bytes_matrix(num_bytes: int) -> _Matrix:
     """The map that appending ``num_bytes`` zero bytes applies to a CRC."""
-    result = tuple(1 << bit for bit in range(32))
+    result = tuple(1 << exponent for exponent in range(32))
     power = 0
     while num_bytes:
         if num_bytes & 1:
@@ -76,7 +76,7 @@ def _power_matrix(power: int) -> _Matrix:
     if power > 0:
         half = _power_matrix(power - 1)
         return _compose(half, half)
-    matrix = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
+    matrix = (_POLYNOMIAL, *(1 << exponent for exponent in range(31)))  # one zero digit
     for _ in range(3):
         matrix = _compose(matrix, matrix)
     return matrix
@@ -87,10 +87,10 @@ def _compose(outer: _Matrix, inner: _Matrix) -> _Matrix:
 
 
 def _times(matrix: _Matrix, vector: int) -> int:
-    total, bit = 0, 0
+    total, index = 0, 0
     while vector:
         if vector & 1:
-            total ^= matrix[bit]
+            total ^= matrix[index]
         vector >>= 1
-        bit += 1
+        index += 1
     return total

@@ -61,7 +61,7 @@ def test_the_command_and_planning_again(tmp_path: Path, capsys: pytest.CaptureFi
     path, out = save_causal("mixtral", tmp_path / "model"), tmp_path / "out"
     assert cli.run(["convert", str(path), str(out), "--tp", "2", "--experts", "ep"]) == 0
     assert cli.run(["inspect", str(out)]) == 0
-    assert "expert parallel: each rank holds whole experts" in capsys.readouterr().out
+    assert "expert parallel: experts are distributed, not sharded" in capsys.readouterr().out
     before = plan_json.read(out / PLAN_NAME)
     assert cli.run(["replan", str(out), "--no-check"]) == 0
     assert plan_json.read(out / PLAN_NAME) == before

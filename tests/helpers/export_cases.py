@@ -59,7 +59,7 @@ CASES = {
         2,
     ),
     "split experts": Case(_experts, "Qwen3MoeForCausalLM", 2),
-    "full experts": Case(_experts, "Qwen3MoeForCausalLM", 3, "bfloat16", "ep"),
+    "whole experts": Case(_experts, "Qwen3MoeForCausalLM", 3, "bfloat16", "ep"),
 }
 
 

@@ -96,7 +96,7 @@ class TestReaders:
         assert any(entry.partial for entry in plan("biases of sums").parameters)
         assert plan("tied").tied
         assert len(plan("fewer key/value heads than ranks").mesh) == 2  # some axis does not split all heads
-        assert plan("full experts").experts == "ep"
+        assert plan("whole experts").experts == "ep"
 
 
 class TestFiles:

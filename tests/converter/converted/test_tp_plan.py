@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
         {},
         ("q_proj: transformers takes a rank's shard of attn.gqkv_proj",),
     ),
-    "full experts": ("mixtral", 2, {"experts": "ep"}, ("--experts ep",)),
+    "whole experts": ("mixtral", 2, {"experts": "ep"}, ("--experts ep",)),
 }
 
 

@@ -361,7 +361,7 @@ def model_with(block: type[nn.Module], guild: type[nn.Module] | None = None) -> 
 
 
 def solved(block: type[nn.Module], guild: type[nn.Module] | None = None, tp: int = 2, **sizes: int) -> Plan:
-    """The plan of such a model, with full experts on each rank."""
+    """The plan of such a model, with whole experts on each rank."""
     return solve_plan(spec(model_with(block, guild), **sizes), SolveOptions(tp, experts="ep"))
 
 

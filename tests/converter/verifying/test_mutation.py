@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "uneven heads and words": (lambda: small(transformers.LlamaConfig, vocab_size=251), 3),
     "transposed fused weights": (lambda: small(transformers.GPT2Config), 2),
     "experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
-    "full experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
+    "whole experts": (lambda: small(transformers.MixtralConfig, num_local_experts=4), 2),
     "an embedding of its own class": (lambda: odd(PlacedModel), 2),
     "an encoder": (encoder, 2),
 }
@@ -293,7 +293,7 @@ TALLY = Tally()
 def test_no_corruption_escapes(case: str) -> None:
     TALLY.cases.add(case)
     make, tp = CASES[case]
-    right = solved(make(), tp, "ep" if case == "full experts" else "tp")
+    right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
     truth = Truth(right.model, other_inputs(right))
     assert right.reason_against(right.plan) == ""
     assert truth.difference(right.plan) < TOLERANCE

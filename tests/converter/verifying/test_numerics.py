@@ -71,7 +71,7 @@ CASES = {
     "gpt2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 101}, "tp"),
     "qwen2": ({**small_config().to_diff_dict(), "num_hidden_layers": 2}, "tp"),
     "mixtral": ({"num_local_experts": 4}, "tp"),
-    "mixtral, full experts": ({"num_local_experts": 4}, "ep"),
+    "mixtral, whole experts": ({"num_local_experts": 4}, "ep"),
 }
 
 
