@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import shardconv_runtime
+from places import ROOT
 
 import shardconv
 
@@ -130,6 +132,25 @@ def test_the_runtime_imports_nothing_of_the_converter() -> None:
     names = {full.split(".")[0] for name, file in RUNTIME.items() for full in imports(name, file)}
     assert "torch" in names
     assert not names & {"shardconv", "click", "tqdm"}
+
+
+def programs() -> list[Path]:
+    """The Python files of the folders of programs, with or without a suffix."""
+    found = [
+        f for name in ("benchmarks", "examples", "scripts") for f in (ROOT / name).iterdir() if f.is_file()
+    ]
+    return sorted(
+        f for f in found if f.suffix == ".py" or f.read_bytes().startswith(b"#!/usr/bin/env python")
+    )
+
+
+@pytest.mark.parametrize("file", programs(), ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_programs_import_what_is_there(file: Path) -> None:
+    for full in imports(file.stem, file):
+        if full.split(".")[0] not in ("shardconv", "shardconv_runtime") or full in FILES or full in RUNTIME:
+            continue
+        module, _, name = full.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), full
 
 
 def test_the_format_imports_no_torch() -> None:
