@@ -19,7 +19,11 @@ from heapq import heappop, heappush
 from typing import Any
 
 import torch
-from shardconv_runtime.parallel.meta_model import LazyInit, _building  # the lock of all that builds models
+from shardconv_runtime.parallel.meta_model import (
+    LazyInit,
+    _building,  # the lock of all that builds models
+    default_dtype,
+)
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -125,7 +129,7 @@ class Construction(LazyInit):  # type: ignore[no-untyped-call]
         for index in chain.indices:
             step = self.steps[index]
             args, kwargs = tree_map_only(Window, memory, (step.args, step.kwargs))
-            with _default_dtype(step.default_dtype), torch.no_grad(), _seeded(step, index, self._seeds):
+            with default_dtype(step.default_dtype), torch.no_grad(), _seeded(step, index, self._seeds):
                 outputs = step.func(*args, **_on_cpu(_without_generator(kwargs)))
             if step.is_blank and (outputs.is_floating_point() or outputs.is_complex()):
                 outputs.fill_(torch.nan)
@@ -248,17 +252,6 @@ def _seeded(step: Step, index: int, seeds: Seeds) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seeds(index))
         yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype != before:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _without_generator(kwargs: dict[str, Any]) -> dict[str, Any]:

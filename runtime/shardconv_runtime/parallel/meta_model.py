@@ -173,7 +173,7 @@ class LazyInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         records = [self._records[i] for i in self._needed(tensor)]
         with torch.no_grad(), _fixed_seed(any(_is_random(r.func) for r in records)):
             for record in records:
-                with _default_dtype(record.default_dtype):
+                with default_dtype(record.default_dtype):
                     args, kwargs = tree_map_only(Tensor, storages, (record.args, record.kwargs))
                     storages.keep(record.outputs, _call(record.func, args, kwargs))
         return storages
@@ -256,7 +256,7 @@ def build_model(
     cls = find_class(model_class) if isinstance(model_class, str) else model_class
     config = copy.deepcopy(config)
     dtype = dtype or _config_dtype(config)
-    with _building, LazyInit() as lazy, _default_dtype(dtype):
+    with _building, LazyInit() as lazy, default_dtype(dtype):
         if hasattr(cls, "_from_config"):  # as the Auto classes do; sets up more than __init__
             model: nn.Module = cls._from_config(config, dtype=dtype)
         else:
@@ -413,7 +413,8 @@ def _laid_out_like(real: Tensor, meta: Tensor, always: bool = False) -> Tensor:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, ``dtype`` is torch's default."""
     before = torch.get_default_dtype()
     if dtype != before:
         torch.set_default_dtype(dtype)
