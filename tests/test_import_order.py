@@ -26,6 +26,8 @@ CONVERTER_ORDER = (
     "verifying.simulation",
     "matching",
     "planning",
+    "verifying.retracing",
+    "verifying.shrinking",
     "verifying.plans",
     "writing",
     "pipeline",

@@ -20,7 +20,7 @@ from ..planning.solution import Solution
 from ..solving.solve import solve
 from ..tracing.inputs import EXTRA_OUTPUTS
 from ..tracing.tape import Tape
-from ..verifying.plans.retrace import retrace
+from ..verifying.retracing.retrace import retrace
 from .plan_notes import plan_notes
 from .problem import PlanProblem
 from .rounds import MAX_ROUNDS, RuledOut, in_rounds

@@ -16,7 +16,7 @@ from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import gradient_plans, parameter_plans
 from ..planning.solution import Solution
 from ..solving.sequence_dims import solve_sequence
-from ..verifying.plans.retrace import retrace
+from ..verifying.retracing.retrace import retrace
 from .problem import PlanProblem
 from .rounds import RuledOut, in_rounds
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
 
 from shardconv_runtime.format import slices
-from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, leaves
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of
+from shardconv_runtime.format.dims import leaves as dim_leaves
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
@@ -14,8 +16,35 @@ from ..dim_analysis.structure import frozen_leaves, num_tokens
 from ..solving.solve import Assignment
 
 
+class Shapes(Protocol):
+    """The shapes that the tensors of a tape get: those of a rank, or those of a smaller model."""
+
+    @property
+    def analysis(self) -> Analysis:
+        """Dims of the tape."""
+
+    @property
+    def divisors(self) -> Sequence[int]:
+        """By which an int attribute may have to be divided, largest first."""
+
+    def local_shape(self, tid: int, rank: int) -> tuple[int, ...]:
+        """The shape that a tensor gets on a rank."""
+
+    def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """What becomes of the dims of a tensor, and of their leaves, that have this global size."""
+
+    def is_changed(self, tid: int) -> bool:
+        """Whether a tensor gets another shape."""
+
+    def changed(self, leaf: Node) -> bool:
+        """Whether a leaf gets another size."""
+
+    def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:
+        """What becomes of a position along a dim of a tensor; None if nothing does."""
+
+
 class Layouts:
-    """The dims of every tensor under an assignment."""
+    """The dims of every tensor under an assignment; the ``Shapes`` of the ranks."""
 
     def __init__(self, analysis: Analysis, assignment: Assignment) -> None:
         self.analysis = analysis
@@ -70,11 +99,43 @@ class Layouts:
         """Whether ranks hold different shards of a tensor."""
         return any(axes_of(d) for d in self.dims(tid))
 
+    # Shapes -------------------------------------------------------------------------------------
+
+    @property
+    def divisors(self) -> list[int]:
+        """Products of some of the mesh axes, largest first."""
+        out = {1}
+        for extent in self.mesh:
+            out |= {p * extent for p in out}
+        return sorted(out - {1}, reverse=True)
+
+    def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """Local sizes of the dims of a tensor, and of their leaves, that have this global size."""
+        for dim, layout in zip(self.analysis.dims[tid], self.dims(tid), strict=True):
+            if dim.size == value:
+                yield slices.local_size(layout, self.mesh, rank)
+            for leaf in dim_leaves(layout):
+                if leaf.size == value:
+                    yield slices.local_size(leaf, self.mesh, rank)
+
+    def is_changed(self, tid: int) -> bool:
+        """Whether a tensor is sharded."""
+        return self.is_sharded(tid)
+
+    def changed(self, leaf: Node) -> bool:
+        """Whether a leaf is sharded."""
+        return bool(self.assignment.axes(leaf))
+
+    def position(self, tid: int, dim: int, position: int, rank: int) -> int:
+        """How many positions below a global one the rank holds."""
+        held = slices.ranges(self.dims(tid)[dim], self.mesh, rank)
+        return sum(max(0, min(stop, position) - start) for start, stop in held)
+
     def ranks_differ(self) -> bool:
         """Whether some size is uneven, so that local shapes depend on the rank."""
         for dims in self.analysis.dims.values():
             for node in dims:
-                for leaf in leaves(self.dim(node)):
+                for leaf in dim_leaves(self.dim(node)):
                     if leaf.size % math.prod(self.mesh[axis] for axis in leaf.axes):
                         return True
         return False

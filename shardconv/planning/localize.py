@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from shardconv_runtime.format import dims, slices
 from torch.utils import _pytree as pytree
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import leaves
 from ..tracing.ints import Expr, evaluate, sources, traced_ints
 from ..tracing.tape import Ref, Replay, Tape
-from .layout import Layouts
+from .layout import Layouts, Shapes
 from .obstacle import Obstacle
 
 Attribute = tuple[str, str]
@@ -42,9 +41,9 @@ class AttributeEdit:
 def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
     """The edits for all ranks; an obstacle if no edits make some call right."""
     ranks = range(math.prod(layouts.mesh)) if layouts.ranks_differ() else range(1)
-    per_rank: list[dict[Attribute, _Change]] = []
+    per_rank: list[dict[Attribute, Change]] = []
     for rank in ranks:
-        changes = _Localizer(layouts, rank).changes()
+        changes = localized(layouts, rank)
         if isinstance(changes, Obstacle):
             return changes
         per_rank.append(changes)
@@ -56,7 +55,20 @@ def localize(layouts: Layouts) -> dict[Attribute, AttributeEdit] | Obstacle:
     return out
 
 
-class _Change(NamedTuple):
+def localized(
+    shapes: Shapes, rank: int = 0, given: Mapping[Attribute, int] | None = None
+) -> dict[Attribute, Change] | Obstacle:
+    """The changes under which every recorded call gives a rank's shapes; an obstacle if there are none.
+
+    Args:
+        shapes: of the tensors.
+        rank: whose.
+        given: changes that are settled, and not among those returned.
+    """
+    return _Localizer(shapes, rank, given or {}).changes()
+
+
+class Change(NamedTuple):
     """An attribute's global value and that of one rank."""
 
     value: int
@@ -75,22 +87,23 @@ class _Call:
 class _Localizer:
     """The search for one rank."""
 
-    def __init__(self, layouts: Layouts, rank: int) -> None:
-        self.layouts = layouts
-        self.analysis: Analysis = layouts.analysis
-        self.tape: Tape = layouts.analysis.tape
+    def __init__(self, shapes: Shapes, rank: int, given: Mapping[Attribute, int]) -> None:
+        self.shapes = shapes
+        self.analysis: Analysis = shapes.analysis
+        self.tape: Tape = shapes.analysis.tape
         self.rank = rank
-        self.calls = [_Call(r, _attributes(r)) for r in self.tape.replays if self._matters(r)]
+        self.given = given
+        self.calls = [_Call(r, _attributes(r, given)) for r in self.tape.replays if self._matters(r)]
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
-    def changes(self) -> dict[Attribute, _Change] | Obstacle:
+    def changes(self) -> dict[Attribute, Change] | Obstacle:
         """The attributes whose local value is not the global one; an obstacle if no values are right."""
         failing = [call for call in self.calls if not self._holds(call, {})]
         for call in failing:
             if not call.attributes:
                 return self._obstacle(call)
-        out: dict[Attribute, _Change] = {}
+        out: dict[Attribute, Change] = {}
         pending = {a for call in failing for a in call.attributes}
         while pending:
             group = self._component(min(pending), pending)
@@ -99,13 +112,13 @@ class _Localizer:
             chosen = self._search(sorted(group), concerned)
             if isinstance(chosen, Obstacle):
                 return chosen
-            out |= {a: _Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
+            out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
         return out
 
     def _matters(self, replay: Replay) -> bool:
         known = self.analysis.dims
         touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
-        return all(t in known for t in replay.outputs) and any(self.layouts.is_sharded(t) for t in touched)
+        return all(t in known for t in replay.outputs) and any(self.shapes.is_changed(t) for t in touched)
 
     def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
         """Attributes that must be chosen together: those that failing calls read with this one."""
@@ -138,20 +151,12 @@ class _Localizer:
             if attribute in call.attributes:
                 for tid in (*call.replay.outputs, *_refs(call.replay)):
                     if tid in self.analysis.dims:
-                        found |= dict.fromkeys(self._local_sizes_of(tid, value))
-        for parts in _products(self.layouts.mesh):
+                        found |= dict.fromkeys(self.shapes.local_sizes(tid, value, self.rank))
+        for parts in self.shapes.divisors:
             if value % parts == 0:
                 found[value // parts] = None
         found.pop(value, None)
         return [v for v in found if v > 0]
-
-    def _local_sizes_of(self, tid: int, value: int) -> Iterator[int]:
-        for dim, layout in zip(self.analysis.dims[tid], self.layouts.dims(tid), strict=True):
-            if dim.size == value:
-                yield slices.local_size(layout, self.layouts.mesh, self.rank)
-            for leaf in dims.leaves(layout):
-                if leaf.size == value:
-                    yield slices.local_size(leaf, self.layouts.mesh, self.rank)
 
     def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
         """Whether the call gives the local result under these edits."""
@@ -164,13 +169,13 @@ class _Localizer:
     def _run(self, replay: Replay, edits: Mapping[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
             if source[0] == "attr":
-                value = edits.get((source[1], source[2]))
-                return int(source[3]) if value is None else value
-            return self.layouts.local_shape(source[1], self.rank)[source[2]]
+                attribute = (source[1], source[2])
+                return edits.get(attribute, self.given.get(attribute, int(source[3])))
+            return self.shapes.local_shape(source[1], self.rank)[source[2]]
 
         def load(ref: Ref) -> torch.Tensor:
             dtype = self.tape.tensors[ref.tid].dtype
-            return torch.empty(self.layouts.local_shape(ref.tid, self.rank), dtype=dtype, device="meta")
+            return torch.empty(self.shapes.local_shape(ref.tid, self.rank), dtype=dtype, device="meta")
 
         args, kwargs = evaluate(replay.args, lookup), evaluate(replay.kwargs, lookup)
         args, kwargs = pytree.tree_map_only(Ref, load, (args, kwargs))
@@ -181,15 +186,15 @@ class _Localizer:
             return False
         results = result if isinstance(result, (tuple, list)) else (result,)
         got = [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)]
-        return got == [self.layouts.local_shape(t, self.rank) for t in replay.outputs]
+        return got == [self.shapes.local_shape(t, self.rank) for t in replay.outputs]
 
     def _obstacle(self, call: _Call) -> Obstacle:
-        """The sharded leaves of what a call reads and returns."""
+        """The changed leaves of what a call reads and returns."""
         replay = call.replay
         tids = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in self.analysis.dims]
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
-        sharded = tuple(x for x in nodes if self.layouts.assignment.axes(x))
-        return Obstacle(sharded, f"{replay.fqn}: {_name(replay)}")
+        changed = tuple(x for x in nodes if self.shapes.changed(x))
+        return Obstacle(changed, f"{replay.fqn}: {_name(replay)}")
 
 
 def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attribute, int]]:
@@ -200,11 +205,11 @@ def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attr
                 yield dict(zip(subset, values, strict=True))
 
 
-def _attributes(replay: Replay) -> dict[Attribute, int]:
-    """The attributes that the ints of a call came from, with their global values."""
+def _attributes(replay: Replay, given: Collection[Attribute]) -> dict[Attribute, int]:
+    """The attributes that the ints of a call came from and that are not given, with their global values."""
     numbers = traced_ints((replay.args, replay.kwargs))
     found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
-    return {(fqn, attribute): value for _, fqn, attribute, value in found}
+    return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
 
 
 def _name(replay: Replay) -> str:
@@ -219,11 +224,3 @@ def _sized(replay: Replay) -> Iterable[int]:
     """The tensors whose sizes the call was given."""
     numbers = traced_ints((replay.args, replay.kwargs))
     return [source[1] for number in numbers for source in sources(number.expr) if source[0] == "size"]
-
-
-def _products(mesh: Sequence[int]) -> list[int]:
-    """Products of some of the mesh axes, largest first."""
-    out = {1}
-    for extent in mesh:
-        out |= {p * extent for p in out}
-    return sorted(out - {1}, reverse=True)

@@ -39,8 +39,8 @@ from shardconv.pipeline import numeric_check, plain_form
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.tracing.inputs import TraceInputs
-from shardconv.verifying.plans.retrace import _unlike_ranks, retrace
 from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
 from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.layer_bypass import Bypass
 from shardconv.verifying.simulation.rank_threads import run_ranks

@@ -18,8 +18,8 @@ from shardconv.pipeline import plain_form
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
-from shardconv.verifying.plans.retrace import retrace
 from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.retracing.retrace import retrace
 from shardconv.verifying.simulation.model_runs import TOLERANCE
 
 

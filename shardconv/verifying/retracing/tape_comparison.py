@@ -1,35 +1,20 @@
-"""Traces one rank's model and compares it with the global tape, before a byte is written.
+"""Compares the tape of a model on other shapes with that of the global one, operator by operator.
 
-The plan is applied to a copy of the model by the runtime's own code, with collectives as functions of
-shapes. The tape of the result must agree with the global one operator by operator: every shape being
-the expected local shape, every position the expected local position, every number the same.
+Every shape must be the expected one, every position the expected position, every number the same.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
-from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.format.dims import Dim, axes_of
-from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Plan, layout_of
-from shardconv_runtime.format.slices import local_size, ranges
-from shardconv_runtime.parallel.build import parallelize, stored_tensors
-from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...dim_analysis.dim_trees import Node, leaves
-from ...dim_analysis.expert_sites import leave_out
-from ...dim_analysis.rules import RULES, views
-from ...planning.layout import Layouts
+from ...dim_analysis.rules import views
+from ...planning.layout import Shapes
 from ...planning.obstacle import Obstacle
-from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Mark, Op, Tape
-from ...tracing.trace import trace
 
 _SHAPED = frozenset(
     {
@@ -68,107 +53,36 @@ Or they matter to gradients alone: a rank that lacks the padding row of an embed
 """
 
 
-class _ShapeCommunicator(Communicator):
-    """Collectives as functions of shapes, on meta tensors."""
-
-    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.empty_like(x)
-
-    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
-
-
-def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
-    """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
+def compare_tapes(
+    shapes: Shapes, other: Tape, changed: Collection[str], rank: int = 0, *, numbers: bool = True
+) -> Obstacle | None:
+    """The first difference between a tape and what is expected of it; None if there is none.
 
     Args:
-        plan: of the ranks' models.
-        layouts: expected dims of every tensor of the global tape.
-        model: the global model, on meta; it is copied.
-        inputs: as for the global trace.
+        shapes: of the tensors of the global tape.
+        other: the tape of the model on these shapes.
+        changed: FQNs of modules whose inside the other model computes in another way.
+        rank: whose shapes.
+        numbers: compare the numbers that operators are given, too; positions always are.
 
     Returns:
-        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
-        the tapes of all ranks agree.
-
-    Raises:
-        PlanError: a parameter has another dtype in the plan than in the model.
+        An obstacle with the changed leaves of the tensors there, which may be none.
     """
-    for rank in _unlike_ranks(plan):
-        local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
-        _require_dtypes(model, local)
-        changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
-        changed |= leave_out(local, layouts.analysis.tape)
-        try:
-            tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
-        except SolveError as error:
-            where = str(error).partition(":")[0]
-            return Obstacle(_to_blame(layouts, plan, where), str(error))
-        obstacle = _Comparison(layouts, plan, tape, changed, rank).run()
-        if obstacle is not None:
-            return obstacle
-    return None
-
-
-def _unlike_ranks(plan: Plan) -> list[int]:
-    """The first rank of each kind: of those that hold the same shapes and get the same values."""
-    layouts = [layout_of(step) for m in plan.modules for step in (*m.inputs, *m.outputs)]
-    dims = {*(d for p in plan.parameters for d in p.dims), *(d for d in layouts if d is not None)}
-    edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
-    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for rank in range(plan.tp):
-        sizes = tuple(local_size(d, plan.mesh, rank) for d in dims)
-        kinds.setdefault((sizes, tuple(values[rank] for values in edits)), rank)
-    return list(kinds.values())
-
-
-def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
-    """Numbers do not show this: simulated ranks have all parameters in one dtype."""
-    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)}
-    for name, tensor in stored_tensors(local):
-        if tensor.dtype != dtypes[name]:
-            raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
-
-
-def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
-    """Sharded leaves that may be why a module's code failed on a rank.
-
-    Those of the tensors that the module computes itself; where there are none (its code may check an
-    attribute, or build other modules from a config), those around edited attributes, or of modules in it.
-    """
-    edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
-    inside = f"{fqn}."  # for the model itself this is the name of its class, which only the last test matches
-    tests: tuple[Callable[[str], bool], ...] = (
-        lambda name: name == fqn,
-        lambda name: name in edited,
-        lambda name: name.startswith(inside),
-        lambda name: True,
-    )
-    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), ())
-
-
-def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> tuple[Node, ...]:
-    """Sharded leaves of the tensors that some modules make."""
-    tape = layouts.analysis.tape
-    found: dict[Node, None] = {}
-    for event in tape.events:
-        if isinstance(event, Op) and is_meant(tape.calls[event.call].fqn):
-            for tid in event.outputs:
-                for dim in layouts.analysis.dims.get(tid, ()):
-                    found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
-    return tuple(found)
+    return _Comparison(shapes, other, changed, rank, numbers).run()
 
 
 class _Comparison:
-    """Global tape against the tape of one rank."""
+    """Global tape against another one."""
 
-    def __init__(self, layouts: Layouts, plan: Plan, local: Tape, changed: set[str], rank: int) -> None:
-        self.layouts = layouts
-        self.plan = plan
-        self.unsharded = layouts.analysis.tape
+    def __init__(
+        self, shapes: Shapes, local: Tape, changed: Collection[str], rank: int, numbers: bool
+    ) -> None:
+        self.shapes = shapes
+        self.unsharded = shapes.analysis.tape
         self.local = local
         self.changed = changed
         self.rank = rank
+        self.numbers = numbers
 
     def run(self) -> Obstacle | None:
         """The first difference; None if there is none."""
@@ -211,7 +125,7 @@ class _Comparison:
         """Whether a view belongs to a later one on the rank: its shape is not the expected one."""
         if not isinstance(event, Op) or not isinstance(other, Op) or not self._moves_only(event):
             return False
-        want = [self.layouts.local_shape(t, self.rank) for t in event.outputs]
+        want = [self.shapes.local_shape(t, self.rank) for t in event.outputs]
         return want != [self.local.tensors[t].shape for t in other.outputs]
 
     def _moves_only(self, op: Op) -> bool:
@@ -243,14 +157,16 @@ class _Comparison:
             if obstacle is not None:
                 return obstacle
         is_shaped = event.name.rsplit(".", 1)[0] in _SHAPED
-        if not is_shaped and event.outputs and event.outputs[0] in self.layouts.analysis.dims:
+        if not self.numbers and event.name != "aten.slice.Tensor":
+            return None
+        if not is_shaped and event.outputs and event.outputs[0] in self.shapes.analysis.dims:
             return self._compare_numbers(fqn, event, other)
         return None
 
     def _compare_tensor(self, fqn: str, event: Op | Mark, want: int, got: int) -> Obstacle | None:
-        if want not in self.layouts.analysis.dims:
+        if want not in self.shapes.analysis.dims:
             return None
-        found, expected = self.local.tensors[got], self.layouts.local_shape(want, self.rank)
+        found, expected = self.local.tensors[got], self.shapes.local_shape(want, self.rank)
         dtype = self.unsharded.tensors[want].dtype
         if found.shape != expected:
             problem = f"{_label(event)} has shape {found.shape} on rank {self.rank}, expected {expected}"
@@ -268,23 +184,19 @@ class _Comparison:
         problem = f"{event.name} is given {got} on rank {self.rank}, expected {want}"
         return self._obstacle(fqn, [event], problem)
 
-    def _positions(self, op: Op) -> list[int]:
+    def _positions(self, op: Op) -> list[int | None]:
         """Local start, stop and step of a slice."""
-        dim, start, stop, step = _slice(op, self.unsharded.tensors[op.inputs[0]].shape)
-        layout = self.layouts.dims(op.inputs[0])[dim]
-        if not axes_of(layout) or step != 1:
-            size = self.layouts.local_shape(op.inputs[0], self.rank)[dim]
-            full = self.unsharded.tensors[op.inputs[0]].shape[dim]
+        tid = op.inputs[0]
+        dim, start, stop, step = _slice(op, self.unsharded.tensors[tid].shape)
+        changed = any(self.shapes.changed(x) for x in leaves(self.shapes.analysis.dims[tid][dim]))
+        if not changed or step != 1:
+            size = self.shapes.local_shape(tid, self.rank)[dim]
+            full = self.unsharded.tensors[tid].shape[dim]
             return [start, stop if stop != full else size, step]
-        return [self._below(layout, start), self._below(layout, stop), step]
+        return [*(self.shapes.position(tid, dim, p, self.rank) for p in (start, stop)), step]
 
     def _local_positions(self, op: Op) -> list[int]:
         return list(_slice(op, self.local.tensors[op.inputs[0]].shape)[1:])
-
-    def _below(self, layout: Dim, position: int) -> int:
-        """How many positions below a global one the rank holds."""
-        held = ranges(layout, self.layouts.mesh, self.rank)
-        return sum(max(0, min(stop, position) - start) for start, stop in held)
 
     def _obstacle(self, fqn: str, events: Iterable[Op | Mark], problem: str) -> Obstacle:
         nodes: dict[Node, None] = {}
@@ -293,9 +205,9 @@ class _Comparison:
                 (event.source, event.target) if isinstance(event, Mark) else (*event.inputs, *event.outputs)
             )
             for tid in tids:
-                for dim in self.layouts.analysis.dims.get(tid, ()):
-                    nodes |= {x: None for x in leaves(dim) if self.layouts.assignment.axes(x)}
-        return Obstacle(tuple(nodes) or _to_blame(self.layouts, self.plan, fqn), f"{fqn} {problem}")
+                for dim in self.shapes.analysis.dims.get(tid, ()):
+                    nodes |= {x: None for x in leaves(dim) if self.shapes.changed(x)}
+        return Obstacle(tuple(nodes), f"{fqn} {problem}")
 
 
 def _label(event: Op | Mark) -> str:

@@ -1,0 +1,123 @@
+"""Traces one rank's model and compares it with the global tape, before a byte is written.
+
+The plan is applied to a copy of the model by the runtime's own code, with collectives as functions of
+shapes. The tape of the result must agree with the global one operator by operator: every shape being
+the expected local shape, every position the expected local position, every number the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.plan import Plan, layout_of
+from shardconv_runtime.format.slices import local_size
+from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from torch import Tensor, nn
+
+from ...dim_analysis.dim_trees import Node, leaves
+from ...dim_analysis.expert_sites import leave_out
+from ...dim_analysis.rules import RULES
+from ...planning.layout import Layouts
+from ...planning.obstacle import Obstacle
+from ...tracing.inputs import TraceInputs
+from ...tracing.tape import Op
+from ...tracing.trace import trace
+from .tape_comparison import compare_tapes
+
+
+class _ShapeCommunicator(Communicator):
+    """Collectives as functions of shapes, on meta tensors."""
+
+    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return torch.empty_like(x)
+
+    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
+
+
+def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
+    """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
+
+    Args:
+        plan: of the ranks' models.
+        layouts: expected dims of every tensor of the global tape.
+        model: the global model, on meta; it is copied.
+        inputs: as for the global trace.
+
+    Returns:
+        An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
+        the tapes of all ranks agree.
+
+    Raises:
+        PlanError: a parameter has another dtype in the plan than in the model.
+    """
+    for rank in _unlike_ranks(plan):
+        local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
+        _require_dtypes(model, local)
+        changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
+        changed |= leave_out(local, layouts.analysis.tape)
+        try:
+            tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
+        except SolveError as error:
+            where = str(error).partition(":")[0]
+            return Obstacle(_to_blame(layouts, plan, where), str(error))
+        obstacle = compare_tapes(layouts, tape, changed, rank)
+        if obstacle is not None:
+            fqn = obstacle.where.partition(" ")[0]
+            return replace(obstacle, nodes=tuple(obstacle.nodes) or _to_blame(layouts, plan, fqn))
+    return None
+
+
+def _unlike_ranks(plan: Plan) -> list[int]:
+    """The first rank of each kind: of those that hold the same shapes and get the same values."""
+    layouts = [layout_of(step) for m in plan.modules for step in (*m.inputs, *m.outputs)]
+    dims = {*(d for p in plan.parameters for d in p.dims), *(d for d in layouts if d is not None)}
+    edits = [edit.local for m in plan.modules for edit in m.edits if len(edit.local) > 1]
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    for rank in range(plan.tp):
+        sizes = tuple(local_size(d, plan.mesh, rank) for d in dims)
+        kinds.setdefault((sizes, tuple(values[rank] for values in edits)), rank)
+    return list(kinds.values())
+
+
+def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
+    """Numbers do not show this: simulated ranks have all parameters in one dtype."""
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)}
+    for name, tensor in stored_tensors(local):
+        if tensor.dtype != dtypes[name]:
+            raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
+
+
+def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
+    """Sharded leaves that may be why a module's code failed on a rank.
+
+    Those of the tensors that the module computes itself; where there are none (its code may check an
+    attribute, or build other modules from a config), those around edited attributes, or of modules in it.
+    """
+    edited = {n for m in plan.modules if m.edits for n in expand_all(m.names)}
+    inside = f"{fqn}."  # for the model itself this is the name of its class, which only the last test matches
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == fqn,
+        lambda name: name in edited,
+        lambda name: name.startswith(inside),
+        lambda name: True,
+    )
+    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), ())
+
+
+def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> tuple[Node, ...]:
+    """Sharded leaves of the tensors that some modules make."""
+    tape = layouts.analysis.tape
+    found: dict[Node, None] = {}
+    for event in tape.events:
+        if isinstance(event, Op) and is_meant(tape.calls[event.call].fqn):
+            for tid in event.outputs:
+                for dim in layouts.analysis.dims.get(tid, ()):
+                    found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
+    return tuple(found)
