@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan
@@ -15,36 +15,38 @@ from torch import nn
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
 from ..verifying.plans.implementations import notes_on_others
-from ..verifying.plans.simulate import may_be_padded, simulate
-from ..verifying.simulation.layer_bypass import Bypass
+from ..verifying.plans.simulate import Case, may_be_padded, simulate
+from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
+from ..verifying.shrinking.small_plan import small_plan
+from ..verifying.simulation.layer_bypass import Bypass, planned_alike
 
 
-@dataclass(frozen=True)
 class NumericCheck:
-    """A traced model, to simulate the ranks of its plan."""
+    """A traced model, to simulate the ranks of its plans on a smaller model of the same code.
 
-    model: nn.Module
-    """Global, on meta."""
-    inputs: TraceInputs
-    bypassed: Mapping[str, Bypass]
-    """Layers to leave out."""
+    Args:
+        full: the model at its true size.
+        bypassed: layers to leave out, where a plan says of them what it says of those that stand for them.
+    """
 
-    def checked(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
+    def __init__(self, full: FullModel, bypassed: Mapping[str, Bypass]) -> None:
+        self.full = full
+        self.bypassed = bypassed
+        self._small: dict[frozenset[str], SmallModel] = {}
+
+    def checked(self, plan: Plan) -> Plan:
         """The plan, proven on numbers; for inference only if a gradient is not that of the unsharded model.
 
         Raises:
             SolveError: the ranks compute something else.
         """
         plan = self._with_proven_loss(plan)
-        outcome = simulate(plan, self.model, self.inputs, self.bypassed, gradients=plan.training is not None)
-        if outcome is None:
-            tell("too large to simulate in the free memory: shapes and positions were checked, not numbers")
-            return plan
+        case = self.case(plan)
+        outcome = simulate(case, gradients=plan.training is not None, calls=2)
         if outcome.gradients:
             plan = inference_only(plan, outcome.gradients)
         if plan.tp > 1:
-            others = notes_on_others(plan, self.model, self.inputs, self.bypassed)
-            plan = replace(plan, notes=(*plan.notes, *others))
+            plan = replace(plan, notes=(*plan.notes, *notes_on_others(self.case(plan))))
         return plan
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:
@@ -53,26 +55,33 @@ class NumericCheck:
         Raises:
             SolveError: the ranks compute something else in that form.
         """
-        outcome = simulate(of_sequence(plan), self.model, self.inputs, self.bypassed, gradients=True)
-        return None if outcome is None else outcome.gradients
+        return simulate(self.case(of_sequence(plan)), gradients=True).gradients
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""
-        if not may_be_padded(plan, self.model, self.inputs, self.bypassed):
+        if not may_be_padded(self.case(plan)):
             return plan
         assert plan.training is not None
         assert plan.training.sequence is not None
         sequence = replace(plan.training.sequence, may_pad=True)
         return replace(plan, training=replace(plan.training, sequence=sequence))
 
+    def case(self, plan: Plan) -> Case:
+        """What is simulated for a plan: the smaller model, and what the plan says of it."""
+        skipped = planned_alike(plan, self.bypassed)
+        small = self._small.get(frozenset(skipped))
+        if small is None:
+            small = self._small[frozenset(skipped)] = shrink(self.full, plan.tp, skipped)
+        return Case(small_plan(plan, small, skipped), small.model, small.inputs)
+
     def _with_proven_loss(self, plan: Plan) -> Plan:
         """The plan without the loss of sharded logits, if that is not the model's own."""
         if plan.training is None or not plan.training.parallel_loss:
             return plan
         try:
-            inputs = self.inputs.with_labels()
-            outcome = simulate(plan, self.model, inputs, self.bypassed, gradients=True)
-            is_right = outcome is None or not outcome.gradients
+            case = self.case(plan)
+            outcome = simulate(replace(case, inputs=case.inputs.with_labels()), gradients=True)
+            is_right = not outcome.gradients
         except ShardconvError:
             is_right = False  # the loss needs full logits, or the model cannot compute one
         return replace(plan, training=replace(plan.training, parallel_loss=is_right))

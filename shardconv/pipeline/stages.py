@@ -21,6 +21,7 @@ from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..tracing.fold import fold
 from ..tracing.inputs import trace_inputs
+from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import find_bypasses
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
@@ -78,7 +79,8 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
     tell("solving")
-    folded = fold(tape, first_apart=options.sequence_parallel)
+    traced = fold(tape, first_apart=options.sequence_parallel)
+    folded = traced
     if options.experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
@@ -89,9 +91,11 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
     check = None
     if options.check:
-        check = NumericCheck(model, inputs, find_bypasses(tape, folded.representatives()))
         tell("simulating the ranks")
-        plan = check.checked(plan, tell)
+        inside = analysis if folded is traced else analyze(traced.tape, traced.ties)
+        full = FullModel(model, inputs, traced, inside)
+        check = NumericCheck(full, find_bypasses(tape, traced.representatives()))
+        plan = check.checked(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")
         plan = with_sequence_form(problem, plan, solution)

@@ -116,6 +116,8 @@ class Tape:
     """Questions that were answered by a guess, for the plan's notes."""
     answers: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     """(FQN, index) of a module call -> the guesses that it was given, in order."""
+    result_lengths: dict[int, int] = field(default_factory=dict)
+    """Index of a module call -> the number of items of the tuple that it returned."""
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
     """(FQN, index) of a module call that could not be traced -> why."""
     inner_sources: frozenset[str] = frozenset()

@@ -212,6 +212,8 @@ class _ModuleHook:
         recorder = self.recorder
         slots = list(_tensor_slots("output", output))
         recorder.mark(recorder.stack[-1], slots)
+        if type(output) is tuple:
+            recorder.tape.result_lengths[recorder.stack[-1]] = len(output)
         returned = {tensor_key(t) for _, t in slots}
         for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
             if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):

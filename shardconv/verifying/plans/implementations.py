@@ -8,16 +8,13 @@ well. A fused kernel for GPUs cannot be: it is given the same heads as the imple
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import replace
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan import Plan
 from torch import nn
 
-from ...tracing.inputs import TraceInputs
-from ..simulation.layer_bypass import Bypass
 from ..simulation.rank_simulation import Unprovable
-from .simulate import MAX_SIMULATED_BYTES, simulate
+from .simulate import Case, simulate
 
 PLAIN = "eager"
 _SETTERS = {
@@ -27,23 +24,19 @@ _SETTERS = {
 """Kind -> the attribute of a config that names its implementation, and the method of a model that sets it."""
 
 
-def notes_on_others(
-    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]
-) -> tuple[str, ...]:
+def notes_on_others(case: Case) -> tuple[str, ...]:
     """Notes for the plan on the implementations under which it does not hold.
 
     Args:
-        plan: proven for the implementations of the model's config.
-        model: the global model, on meta; it is copied.
-        inputs: of the simulated calls.
-        bypassed: layers to leave out.
+        case: proven for the implementations of the model's config.
     """
+    model = case.model
     kinds = [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
-    if not kinds or _problem(plan, model, inputs, bypassed, kinds) is None:
+    if not kinds or _problem(case, kinds) is None:
         return ()
     out = []
     for kind in kinds:
-        problem = _problem(plan, model, inputs, bypassed, [kind])
+        problem = _problem(case, [kind])
         if problem is not None:
             chosen = _chosen(model, kind)
             out.append(f"this plan is for {kind} implemented as {chosen!r}, not as {PLAIN!r}: {problem}")
@@ -57,21 +50,19 @@ def _chosen(model: nn.Module, kind: str) -> str | None:
     return getattr(getattr(model, "config", None), attribute, None)
 
 
-def _problem(
-    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass], kinds: list[str]
-) -> str | None:
+def _problem(case: Case, kinds: list[str]) -> str | None:
     """Why the plan does not hold with the plain implementation of these; None if it does, or if that
     cannot be run at all."""
-    other = copy.deepcopy(model)
+    other = copy.deepcopy(case.model)
     try:
         for kind in kinds:
             getattr(other, _SETTERS[kind][1])(PLAIN)
     except (ValueError, NotImplementedError):
         return None  # the model does not offer it
-    if all(_chosen(other, kind) == _chosen(model, kind) for kind in kinds):
+    if all(_chosen(other, kind) == _chosen(case.model, kind) for kind in kinds):
         return None
     try:
-        simulate(plan, other, inputs, bypassed, MAX_SIMULATED_BYTES // 16)
+        simulate(replace(case, model=other), calls=2)
     except Unprovable:
         return None
     except ShardconvError as error:

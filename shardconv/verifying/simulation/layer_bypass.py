@@ -1,41 +1,45 @@
 """Leaves out layers that others stand for, so that a deep model can be run on numbers.
 
-A layer that takes the previous layer's output as one of its inputs and returns one tensor can be
-bypassed by returning that input. It is bypassed if it is planned as the layer that stands for it.
+A layer whose outputs, if anybody reads them, are handed on to the next one as some of its arguments, can be
+bypassed by returning these arguments. It is bypassed if it is planned as the layer that stands for it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
-from torch import Tensor, nn
+from torch import nn
 
 from ...tracing.tape import Mark, Tape, prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Bypass:
-    """How to leave out a layer: it returns this one of its inputs."""
+    """How to leave out a layer: it returns some of its arguments."""
 
-    argument: str
-    """Name in the signature of its forward."""
+    arguments: tuple[tuple[str, str], ...]
+    """(slot of an output, name of the argument in the signature of its forward); ``output`` is the one result,
+    ``output.1`` the second of a tuple, whose other items are None."""
+    length: int
+    """Number of items of the tuple that it returns."""
     like: str
     """FQN of the layer that stands for it, and is run."""
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
-    """How each of these layers is bypassed; empty unless all of them can be.
+    """How each of these layers is bypassed; those of a stack are left out unless all of them can be.
 
     Args:
         tape: of all layers, not folded.
         layers: FQNs of layers of a stack, each with the layer that stands for it; each one follows
             another layer of that stack.
     """
-    returned: dict[int, str] = {}
+    returned: dict[int, Mark] = {}
     entries: dict[str, list[Mark]] = {}
     exits: dict[str, list[Mark]] = {}
     for event in tape.events:
@@ -43,17 +47,33 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
             fqn = tape.calls[event.call].fqn
             (exits if event.is_output else entries).setdefault(fqn, []).append(event)
             if event.is_output:
-                returned[event.target] = fqn
+                returned[event.target] = event
+    read = set(tape.outputs)
+    for event in tape.events:
+        read.update((event.source,) if isinstance(event, Mark) else event.inputs)
     out: dict[str, Bypass] = {}
+    failed: set[str] = set()
     for fqn, like in layers.items():
         stack = fqn.rpartition(".")[0]
-        passed = [m for m in entries.get(fqn, ()) if returned.get(m.source, "").rpartition(".")[0] == stack]
-        results = exits.get(fqn, [])
-        plain = len(passed) == 1 and passed[0].slots[0].count(".") == 1
-        if not plain or [m.slots for m in results] != [("output",)]:
-            return {}
-        out[fqn] = Bypass(passed[0].slots[0].partition(".")[2], like)
-    return out
+        passed: dict[str, str] = {}
+        for mark in entries.get(fqn, ()):
+            before = returned.get(mark.source)
+            argument = mark.slots[0].partition(".")[2]
+            if before and tape.calls[before.call].fqn.rpartition(".")[0] == stack and "." not in argument:
+                passed[before.slots[0]] = argument
+        results = [slot for mark in exits.get(fqn, ()) if mark.target in read for slot in mark.slots]
+        if results and all(slot in passed and _is_plain(slot) for slot in results):
+            length = tape.result_lengths.get(exits[fqn][0].call, 0)
+            out[fqn] = Bypass(tuple((slot, passed[slot]) for slot in results), length, like)
+        else:
+            failed.add(stack)
+    return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+
+
+def _is_plain(slot: str) -> bool:
+    """Whether an output is the result of a module, or an item of a tuple that is."""
+    name, _, index = slot.partition(".")
+    return name == "output" and (not index or index.isdigit())
 
 
 def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
@@ -68,6 +88,15 @@ def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]
         for layer in wanted.intersection(prefixes(name)):
             inside.setdefault(layer, {})[name[len(layer) :]] = entry
     return {fqn: how for fqn, how in layers.items() if inside.get(fqn) == inside.get(how.like)}
+
+
+def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
+    """A deep copy of ``model`` in which these layers are bypassed; they are not copied."""
+    memo: dict[int, object] = {}
+    for fqn, how in layers.items():
+        layer = model.get_submodule(fqn)
+        memo[id(layer)] = _Bypassed(layer, how)
+    return copy.deepcopy(model, memo)
 
 
 def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
@@ -86,8 +115,11 @@ class _Bypassed(nn.Module):
         super().__init__()
         self.__dict__["_layer"] = layer
         names = list(forward_signature(layer).parameters)
-        self._argument = how.argument
-        self._position = int(how.argument) if how.argument.isdigit() else names.index(how.argument)
+        self._length = how.length
+        self._outputs = [
+            (int(slot.partition(".")[2] or -1), name, int(name) if name.isdigit() else names.index(name))
+            for slot, name in how.arguments
+        ]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,7 +127,16 @@ class _Bypassed(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_layer"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The input that the layer would have changed."""
-        value: Tensor = kwargs[self._argument] if self._argument in kwargs else args[self._position]
-        return value
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Bypassed:
+        """A copy that stands in for the same layer."""
+        other = _Bypassed.__new__(_Bypassed)
+        other.__dict__ = dict(self.__dict__)
+        return other
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments that the layer would have changed, in the form in which it returns them."""
+        found = {
+            index: kwargs[argument] if argument in kwargs else args[position]
+            for index, argument, position in self._outputs
+        }
+        return found[-1] if -1 in found else tuple(found.get(i) for i in range(self._length))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from textwrap import shorten
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +48,54 @@ class ModelRun:
     """Of its parameters by FQN, in their shapes."""
 
 
-def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
+def outputs_of(
+    model: nn.Module, inputs: TraceInputs, precision: Precision, *, calls: int = 1
+) -> list[Tensor]:
     """All tensors that a model returns in evaluation.
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
         inputs: global, as ``input_ids [B, S]``.
         precision: to compute in.
+        calls: 2: what the first call hands back, as a cache, goes into a second one with another token.
     """
     inputs = inputs.to(precision.dtype)
     with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
         result = model(**inputs.tensors, **inputs.options)
-    return results(model, result)
+        found = results(model, result)
+        if calls > 1:
+            found += results(model, model(**continuation(model, inputs, result)))
+    return found
+
+
+def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str, Any]:
+    """The arguments of a second call: one more token, and what the first call handed back.
+
+    Args:
+        model: which was called.
+        inputs: of the first call; ids ``[B, S]``.
+        result: of the first call.
+
+    Raises:
+        ValueError: it handed nothing back, or takes no tokens.
+    """
+    known = inspect.signature(model.forward).parameters
+    back = (
+        {n: v for n, v in dict(result).items() if n in known and v is not None}
+        if hasattr(result, "keys")
+        else {}
+    )
+    is_decoder = "decoder_input_ids" in inputs.tensors
+    tokens = "decoder_input_ids" if is_decoder else "input_ids"
+    if not back or tokens not in inputs.tensors:
+        raise ValueError("nothing is handed back")
+    given: dict[str, Any] = dict(inputs.tensors) if is_decoder else {}
+    given[tokens] = inputs.tensors[tokens][:, :1]
+    mask = inputs.tensors.get("attention_mask")
+    if mask is not None and not is_decoder:
+        given["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return {**given, **inputs.options, **back}
 
 
 def with_gradients(

@@ -83,11 +83,12 @@ class Simulation:
         self.weights = weights
         self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
 
-    def run(self, gradients: bool = False) -> Outcome:
+    def run(self, gradients: bool = False, *, calls: int = 1) -> Outcome:
         """Run the unsharded model, then all ranks.
 
         Args:
             gradients: run backward as well, from a random gradient of everything that the model returns.
+            calls: 2: call the model again with what it hands back, if the unsharded model can be.
 
         Raises:
             Unprovable: the unsharded model fails.
@@ -96,8 +97,11 @@ class Simulation:
         """
         precision, want, problem = self._reference(gradients)
         gradients = gradients and not problem
+        second = self._second_call(precision) if calls > 1 else None
         try:
-            worst = max(run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want.outputs)))
+            worst = max(
+                run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want.outputs, second))
+            )
         except (PlanError, SourceError):
             raise
         except Exception as error:
@@ -160,17 +164,34 @@ class Simulation:
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
 
+    def _second_call(self, precision: Precision) -> list[Tensor] | None:
+        """What the unsharded model returns in two calls; None if it cannot be called again."""
+        try:
+            return outputs_of(self._unsharded(precision, False), self.inputs, precision, calls=2)
+        except Exception:  # whatever its code raises on a call that its author did not think of
+            return None
+
     def _unsharded(self, precision: Precision, gradients: bool) -> nn.Module:
         """The unsharded model with its weights."""
         model = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
         values = self.weights.unsharded({n: t for n, t in stored_tensors(model) if n in self.entries})
         return fill(model, values, gradients)
 
-    def _distance(self, comm: Communicator, precision: Precision, want: list[Tensor]) -> float:
-        """How far one rank is from ``want``, with gathered logits and with its own shard of them."""
+    def _distance(
+        self, comm: Communicator, precision: Precision, want: list[Tensor], second: list[Tensor] | None
+    ) -> float:
+        """How far one rank is from ``want``, with gathered logits and with its own shard of them.
+
+        Args:
+            comm: the rank.
+            precision: to compute in.
+            want: of one call.
+            second: of two calls, which are compared in place of one with gathered logits; None: of one alone.
+        """
         weights = self.weights.local(comm.rank)
         gathering = self._rank(comm, precision, weights)
-        worst = largest_difference(outputs_of(gathering, self.inputs, precision), want)
+        calls = 1 if second is None else 2
+        worst = largest_difference(outputs_of(gathering, self.inputs, precision, calls=calls), second or want)
         if self.plan.logits is None or "labels" in self.inputs.tensors:
             return worst
         own = self._rank(comm, precision, weights, gather_logits=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.plans.simulate import Case, simulate
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 SIZES = {
@@ -110,8 +110,7 @@ def test_a_plan_made_for_one_way_is_right_for_another(model_type: str) -> None:
         spec = small(model_type)
         spec.config._experts_implementation = implementation
         model = build_model(spec.model_class, spec.config, torch.float32)
-        outcome = simulate(plan, model, make_inputs(model))
-        assert outcome is not None
+        outcome = simulate(Case(plan, model, make_inputs(model)))
         assert outcome.worst < 1e-9
 
 

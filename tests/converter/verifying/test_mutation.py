@@ -35,14 +35,14 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import numeric_check, plain_form
+from shardconv.pipeline import plain_form, stages
+from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
 from shardconv.verifying.simulation.float64 import Float64
-from shardconv.verifying.simulation.layer_bypass import Bypass
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))
@@ -130,7 +130,7 @@ class Solved:
     layouts: Layouts
     model: nn.Module
     inputs: TraceInputs
-    bypassed: dict[str, Bypass]
+    check: NumericCheck
 
     def reason_against(self, plan: Plan) -> str:
         """Which check refuses a plan; empty if none does."""
@@ -149,26 +149,29 @@ class Solved:
         assert retrace(plan, self.layouts, self.model, self.inputs) is None
 
     def _simulate(self, plan: Plan) -> None:
-        outcome = simulate(plan, self.model, self.inputs, self.bypassed, gradients=plan.training is not None)
-        assert outcome is not None
+        outcome = simulate(self.check.case(plan), gradients=plan.training is not None, calls=2)
         assert not outcome.gradients  # such a plan is written, but for inference only
 
 
 def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
     """Solve, and keep what the checks were given."""
-    seen: dict[str, tuple[Any, ...]] = {}
+    retraced: list[tuple[Any, ...]] = []
+    checks: list[NumericCheck] = []
+
+    def kept(*given: Any) -> Any:
+        retraced.append(given)
+        return retrace(*given)
+
+    def made(*given: Any) -> NumericCheck:
+        checks.append(NumericCheck(*given))
+        return checks[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        for where, name, check in ((plain_form, "retrace", retrace), (numeric_check, "simulate", simulate)):
-
-            def kept(*given: Any, name: str = name, check: Callable[..., Any] = check, **options: Any) -> Any:
-                seen[name] = given
-                return check(*given, **options)
-
-            patch.setattr(where, name, kept)
+        patch.setattr(plain_form, "retrace", kept)
+        patch.setattr(stages, "NumericCheck", made)
         plan = solve_plan(spec, SolveOptions(tp, experts=experts))
-    _, layouts, model, inputs = seen["retrace"]
-    assert seen["simulate"][0] == plan
-    return Solved(plan, layouts, model, inputs, seen["simulate"][3])
+    _, layouts, model, inputs = retraced[-1]
+    return Solved(plan, layouts, model, inputs, checks[-1])
 
 
 # Running a plan by other means -----------------------------------------------------------------------
@@ -353,7 +356,7 @@ def test_a_layer_is_run_if_its_plan_is_not_that_of_the_layer_that_stands_for_it(
     """No reduction in one layer of many: the shapes are right, and the layer used to be left out."""
     right = solved(odd(models.InterleavedModel, repeats=6), 2)
     name = "stack.4.chewer.shut"
-    assert "stack.4" in right.bypassed
+    assert "stack.4" in right.check.bypassed
     entries = []
     for entry in right.plan.modules:
         names = expand_all(entry.names)

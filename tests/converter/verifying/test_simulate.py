@@ -18,7 +18,7 @@ from shardconv.pipeline import plain_form
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
-from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.plans.simulate import Case, simulate
 from shardconv.verifying.retracing.retrace import retrace
 from shardconv.verifying.simulation.model_runs import TOLERANCE
 
@@ -35,9 +35,8 @@ class Checked:
     def retrace(self, plan: Plan) -> Obstacle | None:
         return retrace(plan, self.layouts, self.model, self.inputs)
 
-    def simulate(self, plan: Plan) -> float | None:
-        outcome = simulate(plan, self.model, self.inputs)
-        return None if outcome is None else outcome.worst
+    def simulate(self, plan: Plan) -> float:
+        return simulate(Case(plan, self.model, self.inputs)).worst
 
 
 def solved(model: type[models.OddModel], tp: int = 2, **sizes: Any) -> Checked:
@@ -215,11 +214,6 @@ def test_a_gather_left_out_is_caught(parallel: Checked) -> None:
     wrong = change_module(parallel.plan, "speak", lambda e: without(e, "all_gather"))
     _retrace_rejects(parallel, wrong)
     _simulation_rejects(parallel, wrong)
-
-
-def test_models_that_do_not_fit_are_not_simulated(fused: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardconv.verifying.plans.simulate.MAX_SIMULATED_BYTES", 1)
-    assert fused.simulate(fused.plan) is None
 
 
 def test_the_model_is_left_on_meta(fused: Checked) -> None:

@@ -1,0 +1,165 @@
+"""Leaves that have one size wherever they occur, and which of them a smaller model may shrink.
+
+A leaf, the leaves that marks and ties link to it, and those of other calls of a module are one **group**. A
+group is kept where its size means something else as well: the input decides it, code picks positions along it
+by number, a buffer has values for each position, or it counts the matrices of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...dim_analysis.analysis import Analysis
+from ...dim_analysis.dim_trees import Node, leaves
+from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
+from ...tracing.tape import Mark, Op
+from .token_tables import token_tables
+
+_PICKING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "argmax",
+        "argmin",
+        "argsort",
+        "gather",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_select",
+        "kthvalue",
+        "multinomial",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "select_scatter",
+        "sort",
+        "take_along_dim",
+        "topk",
+        "_grouped_mm",
+    )
+)
+"""Operators that take or return positions along their dim ``dim``."""
+_INDEXING = frozenset(("aten.index", "aten.index_put", "aten._unsafe_index"))
+
+
+@dataclass(frozen=True, eq=False)
+class LeafGroup:
+    """Leaves of one size that shrink together."""
+
+    size: int
+    leaves: frozenset[Node]
+    rows: bool = False
+    """Whether they are the rows of a table that is looked up by token ids."""
+    times: int = 1
+    """The dims of parameters that have such a leaf are at least so many times as large."""
+
+
+def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[LeafGroup]:
+    """The groups that may shrink.
+
+    Args:
+        analysis: of the model.
+        ties: pairs of tensors whose dims are alike.
+    """
+    union = _Union()
+    for a, b in _alike(analysis, ties):
+        for x, y in zip(analysis.dims[a], analysis.dims[b], strict=False):
+            for left, right in corresponding_leaves(x, y) or ():
+                union.join(left, right)
+    rows = {x for table in token_tables(analysis.tape) for x in leaves(analysis.dims[table][0])}
+    heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
+    for row in rows:  # tokens are labels as well
+        for head in heads:
+            if head.size == row.size:
+                union.join(row, head)
+    kept = {union.find(x) for x in _kept(analysis, rows)}
+    members: dict[Node, set[Node]] = {}
+    times: dict[Node, int] = {}
+    for tid, dims in analysis.dims.items():
+        for dim in dims:
+            for leaf in leaves(dim):
+                root = union.find(leaf)
+                members.setdefault(root, set()).add(leaf)
+                if analysis.tape.tensors[tid].kind == "parameter":
+                    times[root] = min(times.get(root, dim.size), dim.size // leaf.size)
+    rows = {union.find(x) for x in rows}
+    return [
+        LeafGroup(root.size, frozenset(found), root in rows, times.get(root, 1))
+        for root, found in members.items()
+        if root not in kept
+    ]
+
+
+class _Union:
+    """Union-find over leaves."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Node, Node] = {}
+
+    def find(self, leaf: Node) -> Node:
+        root = leaf
+        while root in self._parent:
+            root = self._parent[root]
+        while leaf is not root:
+            self._parent[leaf], leaf = root, self._parent[leaf]
+        return root
+
+    def join(self, a: Node, b: Node) -> None:
+        a, b = self.find(a), self.find(b)
+        if a is not b:
+            self._parent[a] = b
+
+
+def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Pairs of tensors of one shape."""
+    marks = ((e.source, e.target) for e in analysis.tape.events if isinstance(e, Mark))
+    for a, b in (*marks, *ties, *analysis.repeats):
+        if a in analysis.dims and b in analysis.dims and len(analysis.dims[a]) == len(analysis.dims[b]):
+            yield a, b
+
+
+def _kept(analysis: Analysis, rows: set[Node]) -> Iterator[Node]:
+    """The leaves that keep their size."""
+    tape = analysis.tape
+    yield from frozen_leaves(analysis)
+    for tid, dims in analysis.dims.items():
+        if tape.tensors[tid].kind in ("constant", "input"):
+            yield from (x for dim in dims for x in leaves(dim))
+    stacks: set[int] = set()
+    for event in tape.events:
+        if isinstance(event, Op):
+            yield from (x for x in _picked(analysis, event) if x not in rows)
+            if not event.name.startswith("aten.convolution"):
+                stacks |= {t for t in event.inputs if tape.tensors[t].kind == "parameter"}
+    for tid in stacks:
+        dims = analysis.dims.get(tid, ())
+        if len(dims) > 2:
+            yield from leaves(dims[0])
+    for use in analysis.norms:
+        if use.site.groups > 1:
+            yield from leaves(use.groups)
+
+
+def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
+    """The leaves of the dims along which an operator takes or returns positions."""
+    base = op.name.rsplit(".", 1)[0]
+    if base == "aten.embedding":
+        return _leaves(analysis, op.inputs[:1], 0)
+    if base.rstrip("_") in _INDEXING:
+        indexed = [i for i, index in enumerate(op.args[1]) if index is not None]
+        return [x for dim in indexed for x in _leaves(analysis, op.inputs[:1], dim)]
+    if base == "aten.one_hot":
+        return _leaves(analysis, op.outputs, -1)
+    if base.rstrip("_") in _PICKING and op.overload is not None:
+        names = [a.name for a in op.overload._schema.arguments]
+        if "dim" in names:
+            position = names.index("dim")
+            dim = op.kwargs.get("dim", op.args[position] if position < len(op.args) else -1)
+            return _leaves(analysis, (*op.inputs, *op.outputs), dim if isinstance(dim, int) else -1)
+    return ()
+
+
+def _leaves(analysis: Analysis, tids: Iterable[int], dim: int) -> list[Node]:
+    known = (analysis.dims.get(t, ()) for t in tids)
+    return [x for dims in known if -len(dims) <= dim < len(dims) for x in leaves(dims[dim])]

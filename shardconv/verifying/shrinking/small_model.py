@@ -1,0 +1,245 @@
+"""A smaller model of the same code, bound to the traced one operator by operator.
+
+Whether a plan is right does not depend on how wide a model is. A model whose hidden size, feed-forward sizes
+and vocabulary are small, and whose heads, experts and layers are those of the large one, is found as the model
+of a rank is: by attribute edits under which its own code runs on other shapes. What does not fit keeps its
+size, and the rest is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.plan import Edit
+from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.parallel.edits import apply_edits
+from torch import nn
+
+from ...dim_analysis.analysis import Analysis
+from ...dim_analysis.dim_trees import Node, leaves
+from ...dim_analysis.rules import RULES
+from ...planning.localize import Attribute, Change, localized
+from ...planning.obstacle import Obstacle
+from ...planning.solution import stand_in
+from ...tracing.fold import Folded
+from ...tracing.inputs import TraceInputs
+from ...tracing.trace import trace
+from ..retracing.tape_comparison import compare_tapes
+from ..simulation.layer_bypass import Bypass, bypassed_copy
+from ..simulation.simulated_weights import fill
+from .leaf_groups import LeafGroup, leaf_groups
+from .small_shapes import SmallShapes, choose_sizes
+from .token_tables import FewerTokens, fewer_tokens, special_ids, token_inputs, token_tables
+
+Changes = Mapping[Attribute, Change]
+
+
+@dataclass(frozen=True)
+class FullModel:
+    """A traced model at its true size."""
+
+    model: nn.Module
+    """On meta."""
+    inputs: TraceInputs
+    folded: Folded
+    analysis: Analysis
+    """Of the folded tape."""
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model that does what the full one does, on smaller shapes."""
+
+    model: nn.Module
+    """On meta, without the layers that are left out."""
+    inputs: TraceInputs
+    shapes: SmallShapes
+    changes: Changes
+    """Attributes, by the layers that stand for others."""
+    stand_ins: Mapping[str, str]
+    """Layer -> the layer that stands for it."""
+
+
+def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallModel:
+    """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
+
+    Of the groups that may be to blame for a failure, the one in which fewest elements are keeps its size.
+
+    Args:
+        full: the model.
+        tp: number of ranks: sizes keep their remainders by it.
+        skipped: layers to leave out.
+    """
+    groups = leaf_groups(full.analysis, full.folded.ties)
+    kept: set[LeafGroup] = set()
+    while True:
+        sizes = choose_sizes(full.analysis, groups, tp, kept=kept)
+        found = _Attempt(full, tp, skipped, sizes).run()
+        if isinstance(found, SmallModel):
+            return found
+        blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
+        kept.add((blamed or list(sizes))[-1])
+
+
+class _Attempt:
+    """A choice of sizes, tried."""
+
+    def __init__(
+        self, full: FullModel, tp: int, skipped: Mapping[str, Bypass], sizes: Mapping[LeafGroup, int]
+    ) -> None:
+        self.full = full
+        self.tp = tp
+        self.skipped = skipped
+        self.sizes = sizes
+        self.tape = full.analysis.tape
+        self.stand_ins = full.folded.representatives()
+        self.shapes = SmallShapes(full.analysis, {x: n for g, n in sizes.items() for x in g.leaves})
+
+    def run(self) -> SmallModel | Obstacle:
+        """The smaller model; an obstacle with leaves that must keep their size."""
+        model = bypassed_copy(self.full.model, self.skipped)
+        if not self.sizes:
+            return SmallModel(model, self.full.inputs, self.shapes, {}, self.stand_ins)
+        tokens = self._tokens()
+        if isinstance(tokens, Obstacle):
+            return tokens
+        given = {**self._mapped_ids(tokens), **self._paddings(model, tokens)}
+        found = localized(self.shapes, given={a: c.local for a, c in given.items()})
+        if isinstance(found, Obstacle):
+            return found
+        changes = {**given, **found}
+        changes |= self._vocabulary(model, changes)
+        try:
+            self._apply(model, changes)
+        except ShardconvError as error:
+            return Obstacle((), str(error))
+        inputs = self._inputs(tokens)
+        return self._difference(model, inputs) or SmallModel(
+            model, inputs, self.shapes, changes, self.stand_ins
+        )
+
+    # Tokens ----------------------------------------------------------------------------------
+
+    def _tokens(self) -> FewerTokens | Obstacle:
+        """The tokens of the smaller vocabulary; an obstacle if there are too few."""
+        rows = [group for group in self.sizes if group.rows]
+        if not rows:
+            return FewerTokens({})
+        group = rows[0]
+        used = [i for t in self._token_tensors().values() for i in t.flatten().tolist()]
+        used += list(special_ids(self.tape).values())
+        used += [m.padding_idx for m in self._embeddings() if m.padding_idx is not None]
+        tokens = fewer_tokens(used, group.size, self.sizes[group], self.tp)
+        if tokens is None or len(rows) > 1:
+            return Obstacle(tuple(rows[-1].leaves), "tokens")
+        return tokens
+
+    def _token_tensors(self) -> dict[str, torch.Tensor]:
+        inputs = self.full.inputs.tensors
+        return token_inputs(self.tape, list(inputs), inputs)
+
+    def _embeddings(self) -> list[nn.Embedding]:
+        names = [self.tape.tensors[t].name.rpartition(".")[0] for t in token_tables(self.tape)]
+        found = [self.full.model.get_submodule(name) for name in names]
+        return [m for m in found if isinstance(m, nn.Embedding)]
+
+    def _mapped_ids(self, tokens: FewerTokens) -> dict[Attribute, Change]:
+        """Attributes that hold special ids."""
+        found = special_ids(self.tape).items() if tokens.ids else ()
+        return {a: Change(i, tokens.ids[i]) for a, i in found if tokens.ids.get(i, i) != i}
+
+    def _paddings(self, model: nn.Module, tokens: FewerTokens) -> dict[Attribute, Change]:
+        """Padding ids of the tables of tokens."""
+        out = {}
+        for tid in token_tables(self.tape) if tokens.ids else ():
+            fqn = self.tape.tensors[tid].name.rpartition(".")[0]
+            padding = getattr(model.get_submodule(fqn), "padding_idx", None)
+            if isinstance(padding, int) and tokens.ids.get(padding, padding) != padding:
+                out[fqn, "padding_idx"] = Change(padding, tokens.ids[padding])
+        return out
+
+    def _vocabulary(self, model: nn.Module, known: Changes) -> dict[Attribute, Change]:
+        """Attributes of the model itself that hold the number of logits: losses read them untraced."""
+        out: dict[Attribute, Change] = {}
+        for group in (g for g in self.sizes if g.rows):
+            for path in _int_paths(model):
+                if ("", path) not in known and _value(model, path) == group.size:
+                    out["", path] = Change(group.size, self.sizes[group])
+        return out
+
+    def _inputs(self, tokens: FewerTokens) -> TraceInputs:
+        inputs = self.full.inputs
+        mapped = {n: tokens.tensor(t) for n, t in self._token_tensors().items()} if tokens.ids else {}
+        return replace(inputs, tensors={**inputs.tensors, **mapped})
+
+    # The model -------------------------------------------------------------------------------
+
+    def _apply(self, model: nn.Module, changes: Changes) -> None:
+        """Give attributes and parameters their smaller values and shapes, in place.
+
+        Raises:
+            ShardconvError: an attribute cannot be set.
+        """
+        by_module: dict[str, list[Edit]] = {}
+        for (fqn, attribute), change in changes.items():
+            by_module.setdefault(fqn, []).append(Edit(attribute, change.value, (change.local,)))
+        for fqn, module in model.named_modules():
+            edits = by_module.get(stand_in(fqn, self.stand_ins), ())
+            apply_edits(module, tuple(edits), 0)
+        tids = {i.name: t for t, i in enumerate(self.tape.tensors) if i.name}
+        smaller = {}
+        for name, tensor in stored_tensors(model):
+            tid = tids.get(stand_in(name, self.stand_ins))
+            if tid is not None and self.shapes.is_changed(tid):
+                smaller[name] = torch.empty(self.shapes.local_shape(tid), dtype=tensor.dtype, device="meta")
+        fill(model, smaller, gradients=True)
+
+    def _difference(self, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
+        """Where the smaller model does something else than the full one."""
+        try:
+            tape = trace(model, inputs.tensors, RULES, inputs.options, self.tape)
+        except ShardconvError as error:
+            where = str(error).partition(":")[0]
+            return Obstacle(self._changed_in(where), str(error))
+        return compare_tapes(self.shapes, tape, self.skipped, numbers=False)
+
+    def _changed_in(self, fqn: str) -> tuple[Node, ...]:
+        """Leaves that shrink, of the tensors that a module reads or makes."""
+        tape, dims = self.tape, self.full.analysis.dims
+        found = [
+            dim
+            for e in tape.events
+            if tape.calls[e.call].fqn == fqn
+            for t in _tids(e)
+            for dim in dims.get(t, ())
+        ]
+        return tuple({x: None for dim in found for x in leaves(dim) if self.shapes.changed(x)})
+
+
+def _tids(event: Any) -> Iterable[int]:
+    return (event.source, event.target) if hasattr(event, "source") else (*event.inputs, *event.outputs)
+
+
+def _int_paths(model: nn.Module) -> Iterator[str]:
+    """The int attributes of a model, of its config and of the configs in that."""
+    yield from (name for name, value in vars(model).items() if type(value) is int)
+    config = getattr(model, "config", None)
+    todo: list[tuple[str, Any]] = [("config", config)] if config is not None else []
+    while todo:
+        path, current = todo.pop()
+        for name, value in vars(current).items():
+            if type(value) is int:
+                yield f"{path}.{name}"
+            elif hasattr(value, "to_diff_dict"):
+                todo.append((f"{path}.{name}", value))
+
+
+def _value(model: nn.Module, path: str) -> Any:
+    value: Any = model
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

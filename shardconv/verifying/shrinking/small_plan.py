@@ -1,0 +1,191 @@
+"""A plan, said of the smaller model: made of what the plan says, so that a wrong plan stays wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.dims import Dim, size
+from shardconv_runtime.format.plan import (
+    Boundary,
+    DrawPlan,
+    Edit,
+    GradientPlan,
+    LocalRowsOrEndStep,
+    LocalRowsStep,
+    ModulePlan,
+    NormInfo,
+    ParameterPlan,
+    Plan,
+    ReshardingStep,
+    SequencePlan,
+    by_name,
+)
+
+from ...dim_analysis.dim_trees import Node
+from ...planning.solution import stand_in
+from ...tracing.tape import Mark, prefixes
+from .resized_dims import Misfit, resized
+from .small_model import SmallModel
+
+_Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
+
+
+def small_plan(plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> Plan:
+    """The plan of the smaller model that says what ``plan`` says of the full one.
+
+    Args:
+        plan: of the full model.
+        small: the smaller one.
+        skipped: layers that it lacks.
+
+    Raises:
+        PlanError: the plan does not fit the traced model.
+    """
+    return _Translation(plan, small, skipped).plan()
+
+
+class _Translation:
+    """One plan, one smaller model."""
+
+    def __init__(self, plan: Plan, small: SmallModel, skipped: Mapping[str, object]) -> None:
+        self.full = plan
+        self.small = small
+        self.skipped = skipped
+        analysis = small.shapes.analysis
+        self.dims = analysis.dims
+        self.parameters = {i.name: t for t, i in enumerate(analysis.tape.tensors) if i.name}
+        self.norms = {use.site.fqn: use for use in analysis.norms}
+        calls = analysis.tape.calls
+        self.tables = {(calls[u.call].fqn, u.slot): u.table for u in analysis.lookups}
+        self.marks: dict[tuple[str, str], int] = {}
+        for event in analysis.tape.events:
+            if isinstance(event, Mark):
+                for slot in event.slots:
+                    self.marks.setdefault((calls[event.call].fqn, slot), event.source)
+
+    def plan(self) -> Plan:
+        """The translated plan."""
+        training = self.full.training
+        if training is not None:
+            sequence = training.sequence and self._sequence(training.sequence)
+            training = replace(training, sequence=sequence, draws=tuple(self._kept("draws", training.draws)))
+        return replace(
+            self.full,
+            parameters=tuple(self._parameter(e) for e in self._kept("parameters", self.full.parameters)),
+            modules=self._modules(self.full.modules),
+            tied=tuple(pair for pair in self.full.tied if not any(map(self._is_skipped, pair))),
+            training=training,
+        )
+
+    def _sequence(self, sequence: SequencePlan) -> SequencePlan:
+        return replace(
+            sequence,
+            modules=self._modules(sequence.modules),
+            gradients=tuple(self._kept("gradients", sequence.gradients)),
+            draws=tuple(self._kept("draws", sequence.draws)),
+        )
+
+    def _kept(self, path: str, entries: tuple[_Entry, ...]) -> Iterator[_Entry]:
+        """One entry for each name that the smaller model has."""
+        for name, entry in by_name(path, entries).items():
+            if not self._is_skipped(name):
+                yield replace(entry, names=(name,))
+
+    def _is_skipped(self, name: str) -> bool:
+        return any(p in self.skipped for p in prefixes(name))
+
+    def _parameter(self, entry: ParameterPlan) -> ParameterPlan:
+        name = entry.names[0]
+        tid = self.parameters.get(stand_in(name, self.small.stand_ins))
+        entry = replace(entry, block=(), block_dtype="")
+        if tid is None or tid not in self.dims:
+            return entry
+        nodes = self.dims[tid]
+        if len(nodes) != len(entry.dims):
+            raise PlanError(f"{name}: the plan has {len(entry.dims)} dims, the model {len(nodes)}")
+        return replace(
+            entry, dims=tuple(self._dim(name, d, n) for d, n in zip(entry.dims, nodes, strict=True))
+        )
+
+    def _dim(self, where: str, dim: Dim, node: Node) -> Dim:
+        try:
+            return resized(dim, node, self.small.shapes)
+        except Misfit as error:
+            raise PlanError(f"{where}: the plan has a dim {dim}, the model {node!r}") from error
+
+    # Modules ---------------------------------------------------------------------------------
+
+    def _modules(self, entries: tuple[ModulePlan, ...]) -> tuple[ModulePlan, ...]:
+        return tuple(self._module(entry) for entry in self._kept("modules", entries))
+
+    def _module(self, entry: ModulePlan) -> ModulePlan:
+        fqn = stand_in(entry.names[0], self.small.stand_ins)
+        return replace(
+            entry,
+            inputs=tuple(self._step(fqn, step) for step in entry.inputs),
+            outputs=tuple(self._step(fqn, step) for step in entry.outputs),
+            edits=tuple(self._edit(fqn, edit) for edit in entry.edits),
+            norm=entry.norm and self._norm(fqn, entry.norm),
+        )
+
+    def _step(self, fqn: str, step: Boundary) -> Boundary:
+        if isinstance(step, LocalRowsStep | LocalRowsOrEndStep):
+            table = self.tables.get((fqn, step.slot))
+            if table is None:
+                return step
+            return replace(step, layout=self._dim(fqn, step.layout, self.dims[table][0]))
+        if not isinstance(step, ReshardingStep):
+            return step
+        tid = self.marks.get((fqn, step.slot))
+        nodes = self.dims.get(tid, ()) if tid is not None else ()
+        if not -len(nodes) <= step.dim < len(nodes):
+            raise PlanError(
+                f"{fqn}: the plan has a step at dim {step.dim} of {step.slot!r}, the model has none"
+            )
+        return replace(step, layout=self._dim(fqn, step.layout, nodes[step.dim]))
+
+    def _edit(self, fqn: str, edit: Edit) -> Edit:
+        change = self.small.changes.get((fqn, edit.attribute))
+        if change is None:
+            return edit
+        if edit.value != change.value:
+            raise PlanError(
+                f"{fqn}: the plan edits {edit.attribute} of {edit.value}, which is {change.value}"
+            )
+        local = tuple(self._local(fqn, edit, value, change.local) for value in edit.local)
+        return replace(edit, value=change.local, local=local)
+
+    def _local(self, fqn: str, edit: Edit, local: int, small: int) -> int:
+        """The local value of an attribute in the smaller model: as large a share of it, or one larger."""
+        shares = [(edit.value // p, small // p) for p in _divisors(self.full) if edit.value // p <= local]
+        for share, smaller in shares:
+            if local - share in (0, 1):
+                return smaller + local - share
+        if local * small % edit.value:
+            raise PlanError(f"{fqn}: {local} of {edit.value} ({edit.attribute}) is no share of a rank")
+        return local * small // edit.value
+
+    def _norm(self, fqn: str, norm: NormInfo) -> NormInfo:
+        use = self.norms.get(fqn)
+        if use is None:
+            raise PlanError(f"{fqn}: the plan has a norm, the model has none")
+        full, small = use.normalized.size, self.small.shapes.size(use.normalized)
+        if norm.size * small % full:
+            raise PlanError(f"{fqn}: the plan has a norm over {norm.size}, the model one over {full}")
+        return replace(norm, size=norm.size * small // full)
+
+
+def _divisors(plan: Plan) -> list[int]:
+    """Numbers of ranks that may share a dim."""
+    out = {1}
+    for extent in plan.mesh:
+        out |= {p * extent for p in out}
+    return sorted(out)
+
+
+def sizes_of(dims: Iterable[Dim]) -> tuple[int, ...]:
+    """Global sizes."""
+    return tuple(map(size, dims))

@@ -1,0 +1,161 @@
+"""The shapes of a smaller model of the same code: which leaves shrink, and to what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from ...dim_analysis.analysis import Analysis
+from ...dim_analysis.dim_trees import LEAF, PRODUCT, Node, find, leaves
+from .leaf_groups import LeafGroup
+
+ENOUGH = 1 << 23
+"""Elements at which nothing more is shrunk."""
+_LARGE = 1 << 20
+"""Elements of an activation that count."""
+_LEAST = 17
+"""Smaller sizes let mistakes cancel each other."""
+_LEAST_ROWS = 256
+"""Of a table of tokens: all tokens of a call should be different ones."""
+
+
+class SmallShapes:
+    """The ``Shapes`` of a smaller model; there are no ranks."""
+
+    def __init__(self, analysis: Analysis, sizes: Mapping[Node, int]) -> None:
+        self.analysis = analysis
+        self.sizes = sizes
+        """Leaf -> its smaller size."""
+        self._known: dict[Node, int] = {}
+
+    @property
+    def divisors(self) -> Sequence[int]:
+        """None: sizes are looked up."""
+        return ()
+
+    def size(self, node: Node) -> int:
+        """The smaller size of a dim."""
+        node = find(node)
+        known = self._known.get(node)
+        if known is None:
+            if node.kind == LEAF:
+                known = self.sizes.get(node, node.size)
+            else:
+                parts = [self.size(child) for child in node.children]
+                known = math.prod(parts) if node.kind == PRODUCT else sum(parts)
+            self._known[node] = known
+        return known
+
+    def local_shape(self, tid: int, rank: int = 0) -> tuple[int, ...]:
+        """The shape of a tensor in the smaller model; those inside of norms keep theirs."""
+        nodes = self.analysis.dims.get(tid)
+        if nodes is None:
+            return self.analysis.tape.tensors[tid].shape
+        return tuple(map(self.size, nodes))
+
+    def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """Smaller sizes of the dims of a tensor, and of their parts, that have this size."""
+        for dim in self.analysis.dims[tid]:
+            for node in _parts(dim):
+                if node.size == value:
+                    yield self.size(node)
+
+    def is_changed(self, tid: int) -> bool:
+        """Whether a tensor has another shape in the smaller model."""
+        return any(self.changed(x) for dim in self.analysis.dims.get(tid, ()) for x in leaves(dim))
+
+    def changed(self, leaf: Node) -> bool:
+        """Whether a leaf shrinks."""
+        return find(leaf) in self.sizes
+
+    def position(self, tid: int, dim: int, position: int, rank: int) -> int | None:
+        """The position that corresponds to one along a dim of a tensor; None if none does."""
+        return self._position(find(self.analysis.dims[tid][dim]), position)
+
+    def _position(self, node: Node, position: int) -> int | None:
+        if position in (0, node.size):
+            return self.size(node) if position else 0
+        if node.kind == LEAF:
+            return None if node in self.sizes else position
+        if node.kind == PRODUCT:
+            outer, *inner = map(find, node.children)
+            each = math.prod(x.size for x in inner)
+            count = None if position % each else self._position(outer, position // each)
+            return None if count is None else count * math.prod(map(self.size, inner))
+        before = 0
+        for child in map(find, node.children):
+            if position <= child.size:
+                inside = self._position(child, position)
+                return None if inside is None else before + inside
+            position -= child.size
+            before += self.size(child)
+        return None
+
+
+def _parts(node: Node) -> Iterator[Node]:
+    """A dim, all that it is made of, and products of neighbors."""
+    node = find(node)
+    yield node
+    if node.kind != LEAF:
+        for child in node.children:
+            yield from _parts(child)
+
+
+def choose_sizes(
+    analysis: Analysis, groups: Collection[LeafGroup], tp: int, *, kept: Collection[LeafGroup] = ()
+) -> dict[LeafGroup, int]:
+    """Which groups shrink, until what is left is small: first those in which most elements are.
+
+    A size keeps its remainder by the number of ranks, so that uneven shares stay uneven; equal sizes stay
+    equal, and different ones different.
+
+    Args:
+        analysis: of the model.
+        groups: that may shrink.
+        tp: number of ranks.
+        kept: groups that may not after all.
+    """
+    by_leaf = {leaf: group for group in groups if group not in kept for leaf in group.leaves}
+    tensors = _costs(analysis)
+    inside: dict[LeafGroup, int] = {}
+    for dims, numel in tensors:
+        for group in {by_leaf[x] for dim in dims for x in leaves(dim) if x in by_leaf}:
+            inside[group] = inside.get(group, 0) + numel
+    taken = {node.size for dims in analysis.dims.values() for dim in dims for node in _parts(dim)}
+    smaller: dict[int, int] = {}
+    out: dict[LeafGroup, int] = {}
+    for group in sorted(inside, key=lambda g: (-inside[g], g.size)):
+        if _total(analysis, tensors, out) <= ENOUGH:
+            break
+        small = smaller.get(group.size) or _small_size(group, tp, taken)
+        if small <= group.size // 2:
+            out[group] = smaller[group.size] = small
+            taken.add(small)
+    return out
+
+
+def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
+    least = _LEAST_ROWS if group.rows else _LEAST // group.times
+    size = -(-least // tp) * tp + group.size % tp
+    while {size, size // tp, size * group.times} & set(taken):
+        size += tp
+    return size
+
+
+def _costs(analysis: Analysis) -> list[tuple[tuple[Node, ...], int]]:
+    """Dims and numbers of elements of the stored tensors, the outputs, and what is large between these."""
+    tensors = analysis.tape.tensors
+    outputs = set(analysis.tape.outputs)
+    out = []
+    for tid, dims in analysis.dims.items():
+        numel = math.prod(tensors[tid].shape)
+        if numel > _LARGE or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
+            out.append((dims, numel))
+    return out
+
+
+def _total(
+    analysis: Analysis, tensors: Collection[tuple[tuple[Node, ...], int]], sizes: Mapping[LeafGroup, int]
+) -> int:
+    shapes = SmallShapes(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
+    return sum(math.prod(map(shapes.size, dims)) for dims, _ in tensors)

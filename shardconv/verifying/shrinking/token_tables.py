@@ -1,0 +1,146 @@
+"""Tables that are looked up by token ids, of which a smaller model has fewer rows.
+
+The ids are an input of the model. Other code may compare them with special ids that are attributes of modules: these
+are mapped like the tokens. Where ids are used in any other way, the table keeps its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...tracing.ints import TracedInt, traced_ints
+from ...tracing.tape import Mark, Op, Tape
+
+_PASSING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "alias", "clone", "contiguous", "detach", "expand", "reshape", "slice", "squeeze", "to", "_to_copy",
+        "unsqueeze", "view", "_unsafe_view",
+    )
+)  # fmt: skip
+"""Operators whose result has the ids of their operand."""
+_COMPARING = frozenset(("aten.eq", "aten.ne", "aten.isin"))
+_FILLING = frozenset(("aten.masked_fill", "aten.where"))
+_SHAPING = frozenset(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_ones", "new_zeros"))
+
+
+def token_tables(tape: Tape) -> set[int]:
+    """The parameters that are looked up by token ids alone, whose ids may be mapped."""
+    tokens, spoiled = _tokens(tape)
+    tables: dict[int, bool] = {}
+    for event in tape.events:
+        if isinstance(event, Op) and event.name.startswith("aten.embedding."):
+            table, ids = event.inputs[0], event.inputs[-1]
+            origin = tokens.get(ids)
+            tables[table] = tables.get(table, True) and origin is not None and origin not in spoiled
+    return {table for table, is_right in tables.items() if is_right}
+
+
+def special_ids(tape: Tape) -> dict[tuple[str, str], int]:
+    """Attributes that token ids are compared with: (FQN of the module, attribute) -> id."""
+    tokens, _ = _tokens(tape)
+    compared = {
+        t
+        for e in tape.events
+        if isinstance(e, Op) and e.name.rsplit(".", 1)[0].rstrip("_") in (_COMPARING | _FILLING)
+        for t in e.outputs
+        if any(i in tokens for i in e.inputs)
+    }
+    found = [
+        number.expr
+        for replay in tape.replays
+        if compared.intersection(replay.outputs)
+        for number in traced_ints((replay.args, replay.kwargs))
+    ]
+    return {(expr[1], expr[2]): int(expr[3]) for expr in found if expr[0] == "attr"}
+
+
+def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
+    """Tensors of token ids -> the input that they come from; inputs whose ids are used in other ways."""
+    tokens = {t: t for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point}
+    spoiled: set[int] = set()
+    traced = {
+        t for r in tape.replays if any(True for _ in traced_ints((r.args, r.kwargs))) for t in r.outputs
+    }
+    for event in tape.events:
+        if isinstance(event, Mark):
+            if event.source in tokens:
+                tokens[event.target] = tokens[event.source]
+            continue
+        for tid in (t for t in event.inputs if t in tokens):
+            base = event.name.rsplit(".", 1)[0].rstrip("_")
+            if base in _PASSING or (base in _FILLING and _fills_a_known_id(event, traced)):
+                tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
+            elif not (
+                base in _SHAPING
+                or (base == "aten.embedding" and tid != event.inputs[0])
+                or (base in _COMPARING and _compares_a_known_id(event, traced))
+            ):
+                spoiled.add(tokens[tid])
+    return tokens, spoiled
+
+
+def _compares_a_known_id(op: Op, traced: set[int]) -> bool:
+    return traced.issuperset(op.outputs) or any(isinstance(a, int) and a < 0 for a in op.args)
+
+
+def _fills_a_known_id(op: Op, traced: set[int]) -> bool:
+    return traced.issuperset(op.outputs) or any(a == 0 for a in op.args if type(a) in (int, TracedInt))
+
+
+@dataclass(frozen=True)
+class FewerTokens:
+    """Which token of a smaller vocabulary stands for each token: those of one rank stay on one rank."""
+
+    ids: Mapping[int, int]
+
+    def tensor(self, ids: Tensor) -> Tensor:
+        """Token ids of any shape, int; negative ones are no tokens, and stay."""
+        return ids.clone().apply_(lambda i: self.ids.get(i, i)) if ids.numel() else ids
+
+
+def fewer_tokens(used: Sequence[int], size: int, small: int, parts: int) -> FewerTokens | None:
+    """Map the tokens in use; None if they are too many.
+
+    Args:
+        used: token ids.
+        size: of the vocabulary.
+        small: size of the smaller one.
+        parts: ranks among which both are divided.
+    """
+    shares, fewer = (_starts(n, parts) for n in (size, small))
+    tokens = sorted({i for i in used if 0 <= i < size})
+    out: dict[int, int] = {}
+    for part in range(parts):
+        inside = [i for i in tokens if shares[part] <= i < shares[part + 1]]
+        start, stop = fewer[part], fewer[part + 1]
+        if len(inside) > stop - start:
+            return None
+        for index, token in enumerate(inside):
+            wanted = start + (token - shares[part]) % (stop - start)
+            start = min(max(wanted, start), stop - len(inside) + index) + 1
+            out[token] = start - 1
+    return FewerTokens(out)
+
+
+def _starts(size: int, parts: int) -> list[int]:
+    """Where the shares of the ranks begin, and the end."""
+    share, larger = divmod(size, parts)
+    return [part * share + min(part, larger) for part in range(parts + 1)]
+
+
+def token_inputs(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the inputs that are looked up in a table of tokens."""
+    tokens, spoiled = _tokens(tape)
+    looked_up = {
+        tokens[e.inputs[-1]]
+        for e in tape.events
+        if isinstance(e, Op) and e.name.startswith("aten.embedding.") and e.inputs[-1] in tokens
+    }
+    by_tid = dict(zip(tape.inputs, names, strict=True))
+    found = {by_tid[t] for t in looked_up - spoiled}
+    return {n: t for n, t in tensors.items() if n in found and t.dtype in (torch.int64, torch.int32)}
