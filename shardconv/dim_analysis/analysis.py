@@ -95,6 +95,9 @@ class Analysis:
     repeats: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of tensors at one slot of a module, in its first call and in another: it has one set of
     boundary steps for all of its calls."""
+    handed_back: list[tuple[int, int]] = field(default_factory=list)
+    """(tensor that the code made, what the call returns of it): the next call reads the second in place of
+    the first, so that both have one layout."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""
     from_stack: set[int] = field(default_factory=set)

@@ -10,7 +10,7 @@ import torch
 
 from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
-from ..tracing.tape import Mark, Op, Tape, starred
+from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, reads_and_writes, starred
 from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import Conflict, Node
@@ -55,6 +55,7 @@ def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
             for x, y in zip(dims[a], dims[b], strict=True):
                 dim_trees.link(x, y)
     _link_repeats(builder.result)
+    _find_handed_back(builder.result)
     return builder.result
 
 
@@ -96,6 +97,32 @@ def _link_repeats(result: Analysis) -> None:
         for x, y in zip(reversed(result.dims[a]), reversed(result.dims[b]), strict=False):
             if x.size == y.size:
                 dim_trees.link(x, y)
+
+
+def _find_handed_back(result: Analysis) -> None:
+    """Pair each tensor that is handed back with the one that the code made, and wrote to, for want of it.
+
+    What a call returns is read by the next one where this call read what it had made itself. Code that makes
+    an unsharded state cannot read a sharded one, even if each layer takes its slice.
+    """
+    tape = result.tape
+    makers = {t: event for event in tape.events for t in reads_and_writes(event)[1]}
+    for tid in tape.handed_back:
+        made, maker = tid, makers.get(tid)
+        while maker is not None and _is_same_memory(maker):
+            made = reads_and_writes(maker)[0][0]
+            maker = makers.get(made)
+        if made != tid and isinstance(maker, Op) and not maker.inputs:
+            result.handed_back.append((made, tid))
+
+
+def _is_same_memory(event: Mark | Op) -> bool:
+    """Whether an event makes a new value of its first operand: a mark, a write to it, an alias."""
+    if isinstance(event, Mark):
+        return True
+    base = event.name.rpartition(".")[0]
+    is_alias = event.name == ALIAS_WRITE or base in ("aten.alias", "aten.detach")
+    return bool(event.inputs) and (is_alias or base.endswith("_"))
 
 
 def _apply(builder: Builder, op: Op) -> None:

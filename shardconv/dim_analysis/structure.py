@@ -53,9 +53,17 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
 
 
 def width(tape: Tape) -> int:
-    """The last size that most marked floating point tensors have: the model's hidden size."""
-    sizes = Counter(shape[-1] for shape in _marked(tape))
-    return sizes.most_common(1)[0][0] if sizes else 1
+    """The size that most elements of the parameters' matrices have as one of their dims: the hidden size.
+
+    Nearly every matrix reads or writes the hidden states, whatever else a layer passes on (states, routers),
+    and however many layers the tape was folded to.
+    """
+    elements: Counter[int] = Counter()
+    for info in tape.tensors:
+        if info.kind == "parameter" and len(info.shape) > 1 and info.dtype.is_floating_point:
+            elements.update(dict.fromkeys(set(info.shape), math.prod(info.shape)))
+    sizes = elements or Counter(shape[-1] for shape in _marked(tape))
+    return max(sizes, key=lambda size: (sizes[size], -size)) if sizes else 1
 
 
 def num_tokens(tape: Tape) -> int:

@@ -93,7 +93,10 @@ class _Localizer:
         self.tape: Tape = shapes.analysis.tape
         self.rank = rank
         self.given = given
-        self.calls = [_Call(r, _attributes(r, given)) for r in self.tape.replays if self._matters(r)]
+        known = [r for r in self.tape.replays if all(t in self.analysis.dims for t in r.outputs)]
+        self.calls = [_Call(r, _attributes(r, given)) for r in known if self._matters(r)]
+        self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
+        """Calls whose tensors keep their shapes, which edits must leave as they are."""
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
@@ -108,7 +111,7 @@ class _Localizer:
         while pending:
             group = self._component(min(pending), pending)
             pending -= group
-            concerned = [call for call in self.calls if group & call.attributes.keys()]
+            concerned = [c for c in (*self.calls, *self.others) if group & c.attributes.keys()]
             chosen = self._search(sorted(group), concerned)
             if isinstance(chosen, Obstacle):
                 return chosen
@@ -118,7 +121,7 @@ class _Localizer:
     def _matters(self, replay: Replay) -> bool:
         known = self.analysis.dims
         touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
-        return all(t in known for t in replay.outputs) and any(self.shapes.is_changed(t) for t in touched)
+        return any(self.shapes.is_changed(t) for t in touched)
 
     def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
         """Attributes that must be chosen together: those that failing calls read with this one."""

@@ -100,7 +100,7 @@ class AxisProblem(AxisVariables):
             self._reward(work.dims)
         for tid in analysis.tape.outputs:
             self._must_be_replicated(tid)
-        for a, b in given.folded.ties:
+        for a, b in (*given.folded.ties, *analysis.handed_back):
             self._tie(a, b)
         for a, b in analysis.repeats:
             self._repeat(a, b)
@@ -272,7 +272,7 @@ class AxisProblem(AxisVariables):
                 self._charge(v, -1e-3 * self.latency)
 
     def _tie(self, a: int, b: int) -> None:
-        """Corresponding tensors of layers of one kind: the same choice."""
+        """Corresponding tensors of layers of one kind, or of two calls of the model: the same choice."""
         dims = self.given.analysis.dims
         if a in dims and b in dims:
             self._tie_states(a, b)

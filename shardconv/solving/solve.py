@@ -11,7 +11,8 @@ Constraints:
   all segments of a contracted dim are sharded, or none (``_contraction``);
 - a mark from x to y: p(y) <= p(x), since nothing makes a replicated value partial (``_mark``);
 - outputs of the model: s = p = 0 (``_must_be_replicated``);
-- tensors of folded layers, or of one module that is called again: equal variables (``_tie``, ``_repeat``).
+- tensors of folded layers, of one module that is called again, or that the next call reads in place of each
+  other: equal variables (``_tie``, ``_repeat``).
 
 Costs, where V is the number of elements of the tensor times (n - 1)/n and L the latency of a collective:
 

@@ -6,7 +6,8 @@ are of one kind; class names and attributes are not trusted. Of a run of layers,
 new transition from one kind to the next. A dropped run is replaced by the layer before it, which is of
 the kind of the last one dropped.
 
-All layers of a kind must get the same answer, so the copies that stay are tied, tensor by tensor.
+All layers of a kind must get the same answer, so the copies that stay are tied, tensor by tensor. What the model returns of each layer, such as the scores of its router,
+is read of the first layer of the kind.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Folded:
 
 
 def fold(tape: Tape, first_apart: bool = False) -> Folded:
-    """Fold every stack of numbered layers whose layers only pass tensors on to the next.
+    """Fold every stack of numbered layers whose layers read the tensors of the layer before them alone.
 
     Args:
         tape: of the model.
@@ -113,7 +114,7 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     classify(tape, segments)
     if first_apart:
         segments[0].kind = 1 + max(segment.kind for segment in segments)
-    if not _only_pass_on(tape, segments):
+    if not _only_pass_on(segments):
         return None
     kept = _kept(segments)
     if len(kept) == len(segments):
@@ -126,19 +127,12 @@ def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Resu
     )
 
 
-def _only_pass_on(tape: Tape, segments: list[Segment]) -> bool:
-    """Whether each layer's tensors are read by the next one alone, and all else is read by all alike."""
+def _only_pass_on(segments: list[Segment]) -> bool:
+    """Whether each layer reads no other layer's tensors than those of the one before it."""
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
-    last = len(segments) - 1
     for index, segment in enumerate(segments):
         if any(owner.get(t, index - 1) != index - 1 for t in segment.outside):
             return False
-    outside = {
-        t for e in (*tape.events[: segments[0].start], *tape.events[segments[-1].stop :]) for t in _inputs(e)
-    }
-    outside |= set(tape.outputs)
-    if any(owner.get(t, last) != last for t in outside):
-        return False
     return _same_sources(segments)
 
 
@@ -151,10 +145,6 @@ def _same_sources(segments: list[Segment]) -> bool:
         if known.setdefault((before.kind, segment.kind), read) != read:
             return False
     return True
-
-
-def _inputs(event: Event) -> tuple[int, ...]:
-    return (event.source,) if isinstance(event, Mark) else event.inputs
 
 
 def _kept(segments: list[Segment]) -> list[int]:
@@ -179,8 +169,11 @@ def _kept(segments: list[Segment]) -> list[int]:
 
 
 def _shortened(tape: Tape, segments: list[Segment], kept: list[int]) -> Tape:
-    """The tape without the dropped layers; those of the kept layer before replace their results."""
-    rename: dict[int, int] = {}
+    """The tape without the dropped layers; those of the kept layer before replace their results.
+
+    Results that only the code behind the stack reads are those of the first layer of their kind.
+    """
+    rename = _first_of_kind(segments, kept)
     dropped: set[int] = set()
     for index, following in zip(kept, [*kept[1:], len(segments)], strict=True):
         replaced = segments[following - 1]
@@ -196,8 +189,19 @@ def _shortened(tape: Tape, segments: list[Segment], kept: list[int]) -> Tape:
         for r in tape.replays
         if r.fqn not in gone_fqns and not r.fqn.startswith(gone_names)
     ]
-    outputs = tuple(rename.get(t, t) for t in tape.outputs)
-    return replace(tape, events=events, replays=replays, outputs=outputs)
+    outputs, handed_back = (
+        tuple(rename.get(t, t) for t in tids) for tids in (tape.outputs, tape.handed_back)
+    )
+    return replace(tape, events=events, replays=replays, outputs=outputs, handed_back=handed_back)
+
+
+def _first_of_kind(segments: list[Segment], kept: list[int]) -> dict[int, int]:
+    """Tensor of a dropped layer -> that of the first layer of its kind."""
+    first: dict[int, Segment] = {}
+    for index in kept:
+        first.setdefault(segments[index].kind, segments[index])
+    gone = (s for i, s in enumerate(segments) if i not in set(kept))
+    return {t: r for s in gone for t, r in zip(s.made, first[s.kind].made, strict=True)}
 
 
 def _renamed(event: Event, rename: Mapping[int, int]) -> Event:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .journal import Journal
-from .tape import Op, Tape, TensorInfo
+from .tape import ALIAS_WRITE, Op, Tape, TensorInfo
 from .values import MemoryLayout, Values
 
 META = torch.device("meta")
@@ -129,7 +129,7 @@ class Identities:
             new = self.new(tensor)
             shape = self.tape.tensors[mutated].shape
             overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
-            op = Op("alias_write", (overwrites_all,), {}, (old, mutated), (new,), self._current_call())
+            op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), self._current_call())
             self.tape.events.append(op)
             self.values.wrote(op, MemoryLayout.of(self.meta(tensor)), MemoryLayout.of(self.meta(holder)))
 

@@ -316,13 +316,35 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim."""
+    """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim.
+
+    If possible, the length is no number in the model's code either: not twice the size of a buffer (rotary
+    frequencies), and no int attribute.
+    """
     taken = {n for p in model.parameters() for n in p.shape}
+    others = _numbers_of(model)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest <= 0:
         longest = 1 << 20
-    for length in (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9):
-        for batch in (3, 5, 7):
-            if length < longest and not taken & {length, batch, length * batch, length - 5}:
-                return batch, length
+    for avoided in (others, set[int]()):
+        for length in (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9):
+            for batch in (3, 5, 7):
+                lengths = {length, length - 5}
+                if length < longest and not taken & {*lengths, batch, length * batch} | avoided & lengths:
+                    return batch, length
     return 3, min(24, int(longest) - 1)
+
+
+def _numbers_of(model: nn.Module) -> set[int]:
+    """Sizes that tensors may get in the forward pass, beside those of parameters.
+
+    Attributes that differ between modules of a class count layers, or are sizes of parameters.
+    """
+    sizes = {n for b in model.buffers() for n in b.shape}
+    values: dict[tuple[type, str], set[int]] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) is int:
+                values.setdefault((type(module), name), set()).add(value)
+    attributes = {n for found in values.values() if len(found) == 1 for n in found}
+    return sizes | {2 * n for n in sizes} | attributes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Ref, Replay, Tape, prefixes
+from .tape import Event, Mark, Ref, Replay, Tape, prefixes, reads_and_writes
 
 
 @dataclass
@@ -48,7 +49,8 @@ def _segment(tape: Tape, first: int, last: int, events_of: Mapping[int, list[int
 
 
 def classify(tape: Tape, segments: list[Segment]) -> None:
-    """Number the kinds: equal signatures, and the same tensors from outside of the stack."""
+    """Number the kinds: equal signatures, the same tensors from outside of the stack, and the same that are
+    read behind it."""
     replays: dict[str, list[Replay]] = {}
     names = {s.fqn for s in segments}
     for replay in tape.replays:
@@ -60,16 +62,46 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
     passed: dict[Any, set[int]] = {}
     for signature, segment in zip(signatures, segments, strict=True):
         passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
+    alike = _interchangeable(tape)
+    returned = _read_behind(tape, segments)
     kinds: dict[Any, int] = {}
-    for signature, segment in zip(signatures, segments, strict=True):
+    for signature, segment, read in zip(signatures, segments, returned, strict=True):
         shared = tuple(
             t
             for p, t in enumerate(segment.outside)
             if p not in passed[signature]
             and not tape.tensors[t].name.startswith(segment.fqn + ".")
-            and 0 not in tape.tensors[t].shape  # an empty cache is as good as another
+            and t not in alike
         )
-        segment.kind = kinds.setdefault((signature, shared), len(kinds))
+        segment.kind = kinds.setdefault((signature, shared, read), len(kinds))
+
+
+def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
+    """The positions of each layer's tensors that are read behind the stack; of the last one, only those that
+    no layer would read if it followed."""
+    behind = {t for event in tape.events[segments[-1].stop :] for t in reads_and_writes(event)[0]}
+    behind.update(tape.outputs, tape.handed_back)
+    positions = [{t: p for p, t in enumerate(s.made)} for s in segments]
+    passed = {
+        where[t] for where, s in zip(positions, segments[1:], strict=False) for t in s.outside if t in where
+    }
+    found = [{p for t, p in where.items() if t in behind} for where in positions]
+    return [*map(frozenset, found[:-1]), frozenset(found[-1] - passed)]
+
+
+def _interchangeable(tape: Tape) -> set[int]:
+    """Tensors that a layer may read in place of another layer's of the same shape.
+
+    One empty cache is as good as another. So is one number as another, such as the length of a layer's cache:
+    it cannot be sharded, and depends on no parameter, so that it is not partial either.
+    """
+    weighted = {t for t, info in enumerate(tape.tensors) if info.kind == "parameter"}
+    for event in tape.events:
+        inputs, outputs = reads_and_writes(event)
+        if not weighted.isdisjoint(inputs):
+            weighted.update(outputs)
+    numel = [math.prod(info.shape) for info in tape.tensors]
+    return {t for t, n in enumerate(numel) if n == 0 or (n == 1 and t not in weighted)}
 
 
 class _LayerSignature:

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 
+ALIAS_WRITE = "alias_write"
+"""The operator that gives a tensor the value that was written to its memory through another."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor of the tape, in an operator's arguments."""
@@ -88,6 +92,13 @@ class Replay:
 Event = Op | Mark
 
 
+def reads_and_writes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tensors that an event reads, and those that it makes."""
+    if isinstance(event, Mark):
+        return (event.source,), (event.target,)
+    return event.inputs, event.outputs
+
+
 def starred(fqn: str) -> str:
     """``fqn`` with a star for every number, so that the layers of a stack are named alike."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)
@@ -112,6 +123,8 @@ class Tape:
     """Both sides, as ``ints.Expr``, wherever code asked which of two ints is larger."""
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    handed_back: tuple[int, ...] = ()
+    """Outputs under the name of an argument: a caller gives them to the next call, on the same rank."""
     guesses: list[str] = field(default_factory=list)
     """Questions that were answered by a guess, for the plan's notes."""
     answers: dict[tuple[str, int], list[Any]] = field(default_factory=dict)

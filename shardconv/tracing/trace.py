@@ -62,8 +62,9 @@ def trace(
         raise SolveError(f"{where}: the forward pass cannot be traced on the meta device: {error}") from error
     finally:
         tracer.undo()
-    leaves = results(model, outputs)
-    recorder.tape.outputs = tuple(recorder.identities.tid(t) for t in leaves)
+    tids = recorder.identities.tid
+    recorder.tape.outputs = tuple(map(tids, results(model, outputs)))
+    recorder.tape.handed_back = tuple(map(tids, _tensors(_handed_back(model, outputs))))
     return recorder.tape
 
 
@@ -165,10 +166,22 @@ def results(model: nn.Module, outputs: Any) -> list[torch.Tensor]:
 
     An output that is named like an argument (a state, a cache) goes back to the same rank at the next call.
     """
+    handed_back = _handed_back(model, outputs)
     if isinstance(outputs, Mapping):
-        handed_back = inspect.signature(model.forward).parameters
         outputs = [value for name, value in outputs.items() if name not in handed_back]
-    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    return _tensors(outputs)
+
+
+def _handed_back(model: nn.Module, outputs: Any) -> dict[str, Any]:
+    """The outputs that are named like an argument."""
+    if not isinstance(outputs, Mapping):
+        return {}
+    arguments = inspect.signature(model.forward).parameters
+    return {name: value for name, value in outputs.items() if name in arguments}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 class _ModuleHook:

@@ -14,7 +14,7 @@ from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.rules import views
 from ...planning.layout import Shapes
 from ...planning.obstacle import Obstacle
-from ...tracing.tape import Mark, Op, Tape
+from ...tracing.tape import ALIAS_WRITE, Mark, Op, Tape
 
 _SHAPED = frozenset(
     {
@@ -135,12 +135,17 @@ class _Comparison:
         return base in views.RULES or base in ("aten.contiguous", "aten.alias", "aten.clone")
 
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
-        """Events of each module call; of replaced modules, only those of their outputs."""
+        """Events of each module call; of replaced modules, only those of their outputs.
+
+        Where a tensor is noted to have been written through another is no part of it: that is when it is next
+        read, be it by a step of the plan.
+        """
         out: dict[tuple[str, int], list[Op | Mark]] = {}
         for event in tape.events:
             call = tape.calls[event.call]
             if isinstance(event, Op):
-                if call.fqn in self.changed or event.origin.startswith("shardconv"):
+                is_own = event.origin.startswith("shardconv") or event.name == ALIAS_WRITE
+                if call.fqn in self.changed or is_own:
                     continue
             elif call.fqn in self.changed and not event.is_output:
                 continue

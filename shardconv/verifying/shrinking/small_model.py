@@ -1,9 +1,9 @@
 """A smaller model of the same code, bound to the traced one operator by operator.
 
-Whether a plan is right does not depend on how wide a model is. A model whose hidden size, feed-forward sizes
-and vocabulary are small, and whose heads, experts and layers are those of the large one, is found as the model
-of a rank is: by attribute edits under which its own code runs on other shapes. What does not fit keeps its
-size, and the rest is tried again.
+Whether a plan is right does not depend on how wide a model is. A model whose hidden size, feed-forward
+sizes and vocabulary are small, and whose heads, experts and layers are those of the large one, is found as
+the model of a rank is: by attribute edits under which its own code runs on other shapes. What does not fit
+keeps its size, and the rest is tried again.
 """
 
 from __future__ import annotations

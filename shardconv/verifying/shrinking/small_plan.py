@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.dims import Dim, size
+from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.plan import (
     Boundary,
     DrawPlan,
@@ -184,8 +184,3 @@ def _divisors(plan: Plan) -> list[int]:
     for extent in plan.mesh:
         out |= {p * extent for p in out}
     return sorted(out)
-
-
-def sizes_of(dims: Iterable[Dim]) -> tuple[int, ...]:
-    """Global sizes."""
-    return tuple(map(size, dims))

@@ -1,7 +1,7 @@
 """Tables that are looked up by token ids, of which a smaller model has fewer rows.
 
-The ids are an input of the model. Other code may compare them with special ids that are attributes of modules: these
-are mapped like the tokens. Where ids are used in any other way, the table keeps its rows.
+The ids are an input of the model. Other code may compare them with special ids that are attributes of
+modules: these are mapped like the tokens. Where ids are used in any other way, the table keeps its rows.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Bypass:
     """How to leave out a layer: it returns some of its arguments."""
 
     arguments: tuple[tuple[str, str], ...]
-    """(slot of an output, name of the argument in the signature of its forward); ``output`` is the one result,
-    ``output.1`` the second of a tuple, whose other items are None."""
+    """(slot of an output, name of the argument in the signature of its forward): ``output`` is the one
+    result, ``output.1`` the second of a tuple, whose other items are None."""
     length: int
     """Number of items of the tuple that it returns."""
     like: str
