@@ -8,6 +8,7 @@ attributes are found that must shrink with the parameters.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -139,5 +140,12 @@ def _traced_config(config: Any, fqn: str, key: str) -> Any:
         return value
 
     traced = copy.copy(config)
-    object.__setattr__(traced, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read}))
+    kept = _subclassed_at_no_cost(kind)
+    object.__setattr__(traced, "__class__", type(kind.__name__, (kept,), {"__getattribute__": read}))
     return traced
+
+
+@functools.cache
+def _subclassed_at_no_cost(kind: type) -> type:
+    """A class of configs that may be subclassed many times: transformers makes each one a dataclass."""
+    return type(kind.__name__, (kind,), {"__init_subclass__": classmethod(lambda cls: None)})

@@ -3,7 +3,8 @@
 Hooks on every module record marks.
 
 The innermost module whose forward fails on meta tensors becomes one operator (``opaque.py``). If it fails
-on numbers as well, the module around it is tried, and so on; the model itself is refused.
+on numbers as well, the module around it is tried, and so on; the model itself is refused. If it fails on
+numbers with the same error, that is about its inputs, and no other module is tried.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class _Tracer:
         self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
         """Memo of ``copy.deepcopy``, which is keyed by ``id``: objects that a copy of a module shares."""
         self.failure: tuple[BaseException, str] | None = None
+        self.wrong_inputs: BaseException | None = None
+        """An error that a module raises on numbers as well: no module around it is tried."""
         self.handles: list[Any] = []
         for fqn, module in model.named_modules():
             for attributes in _state(module):
@@ -248,7 +251,8 @@ class _ModuleHook:
                 return forward(*args, **kwargs)
             except Exception as error:
                 self.tracer.note_failure(error, self.fqn)
-                if not self.fqn or self.tracer.like is not None:
+                is_meant = error is self.tracer.wrong_inputs
+                if not self.fqn or self.tracer.like is not None or is_meant:
                     raise
                 return self._instead(point, error, args, kwargs)
 
@@ -260,9 +264,12 @@ class _ModuleHook:
 
     def _instead(self, point: Point, error: Exception, args: Any, kwargs: Any) -> Any:
         """The module as one operator; if that fails as well, the error that it raised when traced."""
+        has_guesses = bool(self.recorder.tape.guesses)
         try:
             output = self._opaque(point, args, kwargs)
-        except Exception:
+        except Exception as other:
+            if not has_guesses and (type(other), str(other)) == (type(error), str(error)):
+                self.tracer.wrong_inputs = error
             raise error from None
         self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"
         return output
