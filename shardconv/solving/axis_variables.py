@@ -52,6 +52,12 @@ class SolverInput:
         """How often each module is called."""
         self.signatures = self._signatures()
 
+    def may_be_sharded(self, leaf: Node) -> bool:
+        """Whether no constraint but its size keeps a leaf (as ``find`` gives it) replicated."""
+        if leaf.blocked or leaf in self.frozen or leaf in self.forbidden:
+            return False
+        return not leaf.atomic or leaf in self.sequence
+
     def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
         """Distinct (dims, state) of tensors, with how often they occur."""
         counts = Counter(
@@ -105,9 +111,7 @@ class AxisVariables:
     def leaf(self, node: Node) -> int | None:
         """The variable of a leaf; None if it cannot be sharded on this axis."""
         node = find(node)
-        if node.blocked or node in self.given.frozen or node in self.given.forbidden:
-            return None
-        if node.atomic and node not in self.given.sequence:
+        if not self.given.may_be_sharded(node):
             return None
         if node.size < self.taken.get(node, 1) * self.extent:
             return None

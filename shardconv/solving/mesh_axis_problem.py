@@ -29,6 +29,9 @@ UNEVEN = 0.1
 evenly sharded matrices that are gathered before attention."""
 LATENCY = 0.4 * SPARE
 """Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
+STATISTIC = 0.9
+"""Cost of the statistic of a norm, in latencies: it is one number for each token, and joins no other axis. A
+sharded norm between two products is better than gathers around it that cost as much."""
 SEQUENCE = 0.5
 """Worth of an activation that is sharded over the sequence, in latencies: a norm with its surroundings is
 worth more than the collective that it costs."""
@@ -238,7 +241,7 @@ class AxisProblem(AxisVariables):
     def _statistic(self, dim: Node, weight: float) -> None:
         """A norm reduces its statistic over the ranks if a normalized leaf is sharded."""
         for v in self.leaves(dim):
-            self._charge(v, weight * self.latency)
+            self._charge(v, weight * STATISTIC * self.latency)
 
     def _lookup(self, lookup: TableLookup) -> None:
         """Rows before columns: a sum can be reduce-scattered, and a tied head needs rows."""

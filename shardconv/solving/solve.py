@@ -36,7 +36,7 @@ with a higher worth of each sharded element.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
@@ -45,9 +45,9 @@ from ..tracing.fold import Folded
 from .axis_variables import SolverInput
 from .mesh_axis_problem import solve_axis
 
-MAX_REPLICATED = 0.05
-"""Fraction of the matrices that may stay replicated for the sake of fewer collectives. At tp 8, a twentieth
-of a model on every rank is a third more memory than an even share."""
+MAX_REPLICATED = 0.01
+"""Fraction of the matrices that may stay replicated for the sake of fewer collectives. At tp 8, a hundredth
+of a model on every rank is 7% more memory than an even share."""
 SAVING_WEIGHTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """Worth of a sharded element: as in ``mesh_axis_problem``, and more where too much would stay replicated."""
 MIN_GAIN = 0.01
@@ -89,8 +89,9 @@ def solve(
     """
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
     first = best = _solve(given, tp, SAVING_WEIGHTS[0])
+    enough = max(MAX_REPLICATED, _unshardable(given) + MIN_GAIN)
     for weight in SAVING_WEIGHTS[1:]:
-        if best.replicated[0] <= MAX_REPLICATED:
+        if best.replicated[0] <= enough:
             break
         other = _solve(given, tp, weight)
         if other.replicated[0] < best.replicated[0] - MIN_GAIN:
@@ -118,15 +119,25 @@ def _solve(given: SolverInput, tp: int, saving_weight: float) -> Assignment:
 
 def _replicated(given: SolverInput, sharded: Collection[Node]) -> float:
     """Fraction of the elements of matrices none of whose leaves is sharded."""
-    replicated = total = 0.0
+    return _fraction_without(given, lambda leaf: leaf in sharded)
+
+
+def _unshardable(given: SolverInput) -> float:
+    """Fraction of the elements of matrices none of whose leaves may be sharded."""
+    return _fraction_without(given, given.may_be_sharded)
+
+
+def _fraction_without(given: SolverInput, is_one: Callable[[Node], bool]) -> float:
+    """Fraction of the elements of matrices none of whose leaves is such a one."""
+    without = total = 0.0
     for tid, info in enumerate(given.analysis.tape.tensors):
         dims = given.analysis.dims.get(tid, ())
         if info.kind == "parameter" and len(dims) > 1:
             numel = math.prod(info.shape) * given.folded.weight(info.name)
             total += numel
-            if not any(find(x) in sharded for d in dims for x in leaves(d)):
-                replicated += numel
-    return replicated / total if total else 0.0
+            if not any(is_one(find(x)) for d in dims for x in leaves(d)):
+                without += numel
+    return without / total if total else 0.0
 
 
 def prime_factors(n: int) -> tuple[int, ...]:

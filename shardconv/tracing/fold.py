@@ -6,8 +6,8 @@ are of one kind; class names and attributes are not trusted. Of a run of layers,
 new transition from one kind to the next. A dropped run is replaced by the layer before it, which is of
 the kind of the last one dropped.
 
-All layers of a kind must get the same answer, so the copies that stay are tied, tensor by tensor. What the model returns of each layer, such as the scores of its router,
-is read of the first layer of the kind.
+All layers of a kind must get the same answer, so the copies that stay are tied, tensor by tensor. What the
+model returns of each layer, such as the scores of its router, is read of the first layer of the kind.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ attributes are found that must shrink with the parameters.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -140,12 +139,18 @@ def _traced_config(config: Any, fqn: str, key: str) -> Any:
         return value
 
     traced = copy.copy(config)
-    kept = _subclassed_at_no_cost(kind)
+    kept = _made_plain(kind)
     object.__setattr__(traced, "__class__", type(kind.__name__, (kept,), {"__getattribute__": read}))
     return traced
 
 
-@functools.cache
-def _subclassed_at_no_cost(kind: type) -> type:
+_MADE_PLAIN: dict[type, type] = {}
+
+
+def _made_plain(kind: type) -> type:
     """A class of configs that may be subclassed many times: transformers makes each one a dataclass."""
-    return type(kind.__name__, (kind,), {"__init_subclass__": classmethod(lambda cls: None)})
+    known = _MADE_PLAIN.get(kind)
+    if known is None:
+        members = {"__init_subclass__": classmethod(lambda cls: None)}
+        known = _MADE_PLAIN[kind] = type(kind.__name__, (kind,), members)
+    return known

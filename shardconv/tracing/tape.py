@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-
 ALIAS_WRITE = "alias_write"
 """The operator that gives a tensor the value that was written to its memory through another."""
 
