@@ -33,6 +33,9 @@ class Shapes(Protocol):
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
         """What becomes of the dims of a tensor, and of their leaves, that have this global size."""
 
+    def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """What becomes of multiples of changed leaves of a tensor that have this global size."""
+
     def is_changed(self, tid: int) -> bool:
         """Whether a tensor gets another shape."""
 
@@ -117,6 +120,12 @@ class Layouts:
             for leaf in dim_leaves(layout):
                 if leaf.size == value:
                     yield slices.local_size(leaf, self.mesh, rank)
+
+    def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """The value in proportion to the sharded leaves of a tensor that divide it."""
+        for leaf in (leaf for layout in self.dims(tid) for leaf in dim_leaves(layout)):
+            if leaf.axes and leaf.size and value % leaf.size == 0:
+                yield value // leaf.size * slices.local_size(leaf, self.mesh, rank)
 
     def is_changed(self, tid: int) -> bool:
         """Whether a tensor is sharded."""

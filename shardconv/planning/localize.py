@@ -158,8 +158,15 @@ class _Localizer:
         for parts in self.shapes.divisors:
             if value % parts == 0:
                 found[value // parts] = None
+        found |= dict.fromkeys(self._multiples(attribute, calls))
         found.pop(value, None)
         return [v for v in found if v > 0]
+
+    def _multiples(self, attribute: Attribute, calls: Sequence[_Call]) -> Iterator[int]:
+        """The attribute's value in proportion to changed leaves that divide it, as heads are to groups."""
+        tids = {t for c in calls if attribute in c.attributes for t in (*c.replay.outputs, *_refs(c.replay))}
+        for tid in sorted(tids & self.analysis.dims.keys()):
+            yield from self.shapes.local_multiples(tid, self.values[attribute], self.rank)
 
     def _holds(self, call: _Call, edits: Mapping[Attribute, int]) -> bool:
         """Whether the call gives the local result under these edits."""
@@ -185,8 +192,8 @@ class _Localizer:
         try:
             with torch.inference_mode(), torch.device("meta"):
                 result = replay.function(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError):
-            return False
+        except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError):
+            return False  # torch asserts what some functions are given
         results = result if isinstance(result, (tuple, list)) else (result,)
         got = [tuple(t.shape) for t in results if isinstance(t, torch.Tensor)]
         return got == [self.shapes.local_shape(t, self.rank) for t in replay.outputs]

@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -35,6 +36,8 @@ class Functions(TorchFunctionMode):
             return self._size(func(*args, **kwargs), args, kwargs)
         if func in _CONVERSIONS and isinstance(args[0], torch.Tensor):
             return self._converted(func, args, kwargs)
+        if func in _ROW_LOOKUPS:
+            return func(*args, **kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
             return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
@@ -82,6 +85,8 @@ _LITERALS = frozenset({torch.tensor, torch.as_tensor})
 _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
+_ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
+"""Their only ints are the row of padding, which is a position of the table: tensors alone decide their shapes."""
 
 
 def _is_mapped(value: Any) -> bool:

@@ -91,6 +91,26 @@ class FusedUnequal(nn.Module):
         return self.back(attend(q, k, v).permute(0, 2, 1, 3).flatten(2))
 
 
+class Sliced(nn.Module):
+    """One weight for all three, cut by slices; the count of query heads is read nowhere else."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.reach, self.many, self.few = config.reach, config.zork, config.blip
+        self.everything = nn.Linear(config.width, (config.zork + 2 * config.blip) * config.reach)
+        self.back = nn.Linear(config.zork * config.reach, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        fused = self.everything(x)
+        first = self.many * self.reach
+        second = first + self.few * self.reach
+        q, k, v = fused[..., :first], fused[..., first:second], fused[..., second:]
+        q, k, v = (t.view(b, s, -1, self.reach).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.back(y.transpose(1, 2).reshape(b, s, -1))
+
+
 class Interleaved(nn.Module):
     """``[heads, 3, reach]`` in one weight."""
 
@@ -300,6 +320,10 @@ class FusedModel(OddModel):
     mixer = FusedUnequal
 
 
+class SlicedModel(OddModel):
+    mixer = Sliced
+
+
 class InterleavedModel(OddModel):
     mixer = Interleaved
 
@@ -364,6 +388,45 @@ class PlacedModel(OddModel):
         if input_ids.shape[1] > self.places.weight.shape[0]:
             raise ValueError("more tokens than places")
         x = self.lookup(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for layer in self.stack:
+            x = layer(x)
+        return CausalLMOutput(logits=self.speak(x))
+
+
+class Shouting(nn.Embedding):
+    """An embedding of a class of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+class PaddedModel(OddModel):
+    """The row of padding is the last one of both tables, which no rank but the last holds."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.lookup = nn.Embedding(config.words, config.width, padding_idx=config.words - 1)
+        self.louder = Shouting(config.words, config.width, padding_idx=-1)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        x = self.lookup(input_ids) + self.louder(input_ids)
+        for layer in self.stack:
+            x = layer(x)
+        return CausalLMOutput(logits=self.speak(x))
+
+
+class AllPlacesModel(OddModel):
+    """Reads every row of a table, and learns from the table how many there are."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.places = nn.Embedding(config.words, config.width)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        places = self.places(torch.arange(self.places.num_embeddings, device=input_ids.device))
+        x = self.lookup(input_ids) + places.mean(0)
         for layer in self.stack:
             x = layer(x)
         return CausalLMOutput(logits=self.speak(x))

@@ -111,6 +111,7 @@ class RowIds:
 
     Attributes:
         num_rows: local number of rows.
+        num_global_rows: global number of rows.
 
     Raises:
         PlanError: the rank's rows are not one range, and the table is too large for a lookup.
@@ -119,6 +120,7 @@ class RowIds:
     def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
         held = ranges(layout, comm.mesh, comm.rank)
         self.num_rows = sum(stop - start for start, stop in held)
+        self.num_global_rows = size(layout)
         self._out_of_shard_id = self.num_rows if past_end else 0
         self._range = held[0] if len(held) == 1 else None
         if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:

@@ -254,6 +254,7 @@ def _embedding(target: _Target) -> nn.Module:
         rows,
         target.local_shape("weight")[1],
         None if module.padding_idx is None else rows.local(module.padding_idx),
+        num_embeddings=module.num_embeddings,
         inputs=target.steps("input", ignored=LocalRowsStep),
         outputs=target.steps("output", ignored=ZeroOutOfShardStep),
         device=torch.device("meta"),

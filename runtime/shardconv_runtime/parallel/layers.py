@@ -5,8 +5,9 @@ part of Y: column-parallel. Sharded over the columns of W (its input dim), each 
 row-parallel. An embedding sharded over its rows gives zeros for out-of-shard ids.
 (Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
 
-Parameters keep their names, so that every FQN of the model stays. ``in_features``, ``out_features``
-and ``num_embeddings`` are local. Their backwards are those of the steps that they are given.
+Parameters keep their names, so that every FQN of the model stays. ``in_features`` and ``out_features`` are
+local; ``num_embeddings`` counts the ids that an embedding takes, which are global. Their backwards are those
+of the steps that they are given.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class VocabParallelEmbedding(nn.Embedding):
         rows: maps ids to local rows.
         embedding_dim: local; equal to the global one unless the plan shards it too.
         padding_idx: local row of the padding id; None where it is out-of-shard.
+        num_embeddings: what the model's code reads under this name; None is the global number of rows.
         inputs: steps on the ids.
         outputs: steps on the output; a ``Reduce`` sums the ranks' rows.
 
@@ -123,12 +125,14 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: int,
         padding_idx: int | None = None,
         *,
+        num_embeddings: int | None = None,
         inputs: Sequence[TensorStep] = (),
         outputs: Sequence[TensorStep] = (),
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(rows.num_rows, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.num_embeddings = rows.num_global_rows if num_embeddings is None else num_embeddings
         self.rows = rows
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
@@ -136,7 +140,7 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         ids, out_of_shard = self.rows(_apply(self.inputs, input))
-        if self.num_embeddings:
+        if self.rows.num_rows:
             rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
         else:  # the table has fewer rows than there are ranks
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))

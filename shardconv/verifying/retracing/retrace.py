@@ -108,16 +108,21 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
         lambda name: name.startswith(inside),
         lambda name: True,
     )
-    return next((nodes for test in tests if (nodes := _sharded_in(layouts, test))), ())
+    for with_inputs in (False, True):
+        for test in tests:
+            nodes = _sharded_in(layouts, test, with_inputs)
+            if nodes:
+                return nodes
+    return ()
 
 
-def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool]) -> tuple[Node, ...]:
-    """Sharded leaves of the tensors that some modules make."""
+def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool], with_inputs: bool) -> tuple[Node, ...]:
+    """Sharded leaves of the tensors that some modules make, and maybe of those that they read."""
     tape = layouts.analysis.tape
     found: dict[Node, None] = {}
     for event in tape.events:
         if isinstance(event, Op) and is_meant(tape.calls[event.call].fqn):
-            for tid in event.outputs:
+            for tid in (*event.inputs, *event.outputs) if with_inputs else event.outputs:
                 for dim in layouts.analysis.dims.get(tid, ()):
                     found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
     return tuple(found)

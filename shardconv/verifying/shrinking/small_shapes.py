@@ -60,6 +60,12 @@ class SmallShapes:
                 if node.size == value:
                     yield self.size(node)
 
+    def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
+        """The value in proportion to the leaves of a tensor that shrink and divide it."""
+        for leaf in (x for dim in self.analysis.dims[tid] for x in leaves(dim)):
+            if self.changed(leaf) and value % leaf.size == 0:
+                yield value // leaf.size * self.size(leaf)
+
     def is_changed(self, tid: int) -> bool:
         """Whether a tensor has another shape in the smaller model."""
         return any(self.changed(x) for dim in self.analysis.dims.get(tid, ()) for x in leaves(dim))

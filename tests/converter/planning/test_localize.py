@@ -91,6 +91,27 @@ def test_rows_that_the_length_is_compared_with_are_replicated(tp: int) -> None:
     assert entries["places.weight"].dims[0] == Leaf(128)
 
 
+def test_a_count_of_heads_where_only_groups_of_them_are_seen() -> None:
+    """Three groups of four heads: two ranks take two and one, so that heads are neither a half nor a third."""
+    plan = models.plan_of(models.SlicedModel, 2, zork=12, blip=3)
+    assert dims(plan, "stack.0.mixer.everything.weight") == "3@0*24 + 3@0*6 + 3@0*6, 64"
+    assert edits(plan, "stack.0.mixer") == {"many": (12, (8, 4)), "few": (3, (2, 1))}
+
+
+def test_an_embedding_takes_as_many_ids_as_before() -> None:
+    plan = models.plan_of(models.AllPlacesModel, 2)
+    assert dims(plan, "places.weight") == "101@0, 64"
+    assert not edits(plan, "places")
+
+
+def test_a_row_of_padding_that_other_ranks_hold_is_a_position_and_not_a_size() -> None:
+    """It has no local value to be found; the runtime knows which rank holds it."""
+    plan = models.plan_of(models.PaddedModel, 2)
+    assert (dims(plan, "lookup.weight"), dims(plan, "louder.weight")) == ("101@0, 64", "101@0, 64")
+    assert not edits(plan, "lookup")
+    assert not edits(plan, "louder")
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_numbers_in_the_code_never_fail(tp: int) -> None:
     models.plan_of(models.LiteralModel, tp)
