@@ -96,7 +96,7 @@ def measure(model: ZooModel, tp: int, variant: str = "") -> Result:
         message=message,
         error=judged.error if not math.isnan(judged.error) else judged.single,
         exact_error=judged.exact,
-        **_facts(plan),
+        **plan_facts(plan),
         collectives=dict(judged.collectives),
         notes=all_notes(plan),
         plan_seconds=planned - start,
@@ -111,7 +111,8 @@ def _line(error: BaseException) -> str:
 # What the plan says ------------------------------------------------------------------------------
 
 
-def _facts(plan: Plan) -> dict[str, Any]:
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """What a result says of a plan, by the names of its fields."""
     entries = parameter_plans(plan)
     numel = {n: math.prod(size(d) for d in e.dims) for n, e in entries.items()}
     unused = {n for n, e in entries.items() if "does not use it" in e.reason}

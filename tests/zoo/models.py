@@ -85,11 +85,12 @@ def build(family: str, model_type: str, **changes: Any) -> ZooModel:
     if head:
         overrides = {"pad_token_id": 0} | overrides
     own = config_class(backbone)
-    if family == "causal" and cls.config_class is not own and _is_part(cls.config_class, own):
+    if family == "causal" and cls.config_class is not own and is_part(cls.config_class, own):
         own = cls.config_class
         overrides = dict(OVERRIDES.get(own.model_type, {}))
     return ZooModel(family, model_type, cls, tiny_config(own, overrides | changes))
 
 
-def _is_part(part: type[PreTrainedConfig], whole: type[PreTrainedConfig]) -> bool:
+def is_part(part: type[PreTrainedConfig], whole: type[PreTrainedConfig]) -> bool:
+    """Whether one config is a sub-config of the other."""
     return any(c is part for c in whole.sub_configs.values())

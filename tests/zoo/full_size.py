@@ -1,0 +1,225 @@
+"""Plans a model at the size that people use, without weights, and measures what planning took."""
+
+from __future__ import annotations
+
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.errors import SourceError
+from shardconv_runtime.format.dims import size
+from shardconv_runtime.format.plan import Plan, local_shape, parameter_plans
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline import plain_form
+from shardconv.pipeline.stages import solve_plan
+from shardconv.reporting.summary import all_notes
+
+from .measure import plan_facts
+from .models import is_part
+from .releases import RELEASES, Release
+from .shrink import config_class
+
+DTYPE = "bfloat16"
+SMALL = 1000
+"""Models of a smaller hidden size are said to be small."""
+
+FAMILIES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "causal": (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,),
+    "seq2seq": (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,),
+    "masked": (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,),
+    "vision": (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,),
+    "audio": (
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_FOR_CTC_MAPPING_NAMES,
+        auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    ),
+    "multimodal": (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}
+"""What a model is for -> model type -> name of the class, in each of some mappings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A model to plan."""
+
+    family: str
+    type: str
+    class_name: str
+    release: Release | None
+    """None: the defaults of its config's class."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from others."""
+        return self.family, self.type, self.release.name if self.release else ""
+
+
+@dataclass
+class Measured:
+    """What planning a model at its size took and gave."""
+
+    family: str
+    type: str
+    release: str
+    class_name: str
+    tp: int
+    status: str = "crash"
+    """``planned``; ``not built`` (by transformers), ``refused``, ``timeout``, ``crash``."""
+    message: str = ""
+    hidden: int = 0
+    layers: int = 0
+    parameters: int = 0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    """Above what the process held after its imports."""
+    rounds: int = 0
+    """How often the model was solved."""
+    replicated: float = 0.0
+    """Of the bytes of parameters of two or more dims that the forward pass can reach."""
+    rank_excess: float = 0.0
+    """Bytes of rank 0, relative to a fair share."""
+    per_layer: float = 0.0
+    kept: dict[str, str] = field(default_factory=dict)
+    """Replicated parameters of two or more dims, numbers as ``*``, and why."""
+    notes: tuple[str, ...] = ()
+    checked: bool = False
+
+
+def models(family: str) -> Iterator[Sized]:
+    """The models of a family: each type's releases, or one at its defaults; a class only in its first family."""
+    seen = {
+        name
+        for earlier in list(FAMILIES)[: list(FAMILIES).index(family)]
+        for names in FAMILIES[earlier]
+        for name in map(_class_name, names.values())
+    }
+    found: dict[tuple[str, str], None] = {
+        (t, _class_name(n)): None for names in FAMILIES[family] for t, n in names.items()
+    }
+    for model_type, class_name in found:
+        if class_name not in seen:
+            for release in RELEASES.get(model_type, (None,)):
+                yield Sized(family, model_type, class_name, release)
+
+
+def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:
+    """Plan a model in this process, which did nothing before but imports."""
+    about = Measured(*model.key, model.class_name, tp, checked=check)
+    try:
+        spec = _specification(model)
+    except Exception as error:
+        about.status, about.message = "not built", _line(error)
+        return about
+    config = spec.config.get_text_config()
+    about.hidden, about.layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
+    rounds = _counted_rounds()
+    memory, wall, cpu = _peak_bytes(), time.perf_counter(), time.process_time()
+    try:
+        plan = solve_plan(spec, SolveOptions(tp, check=check))
+    except SourceError as error:
+        about.status, about.message = "not built", _line(error)
+    except Exception as error:
+        about.status, about.message = "refused", _line(error)
+    else:
+        about.status = "planned"
+    about.wall_s, about.cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    about.peak_bytes, about.rounds = _peak_bytes() - memory, len(rounds)
+    if about.status == "planned":
+        _describe(plan, about)
+    return about
+
+
+def _specification(model: Sized) -> ModelSpec:
+    cls = getattr(transformers, model.class_name)
+    own = config_class(model.type)
+    arguments = model.release.arguments if model.release else {}
+    if cls.config_class is not own and is_part(cls.config_class, own):
+        own, arguments = cls.config_class, _arguments_of_part(own, cls.config_class, arguments)
+    config = own(**arguments)
+    return ModelSpec(name=model.type, config=config, model_class=cls, dtype=DTYPE)
+
+
+def _arguments_of_part(
+    whole: type[PreTrainedConfig], part: type[PreTrainedConfig], arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    (name,) = (name for name, cls in whole.sub_configs.items() if cls is part)
+    found: Mapping[str, Any] = arguments.get(name, {})
+    return found
+
+
+def _describe(plan: Plan, about: Measured) -> None:
+    facts = plan_facts(plan)
+    entries = parameter_plans(plan)
+    width = {n: _itemsize(e.dtype) for n, e in entries.items()}
+    total = rank = wide = kept = 0
+    for name, entry in entries.items():
+        elements = _product(size(d) for d in entry.dims)
+        local = _product(local_shape(entry, plan.mesh, 0))
+        total += elements * width[name]
+        rank += local * width[name]
+        if len(entry.dims) > 1 and "does not use it" not in entry.reason:
+            wide += elements * width[name]
+            kept += elements * width[name] * (local == elements)
+    about.parameters = plan.model.num_parameters
+    about.replicated = kept / max(1, wide)
+    about.rank_excess = rank * plan.tp / max(1, total)
+    about.per_layer = facts["per_layer"]
+    about.kept = dict(list(facts["replicated"].items())[:40])
+    about.notes = all_notes(plan)
+
+
+def _counted_rounds() -> list[None]:
+    """Grows by one whenever a model is solved from here on."""
+    rounds: list[None] = []
+    attempt = plain_form._attempt
+
+    def counted(*args: Any) -> Any:
+        rounds.append(None)
+        return attempt(*args)
+
+    plain_form._attempt = counted  # type: ignore[attr-defined]
+    return rounds
+
+
+def _class_name(names: Any) -> str:
+    return names[0] if isinstance(names, tuple) else names
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _itemsize(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
+
+
+def _product(numbers: Any) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _line(error: BaseException) -> str:
+    text = re.sub(r"0x[0-9a-f]+", "0x…", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"[:600]

@@ -1,0 +1,150 @@
+"""The page that a run over models at their sizes writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .full_size import FAMILIES, SMALL
+
+Row = Mapping[str, Any]
+KEPT = 0.05
+"""The page tells why, where a larger share than this is replicated."""
+
+
+def write_page(rows: Sequence[Row], page: Path) -> None:
+    """Write the page."""
+    page.write_text("\n".join(_page(rows)) + "\n")
+
+
+def _page(rows: Sequence[Row]) -> Iterable[str]:
+    import torch
+    import transformers
+
+    yield "# Coverage at full size"
+    yield ""
+    yield (
+        f"Written by `scripts/coverage --full-size`: every type of transformers {transformers.__version__} "
+        f"(torch {torch.__version__.partition('+')[0]}), planned in bfloat16 without weights. "
+        "The sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the type's config. "
+        f"Plans are retraced{'' if all(r['checked'] for r in rows) else ', but not proven on numbers'}."
+    )
+    yield ""
+    yield from _summary(rows)
+    for family in FAMILIES:
+        mine = [r for r in rows if r["family"] == family]
+        if any(r["status"] == "planned" for r in mine):
+            yield from _family(family, mine)
+    yield from _problems(rows)
+
+
+def _summary(rows: Sequence[Row]) -> Iterable[str]:
+    yield (
+        "| | tp | models | planned | refused | time limit | not built by transformers | median s | "
+        "slowest s | most memory, GB | replicated over 5% |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for family in FAMILIES:
+        for tp in sorted({r["tp"] for r in rows if r["family"] == family}):
+            mine = [r for r in rows if r["family"] == family and r["tp"] == tp]
+            good = [r for r in mine if r["status"] == "planned"]
+            count = Counter(r["status"] for r in mine)
+            seconds = [r["cpu_s"] for r in good] or [0.0]
+            peak = max((r["peak_bytes"] for r in good), default=0) / 1e9
+            wide = sum(r["replicated"] > KEPT for r in good)
+            yield (
+                f"| {family} | {tp} | {len(mine)} | {len(good)} | {count['refused'] + count['crash']} | "
+                f"{count['timeout']} | {count['not built']} | {median(seconds):.1f} | {max(seconds):.1f} | "
+                f"{peak:.2f} | {wide} |"
+            )
+    yield ""
+    yield "Seconds are those of one core, without imports; memory is above that of the imports."
+    yield ""
+
+
+def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
+    tps = sorted({r["tp"] for r in rows})
+    yield f"## {family.capitalize()}"
+    yield ""
+    yield (
+        f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank holds. "
+        "Excess: what rank 0 holds, in fair shares. Per layer: collectives of a forward pass in a layer. Rounds: how "
+        "often the model was solved."
+    )
+    yield ""
+    yield "| type | model | parameters | s | GB | replicated | excess | per layer | rounds |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for key in sorted({(r["type"], r["release"]) for r in rows}):
+        mine = {r["tp"]: r for r in rows if (r["type"], r["release"]) == key}
+        if any(r["status"] == "planned" for r in mine.values()):
+            yield _line(key, [mine.get(tp) for tp in tps])
+    yield ""
+    yield from _why(rows)
+
+
+def _line(key: tuple[str, str], rows: Sequence[Row | None]) -> str:
+    first = next(r for r in rows if r and r["status"] == "planned")
+    release = key[1] or f"defaults{', small' if 0 < first['hidden'] < SMALL else ''}"
+    cells = (
+        _each(rows, lambda r: f"{r['cpu_s']:.1f}"),
+        _each(rows, lambda r: f"{r['peak_bytes'] / 1e9:.2f}"),
+        _each(rows, lambda r: f"{100 * r['replicated']:.2g}%"),
+        _each(rows, lambda r: f"{r['rank_excess']:.2f}"),
+        _each(rows, lambda r: f"{r['per_layer']:.1f}"),
+        _each(rows, lambda r: str(r["rounds"])),
+    )
+    return f"| {key[0]} | {release} | {_count(first['parameters'])} | {' | '.join(cells)} |"
+
+
+def _each(rows: Sequence[Row | None], show: Any) -> str:
+    shown = ["" if r is None else show(r) if r["status"] == "planned" else r["status"] for r in rows]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} B" if number >= 10**9 else f"{number / 1e6:.0f} M"
+
+
+def _why(rows: Sequence[Row]) -> Iterable[str]:
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for r in sorted(rows, key=lambda r: (r["type"], r["release"], r["tp"])):
+        if r["status"] != "planned" or r["replicated"] <= KEPT:
+            continue
+        reasons: dict[str, list[str]] = {}
+        for name, reason in r["kept"].items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            what = ", ".join(f"`{n}`" for n in names[:2]) + more
+            said.setdefault((f"{r['type']} {r['release']}".strip(), what, reason[:200]), []).append(
+                str(r["tp"])
+            )
+    if said:
+        yield "Why more than 5% stayed replicated:"
+        yield ""
+    for (model, what, reason), tps in said.items():
+        yield f"- {model} (tp {', '.join(tps)}): {what}: {reason}"
+    if said:
+        yield ""
+
+
+def _problems(rows: Sequence[Row]) -> Iterable[str]:
+    titles = {
+        "refused": "No plan",
+        "crash": "Ended without a result",
+        "timeout": "Not planned in time",
+        "not built": "Not built by transformers itself, at these sizes",
+    }
+    for status, title in titles.items():
+        said: dict[str, dict[str, None]] = {}
+        for r in rows:
+            if r["status"] == status:
+                said.setdefault(r["message"][:300], {})[f"{r['type']} {r['release']}".strip()] = None
+        if said:
+            yield f"## {title}"
+            yield ""
+            yield from (f"- {', '.join(types)}: {message}" for message, types in said.items())
+            yield ""

@@ -1,0 +1,104 @@
+"""Runs the planning of many models at their sizes, each in a fork of one process that has imported everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .full_size import Measured, Sized, measure_planning
+
+SECONDS = 120
+"""Limit for one model at one tp, of a core."""
+WALL_SECONDS = 5 * SECONDS
+"""The same on the clock: other processes may share the cores."""
+MEMORY = 12 * 2**30
+"""Limit of a fork's address space, above that of its parent."""
+
+
+def run(
+    todo: Iterable[tuple[Sized, int]],
+    results: Path | None,
+    tell: Callable[[dict[str, Any]], None],
+    check: bool,
+) -> None:
+    """Measure each model at each tp, append the results to a file, and tell each."""
+    _warm_up()
+    for model, tp in todo:
+        row = _in_fork(model, tp, check)
+        if results is not None:
+            with results.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        tell(row)
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The rows of a file: of each model and tp the last one."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return list({(r["family"], r["type"], r["release"], r["tp"]): r for r in rows}.values())
+
+
+def _warm_up() -> None:
+    """What torch and transformers import at first use must not be counted for a model."""
+    import torch
+
+    from .models import build
+    from .tasks import specification
+    from shardconv.arguments import SolveOptions
+    from shardconv.pipeline.stages import solve_plan
+
+    torch.set_num_threads(1)
+    solve_plan(specification(build("causal", "llama")), SolveOptions(2, check=False))
+
+
+def _in_fork(model: Sized, tp: int, check: bool) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("r") as file:
+        started = time.perf_counter()
+        child = os.fork()
+        if not child:
+            _child(model, tp, check, Path(file.name))
+        status = _wait(child, started + WALL_SECONDS)
+        text = file.read()
+    if text:
+        found: dict[str, Any] = json.loads(text)
+        return found
+    lost = Measured(*model.key, model.class_name, tp, wall_s=time.perf_counter() - started)
+    is_late = status in (None, signal.SIGXCPU)
+    lost.status = "timeout" if is_late else "crash"
+    lost.message = f"took more than {SECONDS} s of a core" if is_late else f"ended with status {status}"
+    return asdict(lost)
+
+
+def _child(model: Sized, tp: int, check: bool, target: Path) -> None:
+    """Measure and leave, without anything that the parent does at its end."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        target.write_text(json.dumps(asdict(measure_planning(model, tp, check=check))))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _wait(child: int, deadline: float) -> int | None:
+    """The exit status; None where the child was ended at the deadline."""
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        if time.perf_counter() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.05)

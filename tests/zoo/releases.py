@@ -1,0 +1,337 @@
+"""Sizes of released models: arguments of the configs whose defaults are small, or are no model that people use.
+
+Types that are not here are planned at the defaults of their config class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One released model."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the config's class; a mapping is a sub-config."""
+
+
+def _decoder(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
+    """Arguments under their usual names."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+def _bart(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    """Arguments of an encoder and a decoder of the same size."""
+    sides = {"layers": layers, "ffn_dim": inner, "attention_heads": heads}
+    return {
+        "d_model": hidden,
+        **{f"{s}_{k}": v for s in ("encoder", "decoder") for k, v in sides.items()},
+        **others,
+    }
+
+
+def _bert(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
+_LARGE = _bert(1024, 4096, 24, 16)
+_QWEN2_72B = _decoder(8192, 29568, 80, 64, 8, 152064)
+_QWEN3_MOE = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+_QWEN3_235B = _decoder(4096, 12288, 94, 64, 4, 151936, **_QWEN3_MOE)
+_QWEN2_VL_72B = _QWEN2_72B | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
+_SMALL_24B = _decoder(5120, 32768, 40, 32, 8, 131072, head_dim=128)
+_GLM4_9B = _decoder(4096, 13696, 40, 32, 2, 151552, head_dim=128, pad_token_id=151329)
+_SCOUT = _decoder(
+    5120, 8192, 48, 40, 8, 202048, head_dim=128, intermediate_size_mlp=16384, num_local_experts=16
+) | {"interleave_moe_layer_step": 1, "pad_token_id": 200018}
+_MAVERICK = _SCOUT | {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
+_LLAMA4_VISION = _bert(1408, 5632, 34, 16, image_size=336, patch_size=14, vision_output_dim=4096) | {
+    "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+}
+_GEMMA2_27B = _decoder(4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144)
+_GEMMA3_27B = _decoder(5376, 21504, 62, 32, 16, 262208, head_dim=128, query_pre_attn_scalar=168)
+_SIGLIP_SO400M = _bert(1152, 4304, 27, 16, image_size=896, patch_size=14)
+_PIXTRAL = _bert(1024, 4096, 24, 16, head_dim=64, image_size=1540, patch_size=14)
+_CLIP_L = _bert(1024, 4096, 24, 16, image_size=336, patch_size=14, projection_dim=768)
+_CLIP_BIGG_TEXT = _bert(1280, 5120, 32, 20, projection_dim=1280)
+_CLIP_BIGG_VISION = _bert(1664, 8192, 48, 16, image_size=224, patch_size=14, projection_dim=1280)
+_NEMOTRON_H_8B = _decoder(4096, 21504, 52, 32, 8, 131072, head_dim=128) | {
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+}
+_VICUNA_13B = _decoder(5120, 13824, 40, 40, 40, 32064, model_type="llama")
+_VIT_HUGE = _bert(1280, 5120, 32, 16, patch_size=14)
+_AUDIO_LARGE = _LARGE | {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
+
+RELEASES: Mapping[str, tuple[Release, ...]] = {
+    "audio-spectrogram-transformer": (Release("AST base"),),
+    "bart": (Release("BART large"),),
+    "beit": (Release("BEiT large", _LARGE),),
+    "bert": (Release("BERT large", _LARGE),),
+    "bigbird_pegasus": (Release("BigBird-Pegasus large"),),
+    "blip-2": (
+        Release(
+            "BLIP-2 OPT-6.7B",
+            {
+                "text_config": {
+                    "model_type": "opt",
+                    "hidden_size": 4096,
+                    "word_embed_proj_dim": 4096,
+                    "ffn_dim": 16384,
+                    "num_hidden_layers": 32,
+                    "num_attention_heads": 32,
+                    "vocab_size": 50304,
+                },
+                "image_token_index": 50265,
+            },
+        ),
+    ),
+    "bloom": (
+        Release("BLOOM 176B", {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}),
+    ),
+    "clip": (
+        Release(
+            "CLIP bigG",
+            {"text_config": _CLIP_BIGG_TEXT, "vision_config": _CLIP_BIGG_VISION, "projection_dim": 1280},
+        ),
+    ),
+    "codegen": (Release("CodeGen-16B", {"n_embd": 6144, "n_layer": 34, "n_head": 24, "rotary_dim": 64}),),
+    "cohere": (
+        Release("Command-R", _decoder(8192, 22528, 40, 64, 64, 256000)),
+        Release("Command-R+", _decoder(12288, 33792, 64, 96, 8, 256000, use_qk_norm=True)),
+    ),
+    "cohere2": (Release("Command A", _decoder(12288, 36864, 64, 96, 8, 256000, head_dim=128)),),
+    "dbrx": (
+        Release(
+            "DBRX",
+            {
+                "d_model": 6144,
+                "n_heads": 48,
+                "n_layers": 40,
+                "vocab_size": 100352,
+                "max_seq_len": 32768,
+                "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 500000.0},
+                "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+            },
+        ),
+    ),
+    "deberta-v2": (Release("DeBERTa-v2 xxlarge", _bert(1536, 6144, 48, 24, vocab_size=128100)),),
+    "deepseek_v2": (
+        Release(
+            "DeepSeek-V2-Lite",
+            _decoder(2048, 10944, 27, 16, 16, 102400, q_lora_rank=None, kv_lora_rank=512)
+            | {"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2}
+            | {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        ),
+    ),
+    "deepseek_v3": (
+        Release("DeepSeek-V3"),
+        Release(
+            "Kimi-K2",
+            _decoder(7168, 18432, 61, 64, 64, 163840, moe_intermediate_size=2048, n_routed_experts=384)
+            | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 163839},
+        ),
+    ),
+    "dinov2": (Release("DINOv2 giant", _bert(1536, 6144, 40, 24, use_swiglu_ffn=True, patch_size=14)),),
+    "electra": (Release("ELECTRA large", _LARGE | {"embedding_size": 1024}),),
+    "falcon": (
+        Release(
+            "Falcon-180B",
+            {"hidden_size": 14848, "num_hidden_layers": 80, "num_attention_heads": 232, "num_kv_heads": 8}
+            | {"new_decoder_architecture": True, "vocab_size": 65024},
+        ),
+        Release(
+            "Falcon-7B",
+            {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "vocab_size": 65024},
+        ),
+    ),
+    "falcon_h1": (
+        Release(
+            "Falcon-H1-34B",
+            _decoder(5120, 21504, 72, 20, 4, 261120, head_dim=128, mamba_d_ssm=4096, mamba_n_heads=32)
+            | {"mamba_d_head": 128, "mamba_n_groups": 2, "mamba_d_state": 256},
+        ),
+    ),
+    "gemma2": (Release("Gemma-2-27B", _GEMMA2_27B),),
+    "gemma3": (Release("Gemma-3-27B", {"text_config": _GEMMA3_27B, "vision_config": _SIGLIP_SO400M}),),
+    "gemma3_text": (Release("Gemma-3-27B", _GEMMA3_27B),),
+    "glm": (Release("GLM-4-9B-chat", _GLM4_9B),),
+    "glm4": (Release("GLM-4-9B-0414", _GLM4_9B),),
+    "glm4_moe": (
+        Release(
+            "GLM-4.5",
+            _decoder(5120, 12288, 92, 96, 8, 151552, head_dim=128, n_routed_experts=160)
+            | {"moe_intermediate_size": 1536, "num_experts_per_tok": 8, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 3, "use_qk_norm": True, "attention_bias": True}
+            | {"pad_token_id": 151329},
+        ),
+    ),
+    "gpt2": (Release("GPT-2 XL", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),),
+    "gpt_bigcode": (
+        Release("StarCoder", {"n_embd": 6144, "n_layer": 40, "n_head": 48, "vocab_size": 49152}),
+    ),
+    "gpt_neox": (Release("GPT-NeoX-20B"),),
+    "gpt_oss": (Release("gpt-oss-120b"),),
+    "hubert": (Release("HuBERT xlarge", _AUDIO_LARGE | _bert(1280, 5120, 48, 16)),),
+    "internvl": (
+        Release(
+            "InternVL3-78B",
+            {
+                "text_config": _QWEN2_72B | {"model_type": "qwen2", "vocab_size": 151674},
+                "vision_config": _bert(3200, 12800, 45, 25, image_size=[448, 448], use_qk_norm=True),
+            },
+        ),
+    ),
+    "jamba": (Release("Jamba-1.5-Mini"),),
+    "llama": (
+        Release("Llama-3.1-405B", _decoder(16384, 53248, 126, 128, 8, 128256)),
+        Release("Llama-3.1-8B", _decoder(4096, 14336, 32, 32, 8, 128256)),
+    ),
+    "llama4": (
+        Release("Llama-4-Scout", {"text_config": _SCOUT, "vision_config": _LLAMA4_VISION}),
+        Release("Llama-4-Maverick", {"text_config": _MAVERICK, "vision_config": _LLAMA4_VISION}),
+    ),
+    "llama4_text": (Release("Llama-4-Scout", _SCOUT), Release("Llama-4-Maverick", _MAVERICK)),
+    "llava": (
+        Release(
+            "LLaVA-1.5-13B",
+            {
+                "text_config": _VICUNA_13B,
+                "vision_config": _CLIP_L | {"model_type": "clip_vision_model"},
+                "image_token_index": 32000,
+            },
+        ),
+    ),
+    "m2m_100": (Release("M2M-100-12B", _bart(1024, 16384, 24, 16, vocab_size=128112)),),
+    "mamba": (Release("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}),),
+    "mistral": (Release("Mistral-Small-24B", _SMALL_24B),),
+    "mistral3": (
+        Release(
+            "Mistral-Small-3.1-24B",
+            {
+                "text_config": _SMALL_24B | {"model_type": "mistral"},
+                "vision_config": _PIXTRAL | {"model_type": "pixtral"},
+            },
+        ),
+    ),
+    "mixtral": (Release("Mixtral-8x22B", _decoder(6144, 16384, 56, 48, 8, 32768)),),
+    "mpt": (Release("MPT-30B", {"d_model": 7168, "n_heads": 64, "n_layers": 48, "vocab_size": 50432}),),
+    "mt5": (
+        Release(
+            "mT5-XXL",
+            {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "vocab_size": 250112},
+        ),
+    ),
+    "nemotron_h": (Release("Nemotron-H-8B", _NEMOTRON_H_8B),),
+    "nllb-moe": (Release("NLLB-MoE-54B", _bart(2048, 8192, 24, 16, vocab_size=256206)),),
+    "olmo2": (Release("OLMo-2-32B", _decoder(5120, 27648, 64, 40, 8, 100352, pad_token_id=100277)),),
+    "opt": (
+        Release(
+            "OPT-66B",
+            {
+                "hidden_size": 9216,
+                "word_embed_proj_dim": 9216,
+                "ffn_dim": 36864,
+                "num_hidden_layers": 64,
+                "num_attention_heads": 72,
+            },
+        ),
+    ),
+    "phi": (Release("Phi-2", _decoder(2560, 10240, 32, 32, 32, 51200)),),
+    "phi3": (
+        Release(
+            "phi-4",
+            _decoder(5120, 17920, 40, 40, 10, 100352, pad_token_id=100349, bos_token_id=100257)
+            | {"eos_token_id": 100265, "max_position_embeddings": 16384},
+        ),
+        Release("Phi-3-mini", _decoder(3072, 8192, 32, 32, 32, 32064)),
+    ),
+    "pop2piano": (Release("Pop2Piano"),),
+    "qwen2": (Release("Qwen2.5-72B", _QWEN2_72B),),
+    "qwen2_5_vl": (
+        Release(
+            "Qwen2.5-VL-72B",
+            {"text_config": _QWEN2_VL_72B, "vision_config": {"out_hidden_size": 8192, "hidden_size": 1280}},
+        ),
+    ),
+    "qwen2_vl": (
+        Release(
+            "Qwen2-VL-72B",
+            {"text_config": _QWEN2_VL_72B, "vision_config": {"hidden_size": 8192, "embed_dim": 1280}},
+        ),
+    ),
+    "qwen3": (Release("Qwen3-32B", _decoder(5120, 25600, 64, 64, 8, 151936, head_dim=128)),),
+    "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
+    "rembert": (Release("RemBERT"),),
+    "roberta": (Release("RoBERTa large", _LARGE | {"vocab_size": 50265, "max_position_embeddings": 514}),),
+    "rwkv": (Release("RWKV-4-14B", {"hidden_size": 5120, "num_hidden_layers": 40, "vocab_size": 50277}),),
+    "siglip": (
+        Release(
+            "SigLIP so400m",
+            {
+                "text_config": _bert(1152, 4304, 27, 16, projection_size=1152),
+                "vision_config": _SIGLIP_SO400M | {"image_size": 384},
+            },
+        ),
+    ),
+    "smollm3": (Release("SmolLM3-3B"),),
+    "starcoder2": (Release("StarCoder2-15B", _decoder(6144, 24576, 40, 48, 4, 49152)),),
+    "switch_transformers": (
+        Release(
+            "Switch-XXL",
+            {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "num_decoder_layers": 24}
+            | {"num_experts": 64, "num_sparse_encoder_layers": 12, "num_sparse_decoder_layers": 12},
+        ),
+    ),
+    "t5": (
+        Release(
+            "T5-XXL",
+            {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
+            | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        ),
+    ),
+    "umt5": (
+        Release(
+            "UMT5-XXL",
+            {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "vocab_size": 256384},
+        ),
+    ),
+    "vit": (Release("ViT huge", _VIT_HUGE),),
+    "wav2vec2": (Release("wav2vec 2.0 large", _AUDIO_LARGE),),
+    "whisper": (
+        Release(
+            "Whisper large v3",
+            _bart(1280, 5120, 32, 20, num_mel_bins=128, vocab_size=51866, pad_token_id=50256),
+        ),
+    ),
+    "xglm": (
+        Release("XGLM-7.5B", {"d_model": 4096, "ffn_dim": 16384, "num_layers": 32, "attention_heads": 32}),
+    ),
+    "xlm-roberta": (Release("XLM-R large", _LARGE | {"vocab_size": 250002, "max_position_embeddings": 514}),),
+    "xlm-roberta-xl": (Release("XLM-R XXL", _bert(4096, 16384, 48, 32)),),
+}
+"""By model type."""
