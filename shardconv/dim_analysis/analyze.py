@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
         if a in dims and b in dims:
             for x, y in zip(dims[a], dims[b], strict=True):
                 dim_trees.link(x, y)
-    _link_repeats(builder.result)
+    _link_repeats(builder.result, owning_modules(tape))  # one without parameters may serve several purposes
     _find_handed_back(builder.result)
     return builder.result
 
@@ -80,16 +81,19 @@ def _block_compared(builder: Builder) -> None:
                     builder.block_dim(dim)
 
 
-def _link_repeats(result: Analysis) -> None:
-    """Give the calls of a module with parameters that is called more than once equal structures.
+def with_calls_alike(analysis: Analysis, fqns: Collection[str]) -> Analysis:
+    """The analysis under which all calls of each of these modules get the same steps."""
+    out = replace(analysis, repeats=list(analysis.repeats))
+    _link_repeats(out, fqns)
+    return out
 
-    A module without parameters may serve several purposes.
-    """
+
+def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:
+    """Give the calls of modules that are called more than once equal structures."""
     tape = result.tape
-    owners = owning_modules(tape)
     first: dict[tuple[str, tuple[str, ...]], Mark] = {}
     for event in tape.events:
-        if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in owners:
+        if isinstance(event, Mark) and event.target in result.dims and tape.calls[event.call].fqn in fqns:
             other = first.setdefault((tape.calls[event.call].fqn, event.slots), event)
             if other is not event:
                 result.repeats += [(other.source, event.source), (other.target, event.target)]

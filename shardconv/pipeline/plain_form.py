@@ -34,7 +34,9 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     """
     forbidden = problem.forbidden()
     forbidden += split_at_blocks(problem.analysis, problem.folded, problem.blocks)
-    found, ruled_out = in_rounds(lambda known: _attempt(problem, known), forbidden)
+    found, ruled_out = in_rounds(
+        lambda known: _attempt(problem.with_calls_alike(known.alike), known), forbidden
+    )
     if found is None:
         raise SolveError(
             f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {ruled_out.last_reason()}"

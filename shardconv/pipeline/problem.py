@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from torch import nn
 
 from ..arguments import SolveOptions
 from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.analyze import with_calls_alike
 from ..dim_analysis.dim_trees import Node
 from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel
@@ -37,6 +38,10 @@ class PlanProblem:
     analysis: Analysis
     expert_parallel: ExpertParallel | None
     blocks: BlockSizes
+
+    def with_calls_alike(self, fqns: Collection[str]) -> PlanProblem:
+        """The problem of a plan in which the calls of these modules have the same steps."""
+        return replace(self, analysis=with_calls_alike(self.analysis, fqns)) if fqns else self
 
     def solution(self, assignment: Assignment, reasons: Mapping[Node, str]) -> Solution | Obstacle:
         """The assignment with all that a plan says.

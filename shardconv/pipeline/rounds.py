@@ -1,9 +1,9 @@
-"""Solving again and again: each obstacle rules out the leaves that are to blame for it."""
+"""Solving again and again: each obstacle rules out leaves that are to blame, or differences between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from shardconv_runtime.errors import SolveError
@@ -18,11 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RuledOut:
-    """Dims that must stay replicated in the next round."""
+    """What no solution of the next round may have."""
 
     nodes: Sequence[Node]
+    """Dims that must stay replicated."""
     reasons: Mapping[Node, str] = field(default_factory=dict)
     """Leaves that an obstacle ruled out -> where it was met."""
+    alike: frozenset[str] = frozenset()
+    """Modules whose calls must get the same steps."""
 
     def and_also(self, obstacle: Obstacle) -> RuledOut:
         """This, and the dims that an obstacle is blamed on.
@@ -30,10 +33,13 @@ class RuledOut:
         Raises:
             SolveError: the obstacle is blamed on nothing that was sharded.
         """
+        module = obstacle.several_calls_of
+        if module and module not in self.alike:
+            return replace(self, alike=self.alike | {module})
         if not obstacle.nodes:
             raise SolveError(f"{obstacle.where}: no attribute edit makes this call local")
         reasons = {find(x): obstacle.where for node in obstacle.nodes for x in leaves(node)}
-        return RuledOut((*self.nodes, *obstacle.nodes), {**self.reasons, **reasons})
+        return replace(self, nodes=(*self.nodes, *obstacle.nodes), reasons={**self.reasons, **reasons})
 
     def last_reason(self) -> str:
         """Where the last obstacle was met; empty if there was none."""

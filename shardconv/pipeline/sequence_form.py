@@ -37,7 +37,7 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
     training = plan.training
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
-        return _attempt(problem, plan, training, plain, ruled_out)
+        return _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
 
     found, ruled_out = in_rounds(attempt, problem.forbidden())
     if found is None:

@@ -170,7 +170,7 @@ def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle |
         known = first.setdefault(fqn, found)
         if known.from_end != found.from_end:
             nodes = [x for d in known.nodes + found.nodes for x in leaves(d)]
-            return Obstacle(solution.sharded(nodes), f"{fqn} is called in different ways")
+            return Obstacle(solution.sharded(nodes), f"{fqn} is called in different ways", fqn)
         if list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
             first[fqn] = known.counted_from_end()
     for fqn, found in first.items():

@@ -15,3 +15,5 @@ class Obstacle:
     """Trees whose leaves are ruled out; empty if it is not known which ones are to blame."""
     where: str
     """The call or the module that does not work on shards, and why."""
+    several_calls_of: str = ""
+    """A module whose calls got different steps, which it cannot have; empty if that is not the problem."""

@@ -86,7 +86,7 @@ _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
 _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
-"""Their only ints are the row of padding, which is a position of the table: tensors alone decide their shapes."""
+"""Tensors alone decide their shapes: the row of padding is a position of the table."""
 
 
 def _is_mapped(value: Any) -> bool:

@@ -40,6 +40,11 @@ class OddConfig(PreTrainedConfig):
         self.girth, self.words, self.repeats = girth, words, repeats
         super().__init__(**kwargs)
 
+    @property
+    def span(self) -> int:
+        """Of all query heads together."""
+        return int(float(self.zork * self.reach))
+
 
 # Attention -----------------------------------------------------------------------------------------
 
@@ -430,6 +435,42 @@ class AllPlacesModel(OddModel):
         for layer in self.stack:
             x = layer(x)
         return CausalLMOutput(logits=self.speak(x))
+
+
+class Tame(nn.Module):
+    """An RMS norm without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+class TwiceTamedModel(OddModel):
+    """One norm before all layers and behind them; gradients would best be summed behind one of its calls."""
+
+    mixer = Literal
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.tame = Tame()
+
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        x = self.tame(self.lookup(input_ids))
+        for layer in self.stack:
+            x = layer(x)
+        return CausalLMOutput(logits=self.speak(self.tame(x)))
+
+
+class Derived(Plain):
+    """Reads a size that the class of the config computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.alpha(x).view(b, s, self.config.span)
+        return self.omega(torch.tanh(q))
+
+
+class DerivedModel(OddModel):
+    mixer = Derived
 
 
 def spec(model_class: type[OddModel], **sizes: Any) -> ModelSpec:

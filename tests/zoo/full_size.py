@@ -100,7 +100,7 @@ class Measured:
 
 
 def models(family: str) -> Iterator[Sized]:
-    """The models of a family: each type's releases, or one at its defaults; a class only in its first family."""
+    """Each type's releases, or one at its defaults; a class only in its first family."""
     seen = {
         name
         for earlier in list(FAMILIES)[: list(FAMILIES).index(family)]

@@ -29,7 +29,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield (
         f"Written by `scripts/coverage --full-size`: every type of transformers {transformers.__version__} "
         f"(torch {torch.__version__.partition('+')[0]}), planned in bfloat16 without weights. "
-        "The sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the type's config. "
+        "Sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the config. "
         f"Plans are retraced{'' if all(r['checked'] for r in rows) else ', but not proven on numbers'}."
     )
     yield ""
@@ -70,9 +70,9 @@ def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
     yield f"## {family.capitalize()}"
     yield ""
     yield (
-        f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank holds. "
-        "Excess: what rank 0 holds, in fair shares. Per layer: collectives of a forward pass in a layer. Rounds: how "
-        "often the model was solved."
+        f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank "
+        "holds. Excess: what rank 0 holds, in fair shares. Per layer: collectives of a forward pass in a "
+        "layer. Rounds: how often the model was solved."
     )
     yield ""
     yield "| type | model | parameters | s | GB | replicated | excess | per layer | rounds |"

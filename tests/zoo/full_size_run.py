@@ -1,4 +1,4 @@
-"""Runs the planning of many models at their sizes, each in a fork of one process that has imported everything."""
+"""Plans many models at their sizes, each in a fork of one process that has imported everything."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def _warm_up() -> None:
     """What torch and transformers import at first use must not be counted for a model."""
     import torch
 
-    from .models import build
-    from .tasks import specification
     from shardconv.arguments import SolveOptions
     from shardconv.pipeline.stages import solve_plan
+
+    from .models import build
+    from .tasks import specification
 
     torch.set_num_threads(1)
     solve_plan(specification(build("causal", "llama")), SolveOptions(2, check=False))

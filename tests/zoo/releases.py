@@ -1,4 +1,4 @@
-"""Sizes of released models: arguments of the configs whose defaults are small, or are no model that people use.
+"""Sizes of released models, for configs whose defaults are small, or are no model that people use.
 
 Types that are not here are planned at the defaults of their config class.
 """

@@ -51,8 +51,24 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
     if isinstance(owner, (list, tuple)):
         index = int(path[0])
         return type(owner)([*owner[:index], new, *owner[index + 1 :]])
-    setattr(owner, path[0], new)
+    if not _is_computed(owner, path[0]):
+        setattr(owner, path[0], new)
+    elif id(owner) in copied:
+        _fix(owner, path[0], new)
+    else:
+        raise PlanError(f"cannot edit {edit.attribute}: {type(owner).__name__} computes it")
     return owner
+
+
+def _is_computed(owner: Any, name: str) -> bool:
+    found = getattr(type(owner), name, None)
+    return isinstance(found, property) and found.fset is None
+
+
+def _fix(config: Any, name: str, value: int) -> None:
+    """Give a copied config a value in place of what its class computes: it gets a class of its own."""
+    kind = type(config)
+    object.__setattr__(config, "__class__", type(kind.__name__, (kind,), {name: value}))
 
 
 def _get(owner: Any, name: str, edit: Edit) -> Any:

@@ -59,3 +59,20 @@ def test_rounds_are_limited() -> None:
 def test_an_obstacle_that_nothing_is_to_blame_for_is_an_error() -> None:
     with pytest.raises(SolveError, match="mixer: view: no attribute edit makes this call local"):
         in_rounds(lambda _: Obstacle((), "mixer: view"), [])
+
+
+def test_calls_of_a_module_are_made_alike_before_dims_are_ruled_out() -> None:
+    obstacles = [Obstacle((dim := leaf(4),), "norm is called in different ways", "norm")] * 2
+    seen: list[RuledOut] = []
+
+    def attempt(ruled_out: RuledOut) -> str | Obstacle:
+        seen.append(ruled_out)
+        return obstacles.pop() if obstacles else "a plan"
+
+    found, _ = in_rounds(attempt, [])
+    assert found == "a plan"
+    assert [(list(known.nodes), known.alike) for known in seen] == [
+        ([], frozenset()),
+        ([], {"norm"}),
+        ([dim], {"norm"}),
+    ]

@@ -91,8 +91,13 @@ def test_rows_that_the_length_is_compared_with_are_replicated(tp: int) -> None:
     assert entries["places.weight"].dims[0] == Leaf(128)
 
 
+def test_a_size_that_the_class_of_the_config_computes() -> None:
+    plan = models.plan_of(models.DerivedModel, 2)
+    assert edits(plan, "stack.0.mixer") == {"config.span": (48, (24,))}
+
+
 def test_a_count_of_heads_where_only_groups_of_them_are_seen() -> None:
-    """Three groups of four heads: two ranks take two and one, so that heads are neither a half nor a third."""
+    """Three groups of four heads: two ranks take two and one, and heads are no quotient."""
     plan = models.plan_of(models.SlicedModel, 2, zork=12, blip=3)
     assert dims(plan, "stack.0.mixer.everything.weight") == "3@0*24 + 3@0*6 + 3@0*6, 64"
     assert edits(plan, "stack.0.mixer") == {"many": (12, (8, 4)), "few": (3, (2, 1))}

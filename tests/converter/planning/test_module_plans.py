@@ -136,3 +136,9 @@ def test_one_rank_shards_nothing() -> None:
     assert all(
         not entry.partial and "@" not in "".join(map(to_text, entry.dims)) for entry in plan.parameters
     )
+
+
+def test_a_module_without_parameters_has_the_same_steps_at_each_call() -> None:
+    """Its calls are free to differ until the cheapest solution makes use of that."""
+    plan = models.plan_of(models.TwiceTamedModel, 2, repeats=4, words=1001)
+    assert plan.training is not None

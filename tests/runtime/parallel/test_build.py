@@ -184,6 +184,36 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
     assert first.config._attn_implementation == model.config._attn_implementation
 
 
+class _Area(PreTrainedConfig):
+    """Computes an int."""
+
+    @property
+    def area(self) -> int:
+        return 12
+
+
+class _Tile(nn.Module):
+    """A module that computes one."""
+
+    @property
+    def area(self) -> int:
+        return 12
+
+
+def test_what_a_config_computes_is_another_number_in_its_copy() -> None:
+    module = nn.Module()
+    module.config = shared = _Area()
+    edited(module, Edit("config.area", 12, (6, 4)), rank=1)
+    assert (module.config.area, shared.area) == (4, 12)
+    assert isinstance(copy.deepcopy(module.config), _Area)
+    assert copy.deepcopy(module.config).area == 4
+
+
+def test_what_a_module_computes_is_not_edited() -> None:
+    with pytest.raises(PlanError, match="cannot edit area: _Tile computes it"):
+        edited(_Tile(), Edit("area", 12, (6,)))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
