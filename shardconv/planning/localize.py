@@ -110,11 +110,17 @@ class _Localizer:
         pending = {a for call in failing for a in call.attributes}
         while pending:
             group = self._component(min(pending), pending)
-            pending -= group
-            concerned = [c for c in (*self.calls, *self.others) if group & c.attributes.keys()]
-            chosen = self._search(sorted(group), concerned)
+            chosen = self._search(sorted(group), self._concerned(group))
             if isinstance(chosen, Obstacle):
-                return chosen
+                reading = (call for call in self.calls if group & call.attributes.keys())
+                wider = {a for call in reading for a in call.attributes} - out.keys()
+                if wider == group:
+                    return chosen
+                group = wider
+                chosen = self._search(sorted(group), self._concerned(group))
+                if isinstance(chosen, Obstacle):
+                    return chosen
+            pending -= group
             out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
         return out
 
@@ -122,6 +128,10 @@ class _Localizer:
         known = self.analysis.dims
         touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
         return any(self.shapes.is_changed(t) for t in touched)
+
+    def _concerned(self, group: set[Attribute]) -> list[_Call]:
+        """The calls that read some of these; they may hold only as long as nothing is edited."""
+        return [call for call in (*self.calls, *self.others) if group & call.attributes.keys()]
 
     def _component(self, start: Attribute, pending: set[Attribute]) -> set[Attribute]:
         """Attributes that must be chosen together: those that failing calls read with this one."""

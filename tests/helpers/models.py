@@ -116,6 +116,24 @@ class Sliced(nn.Module):
         return self.back(y.transpose(1, 2).reshape(b, s, -1))
 
 
+class Grouped(nn.Module):
+    """A key and a value for each group of queries; of the counts, a view reads the quotient only."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.reach, self.many, self.few = config.reach, config.zork, config.blip
+        self.everything = nn.Linear(config.width, (config.zork + 2 * config.blip) * config.reach)
+        self.back = nn.Linear(config.zork * config.reach, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        fused = self.everything(x).view(b, s, -1, self.many // self.few + 2, self.reach)
+        q = fused[:, :, :, :-2]
+        k, v = (torch.broadcast_to(fused[:, :, :, [i]], q.shape) for i in (-2, -1))
+        q, k, v = (t.flatten(2, 3).transpose(1, 2).reshape(b, self.many, s, self.reach) for t in (q, k, v))
+        return self.back(attend(q, k, v).transpose(1, 2).reshape(b, s, self.many * self.reach))
+
+
 class Interleaved(nn.Module):
     """``[heads, 3, reach]`` in one weight."""
 
@@ -327,6 +345,10 @@ class FusedModel(OddModel):
 
 class SlicedModel(OddModel):
     mixer = Sliced
+
+
+class GroupedModel(OddModel):
+    mixer = Grouped
 
 
 class InterleavedModel(OddModel):

@@ -17,7 +17,7 @@ from .full_size import Measured, Sized, measure_planning
 
 SECONDS = 120
 """Limit for one model at one tp, of a core."""
-WALL_SECONDS = 5 * SECONDS
+WALL_SECONDS = 3 * SECONDS
 """The same on the clock: other processes may share the cores."""
 MEMORY = 12 * 2**30
 """Limit of a fork's address space, above that of its parent."""

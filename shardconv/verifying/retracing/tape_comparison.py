@@ -22,6 +22,7 @@ _SHAPED = frozenset(
         "aten.reshape",
         "aten._unsafe_view",
         "aten.expand",
+        "aten.broadcast_to",
         "aten.repeat",
         "aten.repeat_interleave",
         "aten.convolution",

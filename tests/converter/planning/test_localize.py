@@ -103,6 +103,12 @@ def test_a_count_of_heads_where_only_groups_of_them_are_seen() -> None:
     assert edits(plan, "stack.0.mixer") == {"many": (12, (8, 4)), "few": (3, (2, 1))}
 
 
+def test_an_attribute_of_calls_that_hold_as_long_as_nothing_is_edited() -> None:
+    """``many // few``: what reads ``many`` alone fails, and after an edit of it so does the quotient."""
+    plan = models.plan_of(models.GroupedModel, 4)
+    assert edits(plan, "stack.0.mixer") == {"many": (8, (2,)), "few": (4, (1,))}
+
+
 def test_an_embedding_takes_as_many_ids_as_before() -> None:
     plan = models.plan_of(models.AllPlacesModel, 2)
     assert dims(plan, "places.weight") == "101@0, 64"
