@@ -312,6 +312,9 @@ def pooled(d: Draw) -> Drawn:
             (lambda x: F.interpolate(x, size=out, mode="nearest"), (image,)),
             (lambda x: F.interpolate(x, size=out, mode="bilinear"), (image,)),
             (lambda x: F.interpolate(x, size=out, mode="bicubic"), (image,)),
+            (lambda x: F.interpolate(x, size=out, mode="bilinear", antialias=True), (image,)),
+            (lambda x: F.interpolate(x, size=out, mode="bicubic", antialias=True), (image,)),
+            (lambda x: F.unfold(x, size), (image,)),
         ]
     )
 
@@ -567,6 +570,7 @@ def gathered(d: Draw) -> Drawn:
             (lambda x, i: x.take_along_dim(i, dim), (f(*shape), all_ids)),
             (lambda x, i: x.scatter(dim, i, 2.0), (f(*shape), ids)),
             (lambda x, i, y: x.scatter(dim, i.expand(few), y), (f(*shape), unique, f(*few))),
+            (lambda x, i, y: x.scatter_reduce(dim, i.expand(few), y, "amin"), (f(*shape), unique, f(*few))),
             (lambda x, i, y: x.index_add(dim, i, y), (f(*shape), rows, f(*added))),
             (lambda x, i, y: x.clone().index_add_(dim, i, y), (f(*shape), rows, f(*added))),
             (lambda x, i: x.index_put((i,), x.new_zeros(())), (f(*shape), d.ids(shape[0], 2))),
@@ -671,6 +675,8 @@ def normalized(d: Draw) -> Drawn:
             (lambda x: F.rms_norm(x, last), (f(*shape),)),
             (lambda x, w: F.rms_norm(x, last, w), (f(*shape), f(*last))),
             (lambda x: F.group_norm(x, groups), (f(*image),)),
+            (lambda x, m, v: F.batch_norm(x, m, v.abs()), (f(*image), f(image[1]), f(image[1]))),
+            (lambda v, g: torch._weight_norm(v, g, 1), (f(*image), f(1, image[1], 1))),
             (lambda x, w, b: F.group_norm(x, groups, w, b), (f(*image), f(image[1]), f(image[1]))),
         ]
     )

@@ -63,6 +63,10 @@ def _fresh(x: Tensor) -> Tensor:
     return x + torch.zeros(4, 6, device=x.device, dtype=x.dtype) + x.new_full((4, 6), 0.5)
 
 
+def _batch_norm(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, var.abs() + 0.1, w, b)
+
+
 POINTWISE = [
     Case("add", lambda x, y: x + y, (f(4, 6), f(4, 6)), "4 6"),
     Case("add broadcast", lambda x, y: x + y, (f(2, 4, 6), f(4, 1)), "2 4 6"),
@@ -144,6 +148,13 @@ CONTRACTION = [
     Case("avg_pool1d", lambda x: F.avg_pool1d(x, 2), (f(2, 4, 6),), "2 4 3!"),
     Case("avg_pool2d", lambda x: F.avg_pool2d(x, 2), (f(2, 4, 6, 6),), "2 4 3! 3!"),
     Case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 2), (f(2, 4, 6),), "2 4 2!"),
+    Case("unfold of images", lambda x: F.unfold(x, 2, stride=2), (f(2, 4, 6, 6),), "2 (4*4!) 9!"),
+    Case(
+        "interpolate antialiased",
+        lambda x: F.interpolate(x, size=(3, 2), mode="bilinear", antialias=True),
+        (f(2, 4, 6, 6),),
+        "2 4 3! 2!",
+    ),
     Case("max_pool2d", lambda x: F.max_pool2d(x, 2), (f(2, 4, 6, 6),), "2 4 3! 3!"),
     Case(
         "interpolate", lambda x: F.interpolate(x, size=(5, 4), mode="bilinear"), (f(2, 4, 3, 3),), "2 4 5! 4!"
@@ -282,7 +293,14 @@ SELECTION = [
     Case("gather fewer", lambda x, y: x.gather(-1, _ids(y, 6)), (f(5, 6), f(4, 3)), "4! 3"),
     Case("scatter", lambda x, y, i: x.scatter(1, i.expand(4, 2), y), (f(4, 6), f(4, 2), ints(0, 3)), "4 6!"),
     Case("scatter value", lambda x, y: x.scatter(1, _ids(y, 6), 1.0), (f(4, 6), f(4, 2)), "4 6!"),
+    Case("glu", lambda x: F.glu(x, -1), (f(4, 6),), "4 3"),
     Case("scatter_", lambda x, y: x.clone().scatter_(-1, _ids(y, 6), 1.0), (f(4, 6), f(3, 2)), None),
+    Case(
+        "scatter_reduce",
+        lambda x, y, i: x.scatter_reduce(1, i.expand(4, 3), y, "amax"),
+        (f(4, 6), f(4, 3), ints(0, 3, 3)),
+        "4 6!",
+    ),
     Case("index_add", lambda x, i, y: x.index_add(0, i, y), (f(5, 6), ints(1, 0, 1), f(3, 6)), "5! 6"),
     Case(
         "index_add_", lambda x, i, y: x.clone().index_add_(-1, i, y), (f(6, 5), ints(1, 0), f(6, 2)), "6 5!"
@@ -331,6 +349,11 @@ REDUCTION = [
     Case("layer_norm bare", lambda x: F.layer_norm(x, (5, 6)), (f(4, 5, 6),), "4 5! 6!"),
     Case("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), (f(4, 6), f(6)), "4 6!"),
     Case("head norm", lambda x, w: F.rms_norm(x.view(3, 4, 2), (2,), w), (f(3, 8), f(2)), "3 4 2!"),
+    Case("batch_norm", _batch_norm, (f(2, 4, 5), f(4), f(4), f(4), f(4)), "2 4 5"),
+    Case("batch_norm bare", lambda x, m, v: F.batch_norm(x, m, v.abs()), (f(3, 4), f(4), f(4)), "3 4"),
+    Case("weight_norm", lambda v, g: torch._weight_norm(v, g, 2), (f(4, 3, 5), f(1, 1, 5)), "4! 3! 5"),
+    Case("weight_norm first", lambda v, g: torch._weight_norm(v, g, 0), (f(4, 3), f(4, 1)), "4 3!"),
+    Case("weight_norm of all", lambda v, g: torch._weight_norm(v, g, -1), (f(4, 3), f()), "4! 3!"),
     Case("group_norm", lambda x: F.group_norm(x, 2), (f(3, 4, 5),), "3! 4! 5!"),
     Case("nonzero", lambda x: F.one_hot(_ids(x, 3), 3), (f(4, 6),), None),
 ]

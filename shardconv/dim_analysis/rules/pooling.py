@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from .. import dim_trees
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
@@ -13,6 +16,16 @@ if TYPE_CHECKING:
 def average(b: Builder, op: Op, args: Arguments) -> None:
     """Means of windows, and interpolation: linear. The operator's name says over how many dims."""
     _over_last_dims(b, op, b.partial(op.inputs[0]))
+
+
+def windows(b: Builder, op: Op, args: Arguments) -> None:
+    """``im2col``: ``[(N,) C, H, W]`` to ``[(N,) C * elements of a window, windows]``."""
+    dims = list(b.tensor(op.inputs[0]))
+    for dim in dims[-2:]:
+        b.block_dim(dim)
+    elements, count = dim_trees.leaf(math.prod(args["kernel_size"]), True), b.shape(op.outputs[0])[-1]
+    laid_out = dim_trees.product([dims[-3], elements])
+    b.set(op.outputs[0], [*dims[:-3], laid_out, *b.blocked(count)], b.partial(op.inputs[0]))
 
 
 def largest(b: Builder, op: Op, args: Arguments) -> None:
@@ -42,9 +55,12 @@ RULES = {
             "aten.upsample_nearest2d",
             "aten.upsample_bilinear2d",
             "aten.upsample_bicubic2d",
+            "aten._upsample_bilinear2d_aa",
+            "aten._upsample_bicubic2d_aa",
             "aten.upsample_linear1d",
         ),
         average,
     ),
+    "aten.im2col": windows,
     **dict.fromkeys(("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool2d_with_indices"), largest),
 }

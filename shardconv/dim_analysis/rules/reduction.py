@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import dim_trees
 from ..dim_trees import Node
+from ..rule_builder import NotCovered
 from . import pointwise
 
 if TYPE_CHECKING:
@@ -123,6 +124,30 @@ def group_norm(b: Builder, op: Op, args: Arguments) -> None:
         b.set(tid, b.blocked(*b.shape(tid)))
 
 
+def batch_norm(b: Builder, op: Op, args: Arguments) -> None:
+    """``batch_norm`` by running statistics: each channel by itself. Those of a batch need all of it."""
+    if args["training"]:
+        raise NotCovered
+    dims = b.tensor(op.inputs[0])
+    b.never_partial(*op.inputs)
+    for tid in op.inputs[1:]:
+        dim_trees.unify(b.tensor(tid)[0], dims[1])
+    b.set(op.outputs[0], dims)
+
+
+def weight_norm(b: Builder, op: Op, args: Arguments) -> None:
+    """``_weight_norm``: a matrix divided by its norms over all dims but one, times scales along that one."""
+    matrix, scales = op.inputs
+    dims, kept = b.tensor(matrix), args["dim"]
+    b.never_partial(*op.inputs)
+    for i, dim in enumerate(dims):
+        if kept == -1 or i != kept:
+            b.block_dim(dim)
+        else:
+            dim_trees.unify(dim, b.tensor(scales)[i])
+    b.set(op.outputs[0], dims)
+
+
 def solve_triangular(b: Builder, op: Op, args: Arguments) -> None:
     """Systems of equations, one for each position of the leading dims."""
     b.never_partial(*op.inputs)
@@ -181,5 +206,7 @@ RULES = {
     **dict.fromkeys(
         ("aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm"), norm
     ),
+    "aten.batch_norm": batch_norm,
+    "aten._weight_norm": weight_norm,
     **dict.fromkeys(("aten.group_norm", "aten.native_group_norm"), group_norm),
 }

@@ -53,6 +53,19 @@ def split(b: Builder, op: Op, args: Arguments) -> None:
         b.set(tid, [*dims[:dim], part, *dims[dim + 1 :]], b.partial(source))
 
 
+def gated(b: Builder, op: Op, args: Arguments) -> None:
+    """``glu``: the first half of a dim times the sigmoid of the second; both are sharded alike."""
+    source = op.inputs[0]
+    b.never_partial(source)
+    dims = list(b.tensor(source))
+    dim = args["dim"] % len(dims)
+    half = dims[dim].size // 2
+    first, second = b.cut(dims[dim], [half, half])
+    dim_trees.unify(first, second)
+    dims[dim] = first
+    b.set(op.outputs[0], dims)
+
+
 def slice_(b: Builder, op: Op, args: Arguments) -> None:
     """``slice``: a segment, or every n-th position."""
     source = op.inputs[0]
@@ -195,7 +208,7 @@ def gather(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def scatter(b: Builder, op: Op, args: Arguments) -> None:
-    """``scatter``, ``scatter_add``: writes along one dim by ids."""
+    """``scatter``, ``scatter_add``, ``scatter_reduce``: writes along one dim by ids."""
     source, target = op.inputs[0], op.outputs[0]
     dims = list(b.tensor(source))
     others = [t for t in (args.tensor("index"), args.tensor("src")) if t is not None]
@@ -247,6 +260,7 @@ RULES = {
     **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat),
     "aten.stack": stack,
     **dict.fromkeys(("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split"), split),
+    "aten.glu": gated,
     "aten.slice": slice_,
     "aten.narrow": narrow,
     "aten.select": select,
@@ -255,7 +269,7 @@ RULES = {
     "aten.index_select": index_select,
     "aten.index": index,
     "aten.gather": gather,
-    **dict.fromkeys(("aten.scatter", "aten.scatter_add"), scatter),
+    **dict.fromkeys(("aten.scatter", "aten.scatter_add", "aten.scatter_reduce"), scatter),
     "aten.index_add": index_add,
     "aten.index_put": index_put,
 }
