@@ -54,6 +54,11 @@ def _bert(hidden: int, inner: int, layers: int, heads: int, **others: Any) -> di
     }
 
 
+def _layers(kind: str, other: str, count: int, *others: int) -> list[str]:
+    """A list with an entry for each layer."""
+    return [other if index in others else kind for index in range(count)]
+
+
 _LARGE = _bert(1024, 4096, 24, 16)
 _QWEN2_72B = _decoder(8192, 29568, 80, 64, 8, 152064)
 _QWEN3_MOE = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
@@ -157,6 +162,14 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "dinov2": (Release("DINOv2 giant", _bert(1536, 6144, 40, 24, use_swiglu_ffn=True, patch_size=14)),),
+    "dots1": (
+        Release(
+            "dots.llm1",
+            _decoder(4096, 10944, 62, 32, 32, 152064, n_routed_experts=128, n_shared_experts=2)
+            | {"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1}
+            | {"n_group": 1, "topk_group": 1},
+        ),
+    ),
     "electra": (Release("ELECTRA large", _LARGE | {"embedding_size": 1024}),),
     "falcon": (
         Release(
@@ -196,7 +209,22 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "gpt_neox": (Release("GPT-NeoX-20B"),),
     "gpt_oss": (Release("gpt-oss-120b"),),
+    "granitemoehybrid": (
+        Release(
+            "Granite-4.0-H-Small",
+            _decoder(4096, 768, 40, 32, 8, 100352, num_local_experts=72, num_experts_per_tok=10)
+            | {"shared_intermediate_size": 1536, "mamba_n_heads": 128, "mamba_d_head": 64}
+            | {"layer_types": _layers("linear_attention", "full_attention", 40, 5, 15, 25, 35)},
+        ),
+    ),
     "hubert": (Release("HuBERT xlarge", _AUDIO_LARGE | _bert(1280, 5120, 48, 16)),),
+    "hunyuan_v1_dense": (Release("Hunyuan-7B", _decoder(4096, 14336, 32, 32, 8, 128167, head_dim=128)),),
+    "hunyuan_v1_moe": (
+        Release(
+            "Hunyuan-A13B",
+            _decoder(4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=8),
+        ),
+    ),
     "internvl": (
         Release(
             "InternVL3-78B",
@@ -207,6 +235,14 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "jamba": (Release("Jamba-1.5-Mini"),),
+    "lfm2_moe": (
+        Release(
+            "LFM2-8B-A1B",
+            _decoder(2048, 7168, 24, 32, 8, 65536, num_experts=32, num_experts_per_tok=4)
+            | {"moe_intermediate_size": 1792, "num_dense_layers": 2}
+            | {"layer_types": _layers("conv", "full_attention", 24, 2, 6, 10, 14, 18, 21)},
+        ),
+    ),
     "llama": (
         Release("Llama-3.1-405B", _decoder(16384, 53248, 126, 128, 8, 128256)),
         Release("Llama-3.1-8B", _decoder(4096, 14336, 32, 32, 8, 128256)),

@@ -40,6 +40,23 @@ def outputs(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]
         return [t for t in pytree.tree_leaves(model(**inputs, **options)) if isinstance(t, Tensor)]
 
 
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    """A matrix that exists where two sizes differ, and here they do not: stored, loaded, and back."""
+    zoo = build("masked", "mobilebert", embedding_size=64, hidden_size=64)
+    whole = zoo.model_class._from_config(zoo.config, dtype=torch.float64).eval()
+    assert any(not parameter.numel() for parameter in whole.parameters())
+    whole.save_pretrained(tmp_path / "model")
+    inputs = make_inputs(whole, seed=5)
+    want = outputs(whole, inputs.tensors, inputs.options)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", tp=2)
+    for got in run_processes(2, outputs_on_rank, tmp_path / "out", inputs.tensors, inputs.options):
+        assert difference(got, want) < 1e-9
+    shardconv.reshard(tmp_path / "out", tmp_path / "three", tp=3)
+    shardconv.merge(tmp_path / "three", tmp_path / "merged")
+    merged = zoo.model_class.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    assert difference(outputs(merged, inputs.tensors, inputs.options), want) < 1e-9
+
+
 def outputs_on_rank(path: Path, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
     return outputs(shardconv_runtime.load(path), inputs, options)
 

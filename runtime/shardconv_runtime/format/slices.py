@@ -229,13 +229,14 @@ def validate(dim: Dim, mesh: Mesh) -> None:
 
 
 def validate_tensor(dims: Sequence[Dim], mesh: Mesh) -> None:
-    """Check each dim of a tensor, and that no mesh axis shards two of them.
+    """Check each dim of a tensor, and that no mesh axis shards two of them; a dim may have no positions.
 
     Raises:
         PlanError: see ``validate``.
     """
     for dim in dims:
-        validate(dim, mesh)
+        if dim != Leaf(0):
+            validate(dim, mesh)
     if twice := _repeated(axes_of(dim) for dim in dims):
         text = ", ".join(shown(dim) for dim in dims)
         raise PlanError(
