@@ -32,7 +32,7 @@ def run(
     """Measure each model at each tp, append the results to a file, and tell each."""
     _warm_up()
     for model, tp in todo:
-        row = _in_fork(model, tp, check)
+        row = in_fork(model, tp, check)
         if results is not None:
             with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -60,7 +60,8 @@ def _warm_up() -> None:
     solve_plan(specification(build("causal", "llama")), SolveOptions(2, check=False))
 
 
-def _in_fork(model: Sized, tp: int, check: bool) -> dict[str, Any]:
+def in_fork(model: Sized, tp: int, check: bool) -> dict[str, Any]:
+    """What ``measure_planning`` finds in a fork of this process, or how that ended."""
     with tempfile.NamedTemporaryFile("r") as file:
         started = time.perf_counter()
         child = os.fork()

@@ -40,6 +40,7 @@ def outputs(model: nn.Module, inputs: dict[str, Tensor], options: dict[str, Any]
         return [t for t in pytree.tree_leaves(model(**inputs, **options)) if isinstance(t, Tensor)]
 
 
+@pytest.mark.slow
 def test_a_parameter_without_elements(tmp_path: Path) -> None:
     """A matrix that exists where two sizes differ, and here they do not: stored, loaded, and back."""
     zoo = build("masked", "mobilebert", embedding_size=64, hidden_size=64)

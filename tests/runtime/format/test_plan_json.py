@@ -134,6 +134,14 @@ def test_smallest_plan() -> None:
     ]
 
 
+def test_a_parameter_without_elements() -> None:
+    empty = ParameterPlan(("extra.weight",), (parse("0"), parse("50257@0.1")), "bfloat16")
+    text = plan_json.dumps(replace(PLAN, parameters=(*PLAN.parameters, empty)))
+    assert '"0"' in text
+    read = plan_json.loads(text).parameters[-1]
+    assert (global_shape(read), local_shape(read, PLAN.mesh, 1)) == ((0, 50257), (0, 12564))
+
+
 def test_only_a_plan_without_training_says_why() -> None:
     reason = replace(PLAN, training=None, inference_only="its norm has no gradient")
     assert plan_json.loads(plan_json.dumps(reason)) == reason
