@@ -103,8 +103,9 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
 
     Sizes, checksums and headers are compared with the manifest and the plan. With --against, the tensors of
     each rank are compared with the weights of MODEL, cast as in the conversion. With --numerics, the ranks
-    run in float64 on their real weights and are compared with the unsharded model; layers that do not fit
-    in memory are left out. If there are problems, all are listed and the exit code is 2.
+    run in float64 on their real weights and are compared with the unsharded model, in the memory of its
+    largest weight; the result is written to the manifest, and inspect shows it. If there are problems, all
+    are listed and the exit code is 2.
 
     \b
     Examples:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, small_files
-from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry
+from shardconv_runtime.format import manifest_writing, small_files
+from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
@@ -99,8 +101,9 @@ def weights_of(found: Converted) -> dict[str, LazyTensor]:
 
 
 def identity(found: Converted) -> dict[str, object]:
-    """As JSON, a value that differs if any byte of the directory should differ."""
-    return {"manifest": manifest.sha256_of(found.directory / MANIFEST_NAME)}
+    """As JSON, a value that differs if any byte of its files should differ; it may be verified meanwhile."""
+    files = manifest_writing.dumps(dataclasses.replace(found.manifest, numerics=None))
+    return {"manifest": hashlib.sha256(files.encode()).hexdigest()}
 
 
 def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:

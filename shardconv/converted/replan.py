@@ -68,7 +68,9 @@ def replan(
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}
-    manifest_writing.write(dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools), directory)
+    numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
+    renewed = dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
+    manifest_writing.write(renewed, directory)
     return new
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.format.manifest import Source
 
-from ..reporting.report import human_bytes, human_count
+from ..reporting.report import human_bytes, human_count, numerics_text
 from ..reporting.summary import summarize
 from .published import Published
 from .readme import BEGIN, END
@@ -182,3 +182,10 @@ def _verifying(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield f"hf download {_code(repo_id)} --include {_code(variant.path)}/* --local-dir ."
     yield _code(f"shardconv verify {against}{revision}")
     yield "```"
+    measured = [variant for variant in variants if variant.manifest.numerics is not None]
+    if measured:
+        yield ""
+        yield "`shardconv verify --numerics` ran all ranks on the weights in their files:"
+        yield ""
+    for variant in measured:
+        yield f"- {escaped(variant.path)}: {escaped(numerics_text(variant.manifest.numerics))}"

@@ -96,6 +96,7 @@ def new_bytes(items: Iterable[Item], tree: Tree) -> int:
 
 
 def breaks_manifest(changes: Changes, folder: str, tree: Tree) -> bool:
-    """Whether the changes would make the manifest in ``folder`` wrong."""
-    inside = [item.path for item in changes.send if item.path.startswith(f"{folder}/")]
-    return f"{folder}/{MANIFEST_NAME}" in tree.files and bool(inside)
+    """Whether the changes of other files would make the manifest in ``folder`` wrong."""
+    own = f"{folder}/{MANIFEST_NAME}"
+    inside = [i.path for i in changes.send if i.path.startswith(f"{folder}/") and i.path != own]
+    return own in tree.files and bool(inside)

@@ -18,7 +18,7 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan
 
 from . import html_values
-from .report import TOKENS, human_bytes, percent, tensor_cells, unplanned
+from .report import TOKENS, human_bytes, numerics_text, percent, tensor_cells, unplanned
 from .summary import Summary, all_notes, summarize
 
 MARK = '<meta name="generator" content="shardconv report">'
@@ -66,7 +66,11 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"human_bytes": human_bytes, "percent_of": percent}
+    environment.filters |= {
+        "human_bytes": human_bytes,
+        "numerics_text": numerics_text,
+        "percent_of": percent,
+    }
     environment.globals |= {"values": html_values, "tensor_cells": tensor_cells, "unplanned": unplanned}
     return environment
 

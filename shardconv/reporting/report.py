@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import FileEntry, Manifest
+from shardconv_runtime.format.measured_numerics import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
 from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, all_notes, summarize
@@ -238,6 +239,7 @@ def files_report(manifest: Manifest) -> str:
         f"  from           {manifest.source.name}{revision}",
         f"  written by     {tools}",
     ]
+    lines += _wrapped_fact("numerics", numerics_text(manifest.numerics))
     folders: dict[str, list[FileEntry]] = {}
     for entry in manifest.files:
         folders.setdefault(entry.path.rpartition("/")[0], []).append(entry)
@@ -246,3 +248,18 @@ def files_report(manifest: Manifest) -> str:
         files = "file" if len(entries) == 1 else "files"
         lines.append(f"  {folder or '.':<28} {len(entries):>4} {files:<5} {num_bytes:>12}")
     return "\n".join(lines) + "\n"
+
+
+def numerics_text(found: Numerics | None) -> str:
+    """The result of ``verify --numerics``, or that there is none, in one line."""
+    if found is None:
+        return "not measured; shardconv verify --numerics runs the ranks on these weights"
+    inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in found.inputs.items())
+    return (
+        f"the simulated ranks differ from the unsharded model by {found.worst:.1e} of its largest output at "
+        f"most ({found.dtype}, {found.tolerance:.0e} allowed; {inputs})"
+    )
+
+
+def _wrapped_fact(label: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<15}", subsequent_indent=" " * 17)

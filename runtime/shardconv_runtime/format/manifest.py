@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from ..errors import CheckpointError, PlanError
 from . import plan_json as codec
 from .header import StoredTensor, read_header
+from .measured_numerics import Numerics, check_numerics
 from .plan import Plan
 from .plan_checks import check_tp, is_sha256
 from .typed_json import MalformedError, load_document, read_text
@@ -99,6 +100,8 @@ class Manifest:
     """Sorted by path."""
     sha256: str = ""
     """Of this document with the field left out, in hex; ``manifest_writing`` fills it in and checks it."""
+    numerics: Numerics | None = None
+    """How the ranks compare with the unsharded model; None: that was not measured for these files."""
     version: int = field(default=VERSION, kw_only=True)
 
     def files_of(self, rank: int) -> Iterator[FileEntry]:
@@ -323,6 +326,8 @@ def _check(manifest: Manifest) -> None:
             raise MalformedError(name, "expected 64 hex digits in lower case")
     for index, entry in enumerate(manifest.files):
         _check_entry(f"files[{index}]", entry, manifest.tp)
+    if manifest.numerics is not None:
+        check_numerics(manifest.numerics)
     texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
     if any(len(text) > MAX_TEXT_LENGTH for text in texts):
         raise MalformedError("", f"a name or a version has more than {MAX_TEXT_LENGTH} characters")

@@ -1,42 +1,38 @@
-"""Runs a converted model on its own weights: all ranks as threads, against the unsharded model.
+"""Runs a converted model on its own weights: all ranks as threads, in lockstep with the unsharded model.
 
 The ranks get the weights in their files; the unsharded model gets those of the source, or those that are
-assembled from the files. Both run in float64, as in the check of a plan. Layers that do not fit in memory are
-left out from the end, if others stand for them: they are bypassed on both sides.
+assembled from the files. Every layer is run. Weights are read when an operator needs them, so that a model of
+any size is run in the memory of its largest parameter.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.block_scales import dequantized
-from shardconv_runtime.format.name_patterns import compress, natural_key
-from shardconv_runtime.format.plan import Plan, global_shape, local_shape, parameter_plans
-from shardconv_runtime.format.stored_layout import SUFFIX, is_common
+from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.format.stored_layout import SUFFIX
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, take
 from torch import Tensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
 from ...reporting.progress import Progress
 from ...reporting.report import human_bytes
-from ...tracing.fold import fold
 from ...tracing.inputs import trace_inputs
-from ...tracing.tape import Tape, prefixes
+from ...tracing.tape import Mark, Op, Tape
 from ..simulation.available_memory import available_bytes
-from ..simulation.layer_bypass import Bypass, find_bypasses, planned_alike
-from ..simulation.rank_simulation import Outcome, Simulation, Unprovable
-
-ITEM_BYTES = 8
-"""Of float64."""
+from ..simulation.lockstep import Lockstep, LockstepOutcome
+from ..simulation.model_runs import PRECISIONS, Precision
+from ..simulation.rank_simulation import Unprovable
+from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed_rows, largest_read
 
 MEMORY_SHARE = 0.75
 """Of the free memory that may be taken: the estimate is one."""
@@ -44,17 +40,12 @@ MEMORY_SHARE = 0.75
 LIVE_ACTIVATIONS = 8
 """How many tensors of the largest kind are counted to live at once in each run."""
 
+COPIES = 2
+"""How many tensors as large as the largest weight are counted to live at once: the one that an operator
+takes, and a copy that code makes of it."""
 
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """How the simulated ranks compare with the unsharded model, on real weights."""
-
-    worst: float
-    """Largest difference of an output, relative to the largest value."""
-    dtype: str
-    """That both were run in."""
-    left_out: tuple[str, ...]
-    """Patterns of layers that were not run for want of memory; layers planned alike were."""
+KEPT_BYTES = 1 << 28
+"""Weights that were read last are kept up to so many bytes, or up to those of the largest weight."""
 
 
 def run_numerics(
@@ -70,119 +61,120 @@ def run_numerics(
         progress: told the stages.
 
     Raises:
-        CheckpointError: the outputs differ, or the ranks fail.
+        CheckpointError: the outputs differ, or the ranks fail; the first module that differs is named.
         SolveError: the unsharded model cannot be traced or run.
         ShardconvError: there is not enough memory, or weights cannot be read.
     """
-    plan, where = converted.plan, converted.directory
     progress.stage("tracing")
-    model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype))
+    model = build_model(spec.model_class, spec.config, getattr(torch, converted.plan.model.dtype))
     inputs, tape = trace_inputs(model, RULES)
-    alike = planned_alike(plan, find_bypasses(tape, fold(tape).representatives()))
-    skipped = _what_does_not_fit(converted, tape, alike, int(available_bytes() * MEMORY_SHARE))
-    left_out = compress(skipped)
-    without = f" without {', '.join(left_out)}, for which there is not enough memory" if skipped else ""
-    progress.stage(f"running the unsharded model and the ranks{without}")
-    source = _StoredWeights(converted, converted.weights() if weights is None else weights)
-    outcome = _run(Simulation(plan, model, inputs, skipped, source), converted)
-    if not outcome.agrees:
-        raise CheckpointError(
-            f"{where}: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of its largest "
-            f"output (allowed: {outcome.tolerance:.0e}) on the real weights; compare the directory with "
-            "--against MODEL, or convert the model again"
-        )
-    return Numerics(outcome.worst, str(outcome.dtype).removeprefix("torch."), left_out)
+    sources = _Sources(converted)
+    unsharded = sources.usable(converted.weights() if weights is None else weights)
+    lockstep = Lockstep(converted.plan, model, inputs, tape, unsharded, sources.of_ranks())
+    progress.stage("running the unsharded model and the ranks")
+    precision, outcome = _run(lockstep, converted)
+    if not outcome.worst <= precision.tolerance:
+        raise CheckpointError(_difference(converted, precision, outcome))
+    return Numerics(
+        worst=outcome.worst,
+        tolerance=precision.tolerance,
+        dtype=_name(precision.dtype),
+        inputs={name: tuple(tensor.shape) for name, tensor in inputs.tensors.items()},
+    )
 
 
-class _StoredWeights:
-    """What is in files, read when it is needed."""
+class _Sources:
+    """The weights in files, as the runtime gives them to a model."""
 
-    def __init__(self, converted: Converted, weights: Mapping[str, LazyTensor]) -> None:
+    def __init__(self, converted: Converted) -> None:
         self._converted = converted
-        self._weights = weights
-        self._blocks = {name: entry.block for name, entry in parameter_plans(converted.plan).items()}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._common: dict[str, Tensor] = {}
+        self._entries = parameter_plans(converted.plan)
 
-    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of the unsharded model."""
-        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self._common = {}
-        return self._read(self._weights, self._dtypes)
+    def usable(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Those of the plan, without factors of blocks."""
+        return {name: self._usable(tensors, name) for name in self._entries if name in tensors}
 
-    def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Those of a rank's files; what is common is read once."""
+    def of_ranks(self) -> list[dict[str, LazyTensor]]:
+        """Those of each rank; what is common is the same value for all."""
         tensors = self._converted.tensors
-        if not self._common:
-            gc.collect()  # the unsharded model is not needed any more
-            self._common = self._read(tensors[None], self._dtypes.keys() & tensors[None].keys())
-        return self._common | self._read(tensors[rank], self._dtypes.keys() & tensors[rank].keys())
+        common = self.usable(tensors[None])
+        return [common | self.usable(tensors[rank]) for rank in range(self._converted.plan.tp)]
 
-    def _read(self, tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._read_one(tensors, name).to(self._dtypes[name]) for name in names}
-
-    def _read_one(self, tensors: Mapping[str, LazyTensor], name: str) -> Tensor:
-        """As the runtime would: values in float8 are multiplied with their factors."""
-        block, values = self._blocks.get(name), read_tensor(tensors[name])
+    def _usable(self, tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor:
+        """A weight; values in float8 are multiplied with their factors when they are read."""
+        values, block = tensors[name], self._entries[name].block
         if not block:
             return values
-        dtype = getattr(torch, self._converted.plan.model.dtype)
-        return dequantized(values, read_tensor(tensors[name + SUFFIX]), block, dtype)
+        factors, dtype = tensors[name + SUFFIX], self._converted.plan.model.dtype
+
+        def compute(span: tuple[int, int]) -> Tensor:
+            blocks = (span[0] // block[0], math.ceil(span[1] / block[0]))
+            read = [read_tensor(take(t, 0, (part,))) for t, part in ((values, span), (factors, blocks))]
+            return dequantized(read[0], read[1], block, getattr(torch, dtype))
+
+        return computed_rows(name, dtype, values.shape, compute)
 
 
-def _run(simulation: Simulation, converted: Converted) -> Outcome:
-    try:
-        return simulation.run()
-    except Unprovable as error:
+def _run(lockstep: Lockstep, converted: Converted) -> tuple[Precision, LockstepOutcome]:
+    """Run in the best precision for which there is memory and that the model supports."""
+    problem: TooLargeToRead | Unprovable | None = None
+    for precision in PRECISIONS:
+        try:
+            return precision, lockstep.run(precision, _reads(lockstep, precision))
+        except (TooLargeToRead, Unprovable) as error:
+            problem = problem or error.with_traceback(None)  # which would keep the weights in memory
+        except SolveError as error:
+            raise CheckpointError(f"{converted.directory}: {error}; convert the model again") from error
+    where = f"{converted.directory}: its files are as they should be, but"
+    if isinstance(problem, Unprovable):
         raise SolveError(
-            f"{converted.directory}: its files are as they should be, but the unsharded model fails on its "
-            f"own weights ({error}), so that the ranks cannot be compared with it; leave out --numerics"
-        ) from error
-    except SolveError as error:
-        raise CheckpointError(f"{converted.directory}: {error}; convert the model again") from error
+            f"{where} the unsharded model fails on its own weights ({problem}), so that the ranks cannot be "
+            "compared with it; leave out --numerics"
+        ) from problem
+    raise ShardconvError(f"{where} {problem}; leave out --numerics, or use a larger machine") from problem
 
 
-def _what_does_not_fit(
-    converted: Converted, tape: Tape, layers: Mapping[str, Bypass], free_bytes: int
-) -> dict[str, Bypass]:
-    """The last of these layers, so many that the rest fits in memory.
+def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
+    """How weights are read within the free memory.
 
     Raises:
-        ShardconvError: the rest does not fit without any of them.
+        TooLargeToRead: the largest weight, or the activations, do not fit.
     """
-    plan = converted.plan
-    needed = dict.fromkeys(["", *sorted(layers, key=natural_key)], 0)
-    for name, num_bytes in _needed_bytes(plan).items():
-        needed[next((prefix for prefix in prefixes(name) if prefix in layers), "")] += num_bytes
-    total = needed.pop("") + _activation_bytes(tape) * (plan.tp + 1)
-    if total > free_bytes:
-        raise ShardconvError(
-            f"{converted.directory}: its files are as they should be, but to run the model in float64 takes "
-            f"some {human_bytes(total)} of memory, even without the layers that others stand for, and "
-            f"{human_bytes(free_bytes)} may be taken here; leave out --numerics, or use a larger machine"
+    activations = _activation_bytes(lockstep.tape, precision) * (lockstep.plan.tp + 1)
+    free = int(available_bytes() * MEMORY_SHARE)
+    largest, name = max((largest_read(t, precision.dtype), name) for name, t in lockstep.unsharded.items())
+    if activations + COPIES * largest > free:
+        raise TooLargeToRead(
+            f"to run it in {_name(precision.dtype)} takes some {human_bytes(activations + COPIES * largest)} "
+            f"of memory, for {name} and for activations, and {human_bytes(free)} may be taken here"
         )
-    kept = 0
-    for num_bytes in needed.values():
-        total += num_bytes
-        if total > free_bytes:
-            break
-        kept += 1
-    return {name: layers[name] for name in list(needed)[kept:]}
+    room = (free - activations) // COPIES
+    return RecentReads(max(largest, min(KEPT_BYTES, room)), room)
 
 
-def _needed_bytes(plan: Plan) -> dict[str, int]:
-    """What each weight takes: in the unsharded model or, if that is more, in all ranks together."""
-    needed = {}
-    for name, entry in parameter_plans(plan).items():
-        shapes = [global_shape(entry)]
-        if not is_common(entry):
-            shapes = [local_shape(entry, plan.mesh, rank) for rank in range(plan.tp)]
-        numel = max(sum(map(math.prod, shapes)), math.prod(global_shape(entry)))
-        needed[name] = numel * ITEM_BYTES
-    return needed
+def _activation_bytes(tape: Tape, precision: Precision) -> int:
+    """An estimate for one run; what is computed from weights alone does not count."""
+    weights = {tid for tid, info in enumerate(tape.tensors) if info.kind in ("parameter", "buffer")}
+    for event in tape.events:
+        if isinstance(event, Mark) and event.source in weights:
+            weights.add(event.target)
+        elif isinstance(event, Op) and event.inputs and weights.issuperset(event.inputs):
+            weights.update(event.outputs)
+    shapes = (info.shape for tid, info in enumerate(tape.tensors) if tid not in weights)
+    return max(map(math.prod, shapes), default=0) * precision.dtype.itemsize * LIVE_ACTIVATIONS
 
 
-def _activation_bytes(tape: Tape) -> int:
-    """An estimate for one run."""
-    largest = max((math.prod(t.shape) for t in tape.tensors if t.kind == "value"), default=0)
-    return largest * ITEM_BYTES * LIVE_ACTIVATIONS
+def _difference(converted: Converted, precision: Precision, outcome: LockstepOutcome) -> str:
+    first = "no module whose output can be compared does"
+    if outcome.first is not None:
+        name = outcome.first.fqn or "the model itself"
+        first = f"the first module whose output does is {name}, by {outcome.first.worst:.1e}"
+    return (
+        f"{converted.directory}: simulated ranks differ from the unsharded model by {outcome.worst:.1e} of "
+        f"its largest output (allowed: {precision.tolerance:.0e}) on the real weights; {first}; compare the "
+        "directory with --against MODEL, or convert the model again"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
+from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.fingerprint import check_code
+from shardconv_runtime.format.manifest import MANIFEST_NAME, Manifest
+from shardconv_runtime.format.measured_numerics import Numerics
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
 from ...reporting.progress import Progress, Silent
-from ...reporting.report import human_bytes
+from ...reporting.report import human_bytes, numerics_text
 from .intact import Contents, check, one_line, open_contents
 
 if TYPE_CHECKING:
     from .against import Reference
-    from .numerics import Numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ def verify(
         out: a converted directory.
         against: directory or Hub id of the model that it should be: every byte of every rank's shard of every
             tensor is compared, cast as the plan says.
-        numerics: run all ranks in this process in float64 on their real weights, as far as memory allows, and
-            compare with the unsharded model.
+        numerics: run all ranks in this process, on their real weights, and compare with the unsharded model,
+            in the memory of the largest weight. The result is written to the manifest.
         revision, cache_dir, local_files_only, token: how to download ``against`` from the Hub.
         trust_remote_code: import the Python code of ``against`` and, for ``numerics``, of ``out``.
         progress: where to report to.
@@ -111,7 +113,10 @@ def verify(
         remarks.append("the ranks were not run, since there are problems")
     if problems:
         raise DamagedError(directory, problems, remarks)
-    outcome = _run(directory, reference, trust_remote_code, progress) if numerics else None
+    outcome = None
+    if numerics:
+        outcome = _measured(directory, contents.manifest, reference, trust_remote_code, progress)
+        remarks += _record(directory, contents.manifest, outcome)
     return Verified(found.num_files, found.num_bytes, tuple(remarks), num_tensors, outcome)
 
 
@@ -122,12 +127,7 @@ def describe(out: str | os.PathLike[str], found: Verified, against: str | None) 
     if found.num_tensors is not None:
         lines.append(f"all {found.num_tensors} tensors are those of {against}, to the byte")
     if found.numerics is not None:
-        numerics = found.numerics
-        without = f", without {', '.join(numerics.left_out)}" if numerics.left_out else ""
-        lines.append(
-            f"the simulated ranks differ from the unsharded model by {numerics.worst:.1e} of its largest "
-            f"output at most ({numerics.dtype}{without})"
-        )
+        lines.append(numerics_text(found.numerics))
     return [*lines, *(f"remark: {remark}" for remark in found.remarks)]
 
 
@@ -196,6 +196,22 @@ def _compare(
     return comparison.num_tensors
 
 
+def _measured(
+    directory: Path,
+    verified: Manifest,
+    reference: Reference | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Numerics:
+    """Run the ranks; an earlier result does not stay if they differ."""
+    try:
+        return _run(directory, reference, trust_remote_code, progress)
+    except CheckpointError:
+        if verified.numerics is not None:
+            _record(directory, verified, None)
+        raise
+
+
 def _run(
     directory: Path, reference: Reference | None, trust_remote_code: bool, progress: Progress
 ) -> Numerics:
@@ -207,3 +223,17 @@ def _run(
     spec = resolve(directory, trust_remote_code=trust_remote_code, need_weights=False)
     weights = None if reference is None else reference.weights
     return run_numerics(shards.read(directory), spec, weights, progress)
+
+
+def _record(directory: Path, verified: Manifest, outcome: Numerics | None) -> list[str]:
+    """Write a result to the manifest of the files that it was measured on; remarks if that cannot be done."""
+    path = directory / MANIFEST_NAME
+    if path.is_symlink():
+        return [f"the result was not written to {MANIFEST_NAME}, which is a link (to a cache of the Hub?)"]
+    if manifest.read(directory) != verified:
+        return [f"the result was not written to {MANIFEST_NAME}, which has changed meanwhile"]
+    try:
+        manifest_writing.write(replace(verified, numerics=outcome), directory)
+    except OSError as error:
+        return [f"the result was not written to {MANIFEST_NAME} ({error.strerror})"]
+    return []

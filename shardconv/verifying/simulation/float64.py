@@ -43,8 +43,10 @@ class WithoutDropout(TorchFunctionMode):
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     """Rows ``x [S, I]``, sorted by group, times ``weight [E, I, O]`` of their group, which torch
-    has no float64 kernel for. The kernels leave rows past the last group as they find them: here, NaN."""
+    has no float64 kernel for. The kernels leave rows past the last group as they find them: here, NaN.
+    The weights of groups without rows are not touched."""
     ends = offs.tolist()
-    parts = [x[start:end] @ weight[i] for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    groups = enumerate(zip([0, *ends], ends, strict=False))
+    parts = [x[start:end] @ weight[i] for i, (start, end) in groups if end > start]
     rest = x.new_full((x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1]), math.nan)
     return torch.cat([*parts, rest])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,13 +14,16 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+BESIDE = -1
+"""Number of a thread that is no rank."""
+
 
 class RanksDisagree(RuntimeError):
     """The ranks do not run the same collectives; real processes would hang."""
 
 
-class _Stopped(Exception):
-    """This rank was waiting when another one failed."""
+class _Stopped(BaseException):
+    """This thread was waiting when another one failed. Not an ``Exception``, which code might handle."""
 
 
 @dataclass
@@ -33,26 +36,51 @@ class _Meeting:
 
 
 class _Turns:
-    """One rank runs at a time, until it waits for others: each has random numbers of its own.
+    """One thread runs at a time, until it waits for others: each has random numbers of its own.
 
-    All start from the caller's state, as ranks do that were seeded alike. torch has one state for all
-    threads; it is exchanged when a rank's turn begins and ends.
+    Of those that could run, the one that has come least far does; a thread has come as far as it says. All
+    start from the caller's random state, as ranks do that were seeded alike. torch has one state for all
+    threads; it is exchanged when a thread's turn begins and ends.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._changed = threading.Condition()
+        self._is_taken = False
+        self._waiting = dict.fromkeys(numbers, 0)
+        """How far each thread has come that waits for its turn, or has not begun."""
         self._start = torch.get_rng_state()
         self._states: dict[int, Tensor] = {}
 
-    def begin(self, rank: int) -> None:
-        """Wait until no other rank runs."""
-        self._lock.acquire()
-        torch.set_rng_state(self._states.get(rank, self._start))
+    def begin(self, number: int, position: int) -> None:
+        """Wait until no other thread runs, and those that have come less far wait for something else."""
+        with self._changed:
+            self._wait(number, position)
+        torch.set_rng_state(self._states.get(number, self._start))
 
-    def end(self, rank: int) -> None:
-        """Let another rank run."""
-        self._states[rank] = torch.get_rng_state()
-        self._lock.release()
+    def end(self, number: int) -> None:
+        """Let another thread run."""
+        self._states[number] = torch.get_rng_state()
+        with self._changed:
+            self._is_taken = False
+            self._changed.notify_all()
+
+    def wait(self, number: int, position: int) -> None:
+        """Let those that have come less far run, until they wait for something else."""
+        self._states[number] = torch.get_rng_state()
+        with self._changed:
+            self._is_taken = False
+            self._wait(number, position)
+        torch.set_rng_state(self._states[number])
+
+    def _wait(self, number: int, position: int) -> None:
+        self._waiting[number] = position
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: not self._is_taken and number == self._next())
+        del self._waiting[number]
+        self._is_taken = True
+
+    def _next(self) -> int:
+        return min(self._waiting, key=lambda number: (self._waiting[number], number))
 
 
 class _Board:
@@ -90,23 +118,54 @@ class _Board:
             raise RanksDisagree(f"rank {rank} waits in {kind} for ranks {members}, of which one has ended")
 
     def leave(self, rank: int, failed: bool) -> None:
-        """This rank's function has ended: others do not wait for it any more."""
+        """This thread's function has ended: others do not wait for it any more."""
         with self._changed:
             self._gone.add(rank)
             self._failed |= failed
             self._changed.notify_all()
 
+    def require_going_on(self) -> None:
+        """Stop this thread if another one has failed."""
+        with self._changed:
+            if self._failed:
+                raise _Stopped
+
     def _is_lost(self, meeting: _Meeting, members: tuple[int, ...]) -> bool:
         return self._failed or any(m in self._gone and m not in meeting.tensors for m in members)
+
+
+class Turn:
+    """A thread's right to run."""
+
+    def __init__(self, number: int, board: _Board, turns: _Turns) -> None:
+        self.number = number
+        """The rank, or ``BESIDE``."""
+        self._board = board
+        self._turns = turns
+        self._position = 0
+
+    def begin(self) -> None:
+        """Wait for it."""
+        self._turns.begin(self.number, self._position)
+
+    def end(self) -> None:
+        """Give it up."""
+        self._turns.end(self.number)
+
+    def wait_for_others(self, position: int) -> None:
+        """Say how far this thread has come; those that have not come as far run first."""
+        self._position = max(self._position, position)
+        self._turns.wait(self.number, self._position)
+        self._board.require_going_on()
 
 
 class ThreadCommunicator(Communicator):
     """One rank that is a thread; sums go in rank order, so that all ranks get the same bits."""
 
-    def __init__(self, rank: int, mesh: Mesh, board: _Board, turns: _Turns) -> None:
-        super().__init__(rank, mesh)
+    def __init__(self, mesh: Mesh, board: _Board, turn: Turn) -> None:
+        super().__init__(turn.number, mesh)
+        self.turn = turn
         self._board = board
-        self._turns = turns
         self._rounds: dict[tuple[int, ...], int] = {}
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -121,41 +180,56 @@ class ThreadCommunicator(Communicator):
         members = self.group(axes)
         self._rounds[members] = self._rounds.get(members, 0) + 1
         key = (members, self._rounds[members])
-        self._turns.end(self.rank)
+        self.turn.end()
         try:
             return self._board.meet(key, self.rank, members, x, kind, combine)
         finally:
-            self._turns.begin(self.rank)
+            self.turn.begin()
 
 
-def run_ranks(mesh: Mesh, function: Callable[[Communicator], T]) -> list[T]:
+def run_ranks(
+    mesh: Mesh,
+    function: Callable[[ThreadCommunicator], T],
+    beside: Callable[[Turn], object] | None = None,
+) -> list[T]:
     """Run ``function`` once for each rank of ``mesh``, in turns, and return the results by rank.
 
     Each thread has the caller's grad and inference mode and random state. ``function`` must not change
     anything that the ranks share, such as a model.
 
+    Args:
+        mesh: of the ranks.
+        function: what a rank does.
+        beside: runs in a thread of its own that takes turns with the ranks, and in no collective.
+
     Raises:
         RanksDisagree: ranks ran different collectives, or some ran fewer.
-        Exception: that of the lowest failing rank; the others are stopped.
+        Exception: that of the lowest failing thread, ``beside`` first; the others are stopped.
     """
     num_ranks = torch.Size(mesh).numel()
-    board, turns = _Board(), _Turns()
+    numbers = range(num_ranks) if beside is None else range(BESIDE, num_ranks)
+    board, turns = _Board(), _Turns(numbers)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def run(rank: int) -> None:
-        turns.begin(rank)
+    def run(turn: Turn) -> None:
+        turn.begin()
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                results[rank] = function(ThreadCommunicator(rank, mesh, board, turns))
+                if turn.number != BESIDE:
+                    results[turn.number] = function(ThreadCommunicator(mesh, board, turn))
+                elif beside is not None:
+                    beside(turn)
         except BaseException as error:
-            errors[rank] = error
+            errors[turn.number] = error
         finally:
-            turns.end(rank)
-            board.leave(rank, failed=rank in errors)
+            turn.end()
+            board.leave(turn.number, failed=turn.number in errors)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    threads = [
+        threading.Thread(target=run, args=(Turn(number, board, turns),), daemon=True) for number in numbers
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -166,7 +240,7 @@ def run_ranks(mesh: Mesh, function: Callable[[Communicator], T]) -> list[T]:
 
 
 def _first_cause(errors: dict[int, BaseException]) -> BaseException:
-    """The error of the lowest rank that failed by itself, not because another one had."""
+    """The error of the lowest thread that failed by itself, not because another one had."""
     return min(errors.items(), key=lambda item: (isinstance(item[1], _Stopped), item[0]))[1]
 
 

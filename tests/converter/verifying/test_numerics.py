@@ -11,7 +11,7 @@ import torch
 import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
+from shardconv_runtime.errors import CheckpointError, CodeMismatchError, SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans
@@ -54,7 +54,7 @@ def test_the_ranks_compute_the_same(converted: Path, source: Path) -> None:
     for against in (None, source):
         found = shardconv.verify(converted, against, numerics=True).numerics
         assert found is not None
-        assert (found.dtype, found.left_out) == ("float64", ())
+        assert (found.dtype, found.tolerance) == ("float64", 1e-9)
         assert 0 <= found.worst < 1e-12
 
 
@@ -63,7 +63,9 @@ def test_the_command(converted: Path, capsys: pytest.CaptureFixture[str]) -> Non
     captured = capsys.readouterr()
     line = captured.out.splitlines()[1]
     assert line.startswith("the simulated ranks differ from the unsharded model by ")
-    assert line.endswith("e-16 of its largest output at most (float64)") or "e-15 of" in line
+    assert (
+        "e-16 of its largest output at most (float64, 1e-09 allowed; input_ids [" in line or "e-15 of" in line
+    )
     assert captured.err.splitlines()[1:] == ["tracing", "running the unsharded model and the ranks"]
 
 
@@ -184,19 +186,6 @@ def test_the_unsharded_model_gets_the_weights_that_it_is_given(converted: Path) 
         numerics.run_numerics(opened, spec, other, Silent())
 
 
-def test_a_second_precision_gets_weights_of_its_own(converted: Path) -> None:
-    opened = read(converted)
-    weights = numerics._StoredWeights(opened, opened.weights())
-    for dtype in (torch.float64, torch.float32):
-        shapes = {name: torch.empty(t.shape, dtype=dtype) for name, t in opened.weights().items()}
-        found = weights.unsharded(shapes)
-        assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in shapes.items()}
-        for rank in range(4):
-            local = weights.local(rank)
-            assert local.keys() == found.keys()
-            assert {t.dtype for t in (*found.values(), *local.values())} == {dtype}
-
-
 def test_weights_that_are_no_numbers(out: Path) -> None:
     for rank in range(4):
         change_tensors(
@@ -217,50 +206,3 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shardconv.verifying.directories.intact.checksums", None)
     with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
         shardconv.verify(out, numerics=True)
-
-
-class TestMemory:
-    """What does not fit is left out, from the end, and that is said."""
-
-    def needed(self, converted: Path) -> tuple[int, int]:
-        """Bytes of float64 weights: all, and of one layer."""
-        plan = plan_json.read(converted / "plan.json")
-        by_name = numerics._needed_bytes(plan)
-        layer = sum(size for name, size in by_name.items() if ".layers.1." in name)
-        return sum(by_name.values()), layer
-
-    def verified(self, converted: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> numerics.Numerics:
-        monkeypatch.setattr(numerics, "_activation_bytes", lambda tape: 0)
-        monkeypatch.setattr(numerics, "MEMORY_SHARE", 1.0)
-        monkeypatch.setattr(numerics, "available_bytes", lambda: free)
-        found = shardconv.verify(converted, numerics=True).numerics
-        assert found is not None
-        assert found.worst < 1e-12
-        return found
-
-    def test_the_last_layers_are_left_out(
-        self, converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        every, layer = self.needed(converted)
-        assert self.verified(converted, monkeypatch, every).left_out == ()
-        assert self.verified(converted, monkeypatch, every - 1).left_out == ("model.layers.3",)
-        assert self.verified(converted, monkeypatch, every - layer).left_out == ("model.layers.3",)
-        assert self.verified(converted, monkeypatch, every - layer - 1).left_out == ("model.layers.{2,3}",)
-        assert cli.run(["verify", str(converted), "--numerics"]) == 0
-        captured = capsys.readouterr()
-        assert "the ranks without model.layers.{2,3}, for which there is not enough memory" in captured.err
-        assert captured.out.endswith("(float64, without model.layers.{2,3})\n")
-
-    def test_layers_that_are_left_out_are_not_read(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        every, _ = self.needed(out)
-        set_element(out, shard(1, 4), "model.layers.3.self_attn.k_proj.weight", (0, 0), 3.0)
-        self.verified(out, monkeypatch, every - 1)
-        with pytest.raises(CheckpointError, match="simulated ranks differ"):
-            self.verified(out, monkeypatch, every)
-
-    def test_what_does_not_fit_at_all_is_refused(
-        self, converted: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(numerics, "available_bytes", lambda: 1000)
-        with pytest.raises(ShardconvError, match=r"its files are as they should be, but to run the model in"):
-            shardconv.verify(converted, numerics=True)
