@@ -84,11 +84,12 @@ class RecordedTensor(torch.Tensor):
         if func.overloadpacket in _COPIES:
             return RecordedTensor(args[0].lazy)
         results = _like(func, args, kwargs, lambda result: result)  # raises torch's own errors
-        found = moved(func, args, kwargs)
-        if found is None:
+        move = _MOVES.get(func.overloadpacket)
+        moved = move(*args, **kwargs) if move is not None else None
+        if moved is None:
             return _computed(func, args, kwargs, results)
-        assert _kinds(found) == _kinds(results), f"{func} was recorded as {_kinds(found)}"
-        return found
+        assert _kinds(moved) == _kinds(results), f"{func} was recorded as {_kinds(moved)}"
+        return moved
 
 
 class LeavingOutAbsent(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,17 +126,6 @@ def recording(tensors: Mapping[str, LazyTensor | torch.Tensor]) -> Iterator[dict
             name: RecordedTensor(tensor) if isinstance(tensor, LazyTensor) else tensor
             for name, tensor in tensors.items()
         }
-
-
-def moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The results of an operator on recorded tensors if it only moves elements; else None.
-
-    Args:
-        func: the operator, an overload of ``torch.ops.aten``.
-        args, kwargs: its arguments; all tensors are recorded ones.
-    """
-    move = _MOVES.get(func.overloadpacket)
-    return None if move is None else move(*args, **kwargs)
 
 
 def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:

@@ -1,9 +1,10 @@
 """Weights that are read when an operator needs them, and dropped after it.
 
-A ``StreamedTensor`` stands for a parameter. An operator that only moves elements (the choice of one expert,
-a transpose, a slice) gives another one, and nothing is read; any other operator gets the numbers. So it does
-not matter which module's code reads a parameter, under which of its names, or how often: the memory is that
-of the largest tensor that one operator takes.
+A ``StreamedTensor`` stands for a parameter. An operator that returns a view of it (one expert of a stack, a
+transpose, a slice) returns another one, and nothing is read; any other operator gets the numbers. So it does
+not matter which module's code reads a parameter, under which of its names, or how often: the memory is that of
+the largest tensor that one operator takes. An operator that writes to a parameter runs each time that the
+parameter is read.
 
 What was read last is kept as long as it takes no more than the largest parameter: a parameter that a loop
 reads in every step, or that is common to all ranks, is read once.
@@ -14,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor, moved
+from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.tensors.copying import read_tensor
@@ -53,16 +55,12 @@ class RecentReads:
 
         Raises:
             TooLargeToRead: it has more than ``max_bytes``.
-            ShardconvError: the numbers were written to since they were read.
             SourceError: a file cannot be read.
         """
         found = self._kept.pop(lazy, None)
         if found is None:
             self._make_room(name, lazy.num_bytes)
-            with torch.inference_mode(False):  # torch counts how often such a tensor is written to
-                found = read_tensor(lazy)
-        elif found._version:
-            raise _written(name)
+            found = read_tensor(lazy)
         self._kept[lazy] = found
         return found
 
@@ -77,28 +75,41 @@ class RecentReads:
             held -= self._kept.popitem(last=False)[1].nbytes
 
 
-class StreamedTensor(Tensor):
-    """A parameter on the CPU whose numbers are read when an operator needs them."""
+@dataclass(eq=False, slots=True)
+class _Parameter:
+    """The contents of a parameter, which aliases of it share."""
 
     fqn: str
     lazy: LazyTensor
     reads: RecentReads
+    num_writes: int = 0
+
+
+class StreamedTensor(Tensor):
+    """A parameter on the CPU, or a view of one, whose numbers are read when an operator needs them."""
+
+    _parameter: _Parameter
+    _view: LazyTensor | None
+    """Elements of the parameter, moved; None: an alias of it."""
+    _num_writes: int
+    """To the parameter, before the view was taken."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as for any wrapper
 
     @staticmethod
-    def __new__(cls, fqn: str, lazy: LazyTensor, reads: RecentReads) -> StreamedTensor:
-        """A tensor of the shape and dtype of ``lazy``, for the parameter ``fqn``."""
+    def __new__(cls, parameter: _Parameter, view: LazyTensor | None = None) -> StreamedTensor:
+        """A tensor of the shape and dtype of the view, or of the parameter."""
+        lazy = parameter.lazy if view is None else view
         with torch.inference_mode(False):  # views of it that are made in inference mode count their versions
             made: StreamedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, lazy.shape, dtype=getattr(torch, lazy.dtype), device=torch.device("cpu")
             )
-        made.fqn, made.lazy, made.reads = fqn, lazy, reads
+        made._parameter, made._view, made._num_writes = parameter, view, parameter.num_writes
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Without contents."""
-        return f"StreamedTensor({self.fqn}, {self.lazy.dtype}, {list(self.lazy.shape)})"
+        return f"StreamedTensor({self._parameter.fqn}, {self.dtype}, {list(self.shape)})"
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -114,8 +125,25 @@ class StreamedTensor(Tensor):
         return self.numbers().tolist()
 
     def numbers(self) -> Tensor:
-        """A real tensor."""
-        return self.reads.read(self.fqn, self.lazy)
+        """A real tensor, which must not be written to.
+
+        Raises:
+            ShardconvError: see ``RecentReads.read``.
+        """
+        return self._parameter.reads.read(self._parameter.fqn, self.lazy)
+
+    @property
+    def lazy(self) -> LazyTensor:
+        """The elements.
+
+        Raises:
+            ShardconvError: the parameter was written to since this view of it was taken.
+        """
+        if self._view is None:
+            return self._parameter.lazy
+        if self._num_writes != self._parameter.num_writes:
+            raise _written(self._parameter.fqn)
+        return self._view
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -127,15 +155,16 @@ class StreamedTensor(Tensor):
     ) -> Any:
         """Run one operator."""
         kwargs = kwargs or {}
-        for given in _written_arguments(func, args, kwargs):
-            if isinstance(given, StreamedTensor):
-                raise _written(given.fqn)
+        if any(isinstance(given, StreamedTensor) for given in _written_arguments(func, args, kwargs)):
+            return _write(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         streamed = [tensor for tensor in tensors if isinstance(tensor, StreamedTensor)]
         if len(streamed) == len(tensors):
-            found = _unread(func, args, kwargs, streamed[0])
-            if found is not None:
-                return found
+            parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            if all(result.alias_info is not None for result in func._schema.returns):
+                return _view(func, args, kwargs, streamed[0])
         return func(*_numbers(args), **_numbers(kwargs))
 
 
@@ -155,7 +184,8 @@ def fill_streamed(
         owner, attribute = owner_of(model, name)
         wanted = computing(name, lazy, dtype)
         is_parameter = attribute in owner._parameters
-        found[name] = StreamedTensor(name, wanted, reads) if is_parameter else read_tensor(wanted)
+        parameter = _Parameter(name, wanted, reads)
+        found[name] = StreamedTensor(parameter) if is_parameter else read_tensor(wanted)
     return fill(model, found)
 
 
@@ -187,8 +217,8 @@ def computed_rows(
         compute: returns a span of the first dim; all of a tensor without dims.
     """
     if len(shape) <= 2:
-        return _computed(name, dtype, shape, partial(compute, (0, shape[0] if shape else 1)))
-    rows = [_computed(name, dtype, (1, *shape[1:]), partial(compute, (i, i + 1))) for i in range(shape[0])]
+        return computed(name, dtype, shape, partial(compute, (0, shape[0] if shape else 1)))
+    rows = [computed(name, dtype, (1, *shape[1:]), partial(compute, (i, i + 1))) for i in range(shape[0])]
     return concatenate(rows, 0)
 
 
@@ -198,7 +228,8 @@ def largest_read(tensor: LazyTensor, dtype: torch.dtype) -> int:
     return (numel // max(tensor.shape[0], 1) if len(tensor.shape) > 2 else numel) * dtype.itemsize
 
 
-def _computed(name: str, dtype: str, shape: Sequence[int], compute: Callable[[], Tensor]) -> LazyTensor:
+def computed(name: str, dtype: str, shape: Sequence[int], compute: Callable[[], Tensor]) -> LazyTensor:
+    """A tensor that is computed when it is read, with the name for messages."""
     return from_leaf(ComputedLeaf(name, compute, dtype, math.prod(shape)), shape)
 
 
@@ -209,14 +240,31 @@ def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
             yield args[index] if index < len(args) else kwargs.get(argument.name)
 
 
-def _unread(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: StreamedTensor) -> Any:
-    """The results of an operator that moves elements of parameters, unread; None for any other operator."""
+def _write(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StreamedTensor:
+    """Let an operator write to a parameter whenever that is read from now on."""
+    target, *rest = args
+    parameters = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StreamedTensor)]
+    if not isinstance(target, StreamedTensor) or target._view is not None or len(parameters) > 1:
+        raise _written(parameters[0]._parameter.fqn)
+    parameter, before = target._parameter, target._parameter.lazy
+
+    def written() -> Tensor:
+        numbers = read_tensor(before)
+        func(numbers, *rest, **kwargs)
+        return numbers
+
+    parameter.lazy = computed(parameter.fqn, before.dtype, before.shape, written)
+    parameter.num_writes += 1
+    return target
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: StreamedTensor) -> Any:
+    """The results of an operator that gives views of a parameter."""
     if func.overloadpacket in _SAME:
-        return StreamedTensor(like.fqn, like.lazy, like.reads)
-    found = moved(
-        func, *(tree_map_only(StreamedTensor, lambda t: RecordedTensor(t.lazy), a) for a in (args, kwargs))
-    )
-    return tree_map_only(RecordedTensor, lambda t: StreamedTensor(like.fqn, t.lazy, like.reads), found)
+        return StreamedTensor(source._parameter, source._view)
+    args, kwargs = tree_map_only(StreamedTensor, lambda t: RecordedTensor(t.lazy), (args, dict(kwargs)))
+    found = func(*args, **kwargs)
+    return tree_map_only(RecordedTensor, lambda t: StreamedTensor(source._parameter, t.lazy), found)
 
 
 def _numbers(value: Any) -> Any:
@@ -225,8 +273,8 @@ def _numbers(value: Any) -> Any:
 
 def _written(name: str) -> ShardconvError:
     return ShardconvError(
-        f"the forward pass writes to the parameter {name}, whose numbers are read from files each time that "
-        "they are needed; leave out --numerics"
+        f"the forward pass writes to a part or a copy of the parameter {name}, whose numbers are read from "
+        "files each time that they are needed; leave out --numerics"
     )
 
 
