@@ -24,6 +24,7 @@ from places import ROOT
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
+from shardconv_runtime.format.measured_numerics import Numerics
 
 import shardconv
 from shardconv import cli
@@ -393,6 +394,22 @@ def test_another_content_takes_the_place(hub: HubServer, out: Path, tmp_path: Pa
     assert below(hub, "tp-2") == files_of(other)
     assert set(pushed.deleted) == gone
     assert complete_manifests(hub, "tp-2") == [True, True]
+
+
+def test_a_result_of_numerics_is_published_with_its_content(
+    hub: HubServer, out: Path, tmp_path: Path
+) -> None:
+    shardconv.push(out, REPO)
+    found = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24)})
+    manifest_writing.write(dataclasses.replace(manifest.read(out), numerics=found), out)
+    pushed = shardconv.push(out, REPO)
+    assert set(pushed.sent) == {"README.md", f"tp-2/{MANIFEST_NAME}"}
+    assert complete_manifests(hub, "tp-2") == [True, True]
+    assert all(f"tp-2/{MANIFEST_NAME}" in commit.files for commit in hub.repo(REPO).history()[:2])
+    assert b"differ from the unsharded model by 2.0e-15" in hub.files(REPO)["README.md"]
+    shardconv.push(make(tmp_path / "other", shards=1, intermediate_size=128), REPO)
+    assert b"differ from the unsharded model" not in hub.files(REPO)["README.md"]
+    assert b"numerics" not in below(hub, "tp-2")[MANIFEST_NAME]
 
 
 def test_a_replacement_that_ends_early_leaves_no_manifest_that_lies(

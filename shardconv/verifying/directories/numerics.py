@@ -79,7 +79,7 @@ def run_numerics(
         worst=outcome.worst,
         tolerance=precision.tolerance,
         dtype=_name(precision.dtype),
-        inputs={name: tuple(tensor.shape) for name, tensor in inputs.tensors.items()},
+        inputs={name: tuple(tensor.shape) for name, tensor in sorted(inputs.tensors.items())},
     )
 
 

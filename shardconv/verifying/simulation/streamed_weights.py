@@ -2,8 +2,8 @@
 
 A ``StreamedTensor`` stands for a parameter. An operator that returns a view of it (one expert of a stack, a
 transpose, a slice) returns another one, and nothing is read; any other operator gets the numbers. So it does
-not matter which module's code reads a parameter, under which of its names, or how often: the memory is that of
-the largest tensor that one operator takes. An operator that writes to a parameter runs each time that the
+not matter which module's code reads a parameter, under which of its names, or how often: the memory is that
+of the largest tensor that one operator takes. An operator that writes to a parameter runs each time that the
 parameter is read.
 
 What was read last is kept as long as it takes no more than the largest parameter: a parameter that a loop

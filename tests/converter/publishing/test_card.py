@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.format.measured_numerics import Numerics
 from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config
@@ -54,6 +55,24 @@ def metadata(card: str) -> dict[str, Any]:
 def both() -> list[Published]:
     """Two sizes of one model."""
     return [published(hand_plan(small_config(), tp)) for tp in (2, 4)]
+
+
+def test_the_result_of_numerics() -> None:
+    """Of the directories that have one; names in it are text."""
+    assert "--numerics" not in model_card("me/base-tp", both())
+    measured = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24), EVIL: (1,)})
+    first, second = both()
+    manifest = dataclasses.replace(second.manifest, numerics=measured)
+    card = model_card("me/base-tp", [first, dataclasses.replace(second, manifest=manifest)])
+    assert (
+        "`shardconv verify --numerics` ran all ranks on the weights in their files:\n\n- tp-4: the simulated"
+        in card
+    )
+    assert (
+        "ranks differ from the unsharded model by 2.0e-15 of its largest output at most \\(float64, 1e-09"
+        in card
+    )
+    assert EVIL not in card
 
 
 def test_the_text_of_a_card() -> None:

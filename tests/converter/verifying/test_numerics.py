@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.errors import CheckpointError, CodeMismatchError, SolveError
-from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
+from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
+from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.tensors import lazy_tensor
 from small_models import save_random, small_config
@@ -21,10 +23,14 @@ from verify_cases import change_plan, change_tensors, set_element, shard
 
 import shardconv
 from shardconv import cli
+from shardconv.converted.derived import identity
 from shardconv.converted.shards import read
+from shardconv.reporting import report
 from shardconv.reporting.progress import Silent
+from shardconv.tracing.tape import Mark, Op, Ref, Tape, TensorInfo
 from shardconv.verifying.directories import numerics
 from shardconv.verifying.directories.verify import DamagedError
+from shardconv.verifying.simulation.model_runs import PRECISIONS
 
 LAYERS = 4
 
@@ -46,8 +52,18 @@ def converted(source: Path) -> Path:
 
 @pytest.fixture
 def out(converted: Path, tmp_path: Path) -> Path:
-    """One that may be changed."""
-    return shutil.copytree(converted, tmp_path / "out")
+    """One that may be changed, and was not measured."""
+    shutil.copytree(converted, tmp_path / "out")
+    record(tmp_path / "out", None)
+    return tmp_path / "out"
+
+
+MEASURED = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24)})
+
+
+def record(out: Path, found: Numerics | None = MEASURED) -> None:
+    """Write a result to the manifest."""
+    manifest_writing.write(dataclasses.replace(manifest.read(out), numerics=found), out)
 
 
 def test_the_ranks_compute_the_same(converted: Path, source: Path) -> None:
@@ -64,7 +80,8 @@ def test_the_command(converted: Path, capsys: pytest.CaptureFixture[str]) -> Non
     line = captured.out.splitlines()[1]
     assert line.startswith("the simulated ranks differ from the unsharded model by ")
     assert (
-        "e-16 of its largest output at most (float64, 1e-09 allowed; input_ids [" in line or "e-15 of" in line
+        "e-16 of its largest output at most (float64, 1e-09 allowed; attention_mask [" in line
+        or "e-15 of" in line
     )
     assert captured.err.splitlines()[1:] == ["tracing", "running the unsharded model and the ranks"]
 
@@ -74,12 +91,25 @@ CASES = {
     "qwen2": ({**small_config().to_diff_dict(), "num_hidden_layers": 2}, "tp"),
     "mixtral": ({"num_local_experts": 4}, "tp"),
     "mixtral, whole experts": ({"num_local_experts": 4}, "ep"),
+    "t5": ({"d_model": 24, "d_kv": 4, "d_ff": 40, "num_layers": 1, "num_heads": 3, "vocab_size": 31}, "tp"),
+    "lfm2": (
+        {
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "vocab_size": 31,
+            "layer_types": ["conv", "full_attention"],
+        },
+        "tp",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_models_of_other_kinds(tmp_path: Path, case: str) -> None:
-    """Partial biases, transposed and stacked weights, tied ones; cast, on an uneven number of ranks."""
+    """Partial biases, transposed and stacked weights, tied ones, an encoder, convolutions; cast, on 3 ranks."""
     values, experts = CASES[case]
     kind = case.partition(",")[0]
     if kind == "mixtral":
@@ -88,7 +118,8 @@ def test_models_of_other_kinds(tmp_path: Path, case: str) -> None:
         k: v for k, v in values.items() if k not in ("model_type", "architectures", "transformers_version")
     }
     config = transformers.CONFIG_MAPPING[kind](**values)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    auto = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -142,6 +173,8 @@ def test_a_plain_model_instead_of_a_block_scaled_one(tmp_path: Path) -> None:
 
 
 def test_a_wrong_plan_is_found(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Terms of a sum are what a module may give; a layer that adds its input to them is not right."""
+
     def without_sums(entry: ModulePlan) -> ModulePlan:
         if not entry.names[0].endswith("down_proj"):
             return entry
@@ -152,7 +185,8 @@ def test_a_wrong_plan_is_found(out: Path, capsys: pytest.CaptureFixture[str]) ->
 
     change_plan(out, change)
     shardconv.verify(out)
-    with pytest.raises(CheckpointError, match=r"simulated ranks differ from the unsharded model by \d"):
+    found = r"simulated ranks differ from the unsharded model by \d.*; the first module whose output does is "
+    with pytest.raises(CheckpointError, match=found + r"model.layers.0, by \d\.\de[+-]\d\d; compare"):
         shardconv.verify(out, numerics=True)
     assert cli.run(["verify", str(out), "--numerics", "-q"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {out}: simulated ranks differ from")
@@ -163,7 +197,9 @@ def test_the_ranks_run_on_what_their_files_hold(out: Path) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     set_element(out, shard(1, 4), name, (0, 0), 3.0)
     shardconv.verify(out)
-    with pytest.raises(CheckpointError, match="simulated ranks differ from the unsharded model"):
+    with pytest.raises(
+        CheckpointError, match=r"differ .* module whose output does is model.layers.1.self_attn.k_"
+    ):
         shardconv.verify(out, numerics=True)
 
 
@@ -182,7 +218,7 @@ def test_the_unsharded_model_gets_the_weights_that_it_is_given(converted: Path) 
     weights = opened.weights()
     name = "model.norm.weight"
     other = weights | {name: lazy_tensor.zeros("float32", weights[name].shape)}
-    with pytest.raises(CheckpointError, match="simulated ranks differ"):
+    with pytest.raises(CheckpointError, match=r"simulated ranks differ .* output does is model.norm, by"):
         numerics.run_numerics(opened, spec, other, Silent())
 
 
@@ -206,3 +242,132 @@ def test_code_that_is_another(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("shardconv.verifying.directories.intact.checksums", None)
     with pytest.raises(CodeMismatchError, match="shardconv replan OUT"):
         shardconv.verify(out, numerics=True)
+
+
+class TestMemory:
+    """Where there is no room for float64, there may be some for float32; the result says so."""
+
+    def verified(
+        self, converted: Path, monkeypatch: pytest.MonkeyPatch, elements: int, item_bytes: int
+    ) -> Numerics | None:
+        monkeypatch.setattr(numerics, "_activation_bytes", lambda tape, precision: 0)
+        monkeypatch.setattr(numerics, "MEMORY_SHARE", 1.0)
+        monkeypatch.setattr(numerics, "available_bytes", lambda: numerics.COPIES * elements * item_bytes)
+        return shardconv.verify(converted, numerics=True).numerics
+
+    def test_the_largest_weight_decides(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = plan_json.read(out / "plan.json")
+        largest = max(math.prod(global_shape(entry)) for entry in plan.parameters)
+        found = self.verified(out, monkeypatch, largest, 8)
+        assert found is not None
+        assert (found.dtype, found.tolerance) == ("float64", 1e-9)
+        found = self.verified(out, monkeypatch, largest, 4)
+        assert found is not None
+        assert (found.dtype, found.tolerance) == ("float32", 1e-4)
+        assert 1e-12 < found.worst < 1e-5
+        assert manifest.read(out).numerics == found
+        with pytest.raises(
+            ShardconvError,
+            match=r"its files are as they should be, but to run it in float64 takes some .* of memory, for "
+            r"model.embed_tokens.weight and for activations, and .* may be taken here; leave out --numerics",
+        ):
+            self.verified(out, monkeypatch, largest - 1, 4)
+
+    def test_a_tensor_that_an_operator_takes(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Found when it is read: a stack whose matrices would fit."""
+        monkeypatch.setattr(numerics, "largest_read", lambda tensor, dtype: 8)
+        with pytest.raises(
+            ShardconvError, match=r"an operator takes 25,856 bytes of model.embed_tokens.weight at"
+        ):
+            self.verified(out, monkeypatch, 1000, 8)
+
+    def test_what_is_computed_from_weights_is_no_activation(self) -> None:
+        tape = Tape(
+            [
+                TensorInfo((10, 10), torch.float32, "parameter"),
+                TensorInfo((10, 10), torch.float32, "value"),
+                TensorInfo((10, 10), torch.float32, "value"),
+                TensorInfo((3, 10), torch.float32, "input"),
+                TensorInfo((3, 10), torch.float32, "value"),
+            ],
+            [
+                Mark(0, ("input.0",), 0, 1),
+                Op("t", (Ref(1),), {}, (1,), (2,), 0),
+                Op("mm", (Ref(3), Ref(2)), {}, (3, 2), (4,), 0),
+            ],
+        )
+        size = numerics._activation_bytes(tape, PRECISIONS[1])
+        assert size == 30 * 4 * numerics.LIVE_ACTIVATIONS
+
+
+class TestTheRecord:
+    """The manifest keeps the result, for the files that it was measured on."""
+
+    def test_it_is_shown(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.run(["inspect", str(out)]) == 0
+        assert "numerics       not measured; shardconv verify --numerics runs" in capsys.readouterr().out
+        before = manifest.read(out)
+        found = shardconv.verify(out, numerics=True).numerics
+        after = manifest.read(out)
+        assert after.numerics == found is not None
+        assert dataclasses.replace(after, numerics=None, sha256="") == dataclasses.replace(before, sha256="")
+        assert shardconv.verify(out).remarks == ()
+        assert cli.run(["inspect", str(out)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"numerics {report.numerics_text(found)}" in text
+        assert cli.run(["report", str(out), "-o", str(out.parent / "page.html")]) == 0
+        page = (out.parent / "page.html").read_text()
+        assert report.numerics_text(found) in page
+
+    def test_an_earlier_result_does_not_outlive_a_difference(self, out: Path) -> None:
+        record(out)
+        set_element(out, shard(1, 4), "model.layers.1.self_attn.k_proj.weight", (0, 0), 3.0)
+        assert manifest.read(out).numerics is not None, "the test keeps it; no command would"
+        with pytest.raises(CheckpointError, match="simulated ranks differ"):
+            shardconv.verify(out, numerics=True)
+        assert manifest.read(out).numerics is None
+
+    def test_other_directories_have_none(self, out: Path, tmp_path: Path) -> None:
+        """Merged, resharded and converted again, the weights are in other files."""
+        record(out)
+        shardconv.reshard(out, tmp_path / "two", 2, check=False)
+        assert manifest.read(tmp_path / "two").numerics is None
+        shardconv.merge(out, tmp_path / "merged")
+        shardconv.convert(tmp_path / "merged", out, 4, check=False, overwrite=True)
+        assert manifest.read(out).numerics is None
+
+    def test_another_plan_has_none(self, out: Path) -> None:
+        change_plan(out, lambda plan: dataclasses.replace(plan, notes=("another",)))
+        record(out)
+        shardconv.replan(out, check=False)
+        assert manifest.read(out).numerics is None
+        record(out)
+        shardconv.replan(out, check=False)
+        assert manifest.read(out).numerics == MEASURED, "the same plan"
+
+    def test_a_directory_that_is_verified_meanwhile_is_the_same(self, out: Path) -> None:
+        """An interrupted conversion of it continues."""
+        before = identity(read(out))
+        assert before == {"manifest": manifest.sha256_of(out / "manifest.json")}
+        record(out)
+        assert identity(read(out)) == before
+
+    def test_where_it_cannot_be_written(
+        self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (out / "manifest.json").rename(out / "blob")
+        (out / "manifest.json").symlink_to("blob")
+        remarks = shardconv.verify(out, numerics=True).remarks
+        assert (
+            "the result was not written to manifest.json, which is a link (to a cache of the Hub?)" in remarks
+        )
+        (out / "blob").replace(out / "manifest.json")
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr("shardconv_runtime.format.manifest_writing.write", refuse)
+        found = shardconv.verify(out, numerics=True)
+        assert found.numerics is not None
+        assert found.remarks == ("the result was not written to manifest.json (Permission denied)",)
+        assert manifest.read(out).numerics is None

@@ -16,6 +16,7 @@ from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
+from shardconv_runtime.format.measured_numerics import Numerics
 
 PLAN_TEXT = GOLDEN_PLAN.read_text("utf-8")
 PLAN_SHA256 = plan_json.sha256(PLAN_TEXT)
@@ -78,6 +79,41 @@ def test_exact_bytes_and_round_trip() -> None:
     assert text == plain.removesuffix("\n}\n") + f',\n  "sha256": "{digest}"\n}}\n'
     assert manifest.loads(text) == replace(value, sha256=digest)
     assert manifest_writing.is_intact(text)
+
+
+def test_a_result_of_numerics_is_optional() -> None:
+    value = Manifest(4, "b" * 64, Source("name"), {"torch": "2"}, ())
+    assert "numerics" not in manifest_writing.dumps(value)
+    measured = replace(value, numerics=Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24), "scale": ()}))
+    text = manifest_writing.dumps(measured)
+    assert text.endswith(
+        '\n  "numerics": {"worst": 2e-15, "tolerance": 1e-09, "dtype": "float64", '
+        '"inputs": {"input_ids": [3, 24], "scale": []}}\n}\n'
+    )
+    assert manifest.loads(text).numerics == measured.numerics
+    assert manifest_writing.is_intact(text)
+    assert not manifest_writing.is_intact(text.replace("2e-15", "1e-15"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"worst": 2e-15', '"worst": 1e-3', "numerics.worst: must be from 0 to the tolerance"),
+        ('"worst": 2e-15', '"worst": -1', "numerics.worst: must be from 0 to the tolerance"),
+        ('"worst": 2e-15', '"worst": NaN', "NaN is not a JSON number"),
+        ('"float64"', '"' + "x" * 1001 + '"', "numerics: a name has more than 1000 characters"),
+        ("[3]", "[-3]", "numerics.inputs.input_ids: expected the sizes of a tensor's dims"),
+        ("[3]", str([1] * 65), "numerics.inputs.input_ids: expected the sizes of a tensor's dims"),
+        ("[3]", "[3.0]", r"numerics.inputs.input_ids\[0\]: expected an int"),
+    ],
+)
+def test_results_that_are_refused(old: str, new: str, problem: str) -> None:
+    value = Manifest(4, "b" * 64, Source("name"), {"torch": "2"}, ())
+    value = replace(value, numerics=Numerics(2e-15, 1e-9, "float64", {"input_ids": (3,)}))
+    text = manifest_writing.dumps(value)
+    assert old in text
+    with pytest.raises(CheckpointError, match=problem):
+        manifest.loads(text.replace(old, new))
 
 
 @pytest.mark.parametrize(("old", "new"), [("name", "nome"), ("2", "3"), ("\n  ", "\n\t "), ("0123", "0133")])
