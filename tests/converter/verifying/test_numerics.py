@@ -109,7 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_models_of_other_kinds(tmp_path: Path, case: str) -> None:
-    """Partial biases, transposed and stacked weights, tied ones, an encoder, convolutions; cast, on 3 ranks."""
+    """Partial biases, stacked weights, tied ones, an encoder, convolutions; cast, on 3 ranks."""
     values, experts = CASES[case]
     kind = case.partition(",")[0]
     if kind == "mixtral":
