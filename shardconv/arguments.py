@@ -77,7 +77,7 @@ def parse_size(size: int | str) -> int:
     """
     num_bytes = size if isinstance(size, int) else _parse_size_text(size)
     if num_bytes < 1:
-        raise ShardconvError(f"the file size {size!r} must be 1 byte or more, as 5GB or 500MB")
+        raise ShardconvError(f"the size {size!r} must be 1 byte or more, as 5GB or 500MB")
     return num_bytes
 
 
@@ -122,6 +122,6 @@ def _parse_range(item: str, text: str, tp: int) -> range:
 def _parse_size_text(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ShardconvError(f"{text!r} is not a file size; write it as 5GB or 500MB")
+        raise ShardconvError(f"{text!r} is not a size; write it as 5GB or 500MB")
     power = " kMGT".lower().index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

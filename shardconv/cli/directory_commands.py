@@ -142,7 +142,7 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
     Example:
       shardconv merge out/ my-model/
     """
-    from ..reporting.report import human_bytes
+    from ..reporting.human_numbers import human_bytes
 
     with working(quiet, verbose) as progress:
         merged = merge(out, hf_dir, progress=progress, **options)
@@ -172,7 +172,7 @@ def reshard_command(
     Example:
       shardconv reshard out/ out-4/ --tp 4
     """
-    from ..reporting.report import human_bytes
+    from ..reporting.human_numbers import human_bytes
     from ..reporting.summary import summarize
 
     parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
@@ -207,7 +207,7 @@ def export_command(out: str, directory: str, quiet: bool, verbose: bool, **optio
     Example:
       shardconv export out/ --format dcp sharded/
     """
-    from ..reporting.report import human_bytes
+    from ..reporting.human_numbers import human_bytes
 
     with working(quiet, verbose) as progress:
         found = export(out, directory, progress=progress, **options)

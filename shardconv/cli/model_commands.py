@@ -7,10 +7,14 @@ from typing import Any
 
 import click
 from shardconv_runtime.format.manifest import MANIFEST_NAME
+from shardconv_runtime.format.plan import Plan
 
-from ..arguments import parse_ranks, require_seed
+from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
+from ..reporting.fits import RESERVE, Load
 from .options import (
+    auto_tp_option,
+    device_options,
     experts_option,
     initial_options,
     model_options,
@@ -55,7 +59,7 @@ def convert_command(
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
-    from ..reporting.report import human_bytes
+    from ..reporting.human_numbers import human_bytes
     from ..reporting.summary import summarize
 
     parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
@@ -77,7 +81,7 @@ def _initialized(options: dict[str, Any]) -> str:
 
 @click.command("plan")
 @click.argument("model")
-@tp_option
+@auto_tp_option
 @experts_option
 @sequence_option
 @click.option(
@@ -96,15 +100,20 @@ def _initialized(options: dict[str, Any]) -> str:
     help="Check the plan numerically, as convert does.  [default: if it is written as json]",
 )
 @tokens_option
+@device_options
 @model_options
 def plan_command(
     model: str,
-    tp: int,
+    tp: int | str,
     chosen: str | None,
     as_json: bool,
     output: str | None,
     check: bool | None,
     tokens: int,
+    device_memory: str | None,
+    reserve: str | None,
+    context: int | None,
+    batch: int | None,
     quiet: bool,
     verbose: bool,
     **options: Any,
@@ -112,7 +121,8 @@ def plan_command(
     """Show how MODEL would be converted for N ranks; needs its config, no weights.
 
     The report lists each kind of layer with its category, local shapes and bytes per rank, the replicated
-    parameters and why, and the collectives of one forward pass with the bytes of their tensors.
+    parameters and why, the collectives of one forward pass with the bytes of their tensors, and what a rank
+    needs for weights, cache and activations.
 
     A plan in JSON can load a model without converted files: load("org/name", plan="plan.json").
     A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
@@ -121,6 +131,8 @@ def plan_command(
     \b
     Examples:
       shardconv plan org/name --tp 8
+      shardconv plan org/name --tp 8 --device-memory 80GB
+      shardconv plan org/name --tp auto --device-memory 80GB --context 32768
       shardconv plan ./my-model --tp 4 --json -o plan.json
       shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
@@ -131,16 +143,67 @@ def plan_command(
     chosen = "json" if as_json else chosen
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
+    load = _load(tp, device_memory, reserve, context, batch)
     with working(quiet, verbose) as progress:
-        solved = plan(model, tp, check=check, progress=progress, **options)
-        shown = _plan_text(solved, chosen or "report", tokens, model, options)
+        if isinstance(tp, str):
+            solved, table = _smallest(model, load, check, progress, options)
+        else:
+            solved, table = plan(model, tp, check=check, progress=progress, **options), ""
+        shown = _plan_text(solved, chosen or "report", tokens, load, model, options)
         if output is not None:
-            write_text(Path(output), shown if chosen else _plan_text(solved, "json", tokens, model, options))
+            text = shown if chosen else _plan_text(solved, "json", tokens, load, model, options)
+            write_text(Path(output), text)
     if not quiet or chosen not in (None, "report"):
-        click.echo(shown, nl=False)
+        click.echo((table if chosen in (None, "report") else "") + shown, nl=False)
 
 
-def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[str, Any]) -> str:
+def _load(
+    tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
+) -> Load | None:
+    """What the model is to do on which device; None if no device was named.
+
+    Raises:
+        UsageError: an option was given that needs a device.
+    """
+    if device_memory is None:
+        given = {"--tp auto": tp == "auto", "--reserve": reserve, "--context": context, "--batch": batch}
+        for option in (name for name, value in given.items() if value):
+            raise click.UsageError(f"{option} needs --device-memory, as --device-memory 80GB")
+        return None
+    if batch is not None and context is None:
+        raise click.UsageError("--batch needs --context: the tokens of each sequence")
+    kept = RESERVE if reserve is None else parse_size(reserve)
+    size = parse_size(device_memory)
+    if kept >= size:
+        raise click.UsageError(f"--reserve {kept:,} bytes leaves nothing of --device-memory {size:,} bytes")
+    return Load(size, kept, context, batch or 1)
+
+
+def _smallest(
+    model: str, load: Load | None, check: bool, progress: Any, options: dict[str, Any]
+) -> tuple[Plan, str]:
+    """The plan for the fewest ranks that fit, and a table of their neighbors as text."""
+    from ..fitting import smallest_tp, table
+    from ..reporting.memory_lines import aligned
+
+    assert load is not None
+
+    def solve(tp: int) -> Plan:
+        progress.stage(f"tp {tp}")
+        return plan(model, tp, check=False, progress=progress, **options)
+
+    choice = smallest_tp(solve, load)
+    lines = [f"CHOICE  tp {choice.chosen.tp} is the smallest power of two that fits", *aligned(table(choice))]
+    lines += [f"  tp {each.tp}: {each.problem}" for each in choice.candidates if each.problem]
+    solved = choice.plan
+    if check:
+        solved = plan(model, choice.chosen.tp, check=True, progress=progress, **options)
+    return solved, "\n".join(lines) + "\n\n"
+
+
+def _plan_text(
+    solved: Plan, chosen: str, tokens: int, load: Load | None, model: str, options: dict[str, Any]
+) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":
         from shardconv_runtime.hub_options import Hub
@@ -156,7 +219,7 @@ def _plan_text(solved: Any, chosen: str, tokens: int, model: str, options: dict[
         return codec.dumps(solved)
     from ..reporting.report import report
 
-    return report(solved, num_tokens=tokens)
+    return report(solved, num_tokens=tokens, load=load)
 
 
 COMMANDS = (convert_command, plan_command)

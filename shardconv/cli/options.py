@@ -36,6 +36,25 @@ def _checked(check: Callable[[Any], object]) -> Callable[[click.Context, click.P
     return callback
 
 
+def _optional(check: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The check of a value that may be left out."""
+    return lambda value: None if value is None else check(value)
+
+
+class TpOrAuto(click.ParamType[Any]):
+    """A number of ranks, or the word ``auto``."""
+
+    name = "tp"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """An int, or ``auto``."""
+        if value == "auto":
+            return value
+        tp = click.INT.convert(value, param, ctx)
+        require_tp(tp)
+        return tp
+
+
 tp_option = click.option(
     "--tp",
     type=int,
@@ -43,6 +62,36 @@ tp_option = click.option(
     metavar="N",
     callback=_checked(require_tp),
     help="Number of ranks to shard for.",
+)
+
+auto_tp_option = click.option(
+    "--tp",
+    type=TpOrAuto(),
+    required=True,
+    metavar="N",
+    help="Number of ranks to shard for, or auto: the fewest (1, 2, 4 ...) that fit --device-memory.",
+)
+
+device_options = together(
+    click.option(
+        "--device-memory",
+        metavar="SIZE",
+        callback=_checked(_optional(parse_size)),
+        help="Memory of each rank's device, as 80GB or 80GiB: the report says what fits.",
+    ),
+    click.option(
+        "--reserve",
+        metavar="SIZE",
+        callback=_checked(_optional(parse_size)),
+        help="Memory of the device to keep free.  [default: 2GB]",
+    ),
+    click.option(
+        "--context",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Tokens of each sequence that is to fit, prompt and all.",
+    ),
+    click.option("--batch", type=click.IntRange(1), metavar="N", help="Number of sequences.  [default: 1]"),
 )
 
 experts_option = click.option(
@@ -121,7 +170,7 @@ where_options = together(
         "--tp",
         type=int,
         metavar="N",
-        callback=_checked(lambda tp: None if tp is None else require_tp(tp)),
+        callback=_checked(_optional(require_tp)),
         help="The directory for N ranks, if OUT has several in tp-N/.",
     ),
     hub_options("OUT"),

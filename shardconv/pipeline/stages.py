@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from textwrap import shorten
 
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
@@ -17,12 +18,13 @@ from torch import nn
 from ..arguments import SolveOptions
 from ..dim_analysis.analyze import analyze
 from ..dim_analysis.rules import RULES
+from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..tracing.fold import fold
-from ..tracing.inputs import trace_inputs
+from ..tracing.inputs import TraceInputs, trace_inputs
 from ..verifying.shrinking.small_model import FullModel
-from ..verifying.simulation.layer_bypass import find_bypasses
+from ..verifying.simulation.layer_bypass import Bypass, find_bypasses
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
@@ -89,12 +91,15 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks)
     plan, solution = plain_form(problem)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
+    bypassed = find_bypasses(tape, traced.representatives())
+    tell("measuring caches and activations")
+    plan = _with_memory(plan, model, inputs, bypassed)
     check = None
     if options.check:
         tell("simulating the ranks")
         inside = analysis if folded is traced else analyze(traced.tape, traced.ties)
         full = FullModel(model, inputs, traced, inside)
-        check = NumericCheck(full, find_bypasses(tape, traced.representatives()))
+        check = NumericCheck(full, bypassed)
         plan = check.checked(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")
@@ -102,6 +107,15 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
         if check is not None:
             plan = _checked_sequence_form(problem, plan, check)
     return plan
+
+
+def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:
+    """The plan, with what a rank needs beside its weights if that can be measured."""
+    try:
+        return replace(plan, memory=measure_memory(plan, model, inputs, bypassed))
+    except NotMeasured as error:
+        note = f"the memory of caches and activations could not be measured: {shorten(str(error), 200)}"
+        return replace(plan, notes=(*plan.notes, note))
 
 
 def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck) -> Plan:

@@ -10,7 +10,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.format.manifest import Source
 
-from ..reporting.report import human_bytes, human_count, numerics_text
+from ..reporting.human_numbers import human_bytes, human_count
+from ..reporting.report import numerics_text
 from ..reporting.summary import summarize
 from .published import Published
 from .readme import BEGIN, END

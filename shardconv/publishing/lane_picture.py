@@ -9,7 +9,7 @@ from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.stored_layout import factors_entry
 
-from ..reporting.report import human_bytes
+from ..reporting.human_numbers import human_bytes
 from .geometry import INNER_WIDTH, INNER_X, LANE_WIDTH, LANE_X
 from .lanes import Bar, Cell, Lane
 from .outline import Block

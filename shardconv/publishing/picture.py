@@ -10,7 +10,7 @@ from html import escape
 
 from shardconv_runtime.format.plan import Plan, global_shape
 
-from ..reporting.report import human_bytes, human_count
+from ..reporting.human_numbers import human_bytes, human_count
 from ..reporting.summary import COMMUNICATING, Summary, summarize
 from .geometry import CARD_WIDTH, CARD_X, INNER_X, LANE_WIDTH, LANE_X, MARGIN, PAD, WIDTH
 from .lane_picture import lane_picture

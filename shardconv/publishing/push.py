@@ -110,7 +110,7 @@ def push(
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
     """The result of ``push``, as lines to print."""
-    from ..reporting.report import human_bytes
+    from ..reporting.human_numbers import human_bytes
 
     if not pushed.sent and not pushed.deleted:
         return [f"{pushed.url}: {pushed.path} is up to date, nothing was sent"]

@@ -18,7 +18,8 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan
 
 from . import html_values
-from .report import TOKENS, human_bytes, numerics_text, percent, tensor_cells, unplanned
+from .human_numbers import human_bytes, percent
+from .report import TOKENS, numerics_text, tensor_cells, unplanned
 from .summary import Summary, all_notes, summarize
 
 MARK = '<meta name="generator" content="shardconv report">'

@@ -9,7 +9,7 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
 from shardconv_runtime.format.stored_layout import is_common
 
-from .report import human_bytes, human_count, percent
+from .human_numbers import human_bytes, human_count, percent
 from .summary import Collective, Summary, local_bytes
 
 MAX_BARS = 16

@@ -10,6 +10,9 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.measured_numerics import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
+from .fits import Load
+from .human_numbers import human_bytes, human_count, percent
+from .memory_lines import device_lines, memory_lines
 from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, all_notes, summarize
 
 WIDTH = 100
@@ -17,12 +20,13 @@ TOKENS = 2048
 """Default length of the forward pass whose bytes are shown."""
 
 
-def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
+def report(plan: Plan, *, num_tokens: int = TOKENS, load: Load | None = None) -> str:
     """Describe a plan: its layers, what is replicated and why, its collectives and its totals.
 
     Args:
         plan: any plan; nothing else is read.
         num_tokens: length of the forward pass whose bytes are shown.
+        load: a device, and what it is to do: the report says what fits.
     """
     summary = summarize(plan)
     sections = (
@@ -31,28 +35,12 @@ def report(plan: Plan, *, num_tokens: int = TOKENS) -> str:
         _replicated(plan, summary),
         _collectives(summary.collectives, num_tokens),
         _totals(plan, summary),
+        memory_lines(plan, num_tokens),
+        device_lines(plan, load) if load else (),
         _training(plan),
         _notes(all_notes(plan)),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines) + "\n"
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Bytes with three or four digits: ``16.8 MB`` (decimal units)."""
-    return _scaled(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def human_count(count: float) -> str:
-    """A number of parameters: ``405.9 B``."""
-    return _scaled(count, ("", "k", "M", "B", "T"))
-
-
-def _scaled(value: float, units: Sequence[str]) -> str:
-    unit = 0
-    while value >= 999.95 and unit < len(units) - 1:
-        value, unit = value / 1000, unit + 1
-    number = f"{value:.0f}" if unit == 0 else f"{value:.1f}"
-    return f"{number} {units[unit]}".rstrip()
 
 
 def _header(plan: Plan) -> Iterator[str]:
@@ -184,18 +172,6 @@ def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
     yield f"  the model      {human_bytes(summary.total_bytes)}"
     yield f"  each rank      {per_rank} ({percent(largest, summary.total_bytes)} of the model)"
     yield f"  sharded        {percent(summary.sharded_bytes, summary.total_bytes)} of the bytes"
-
-
-def percent(part: int, total: int) -> str:
-    """A share with two decimals; 0% and 100% only where that is exact."""
-    if total == 0:
-        return "0%"
-    percent = 100 * part / total
-    if 0 < percent < 0.01:
-        return "less than 0.01%"
-    if percent < 100 and f"{percent:.2f}" == "100.00":
-        return "more than 99.99%"
-    return f"{percent:.2f}%"
 
 
 def _training(plan: Plan) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 from ..errors import PlanError
 from .dims import Dim, size
+from .memory import MemoryPlan
 from .names import MAX_NAMES, expand_all
 from .slices import Mesh, local_size
 
@@ -336,6 +337,8 @@ class Plan:
     """None: for inference only."""
     inference_only: str = ""
     """Why the model cannot be trained; empty where it can."""
+    memory: MemoryPlan | None = None
+    """What a rank needs beside its weights; None where it could not be measured."""
     notes: tuple[str, ...] = ()
     """For a person: opaque modules, guessed values, operators without a rule."""
     version: int = VERSION

@@ -101,3 +101,7 @@ def _check(plan: Plan) -> None:
         from .training_checks import check_training
 
         check_training(plan)
+    if plan.memory is not None:
+        from .memory_checks import check_memory
+
+        check_memory(plan.memory)

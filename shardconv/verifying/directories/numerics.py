@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
+from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress
-from ...reporting.report import human_bytes
 from ...tracing.inputs import trace_inputs
 from ...tracing.tape import Mark, Op, Tape
 from ..simulation.available_memory import available_bytes

@@ -16,8 +16,9 @@ from shardconv_runtime.format.measured_numerics import Numerics
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
+from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress, Silent
-from ...reporting.report import human_bytes, numerics_text
+from ...reporting.report import numerics_text
 from .intact import Contents, check, one_line, open_contents
 
 if TYPE_CHECKING:

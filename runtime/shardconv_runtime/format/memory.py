@@ -1,0 +1,88 @@
+"""The bytes that one rank needs beside its weights, as functions of the batch and of lengths.
+
+They were measured on a run of the rank's model without memory. ``docs/plan-format.md`` has the formulas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTerm:
+    """Tensors of the cache that grow with the tokens of a sequence."""
+
+    token_bytes: int
+    """For each token of a sequence that is kept."""
+    window: int = 0
+    """Most tokens that are kept; 0: all."""
+    source: bool = False
+    """The tokens are those that the encoder reads, not those of the decoder."""
+
+    def sequence_bytes(self, length: int, source_length: int) -> int:
+        """Bytes of a sequence of so many tokens."""
+        num_tokens = source_length if self.source else length
+        return self.token_bytes * (min(num_tokens, self.window) if self.window else num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBytes:
+    """Bytes of the tensors that are alive at one moment of a forward pass.
+
+    A polynomial in the length, whose coefficients have a part for each sequence of the batch: bytes, bytes
+    for each token, bytes for each pair of tokens.
+    """
+
+    sequence: tuple[int, int, int]
+    """For each sequence of the batch."""
+    once: tuple[int, int, int] = (0, 0, 0)
+    """Whatever the batch is."""
+
+    def num_bytes(self, batch: int, length: int) -> int:
+        """Bytes for a batch of sequences of one length."""
+        powers = (1, length, length * length)
+        return sum(
+            (batch * each + other) * power
+            for each, other, power in zip(self.sequence, self.once, powers, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the rank that needs most needs beside its weights."""
+
+    prefill: tuple[LiveBytes, ...]
+    """Of a prefill for the logits of the last token: the moments that may need most."""
+    cache: tuple[CacheTerm, ...] = ()
+    sequence_bytes: int = 0
+    """Of the states in the cache that each sequence has, whatever its length."""
+    fixed_bytes: int = 0
+    """Of the tensors in the cache that are there once."""
+    logits_token_bytes: int = 0
+    """Of the logits of one token, gathered if the model gathers them."""
+    buffer_bytes: int = 0
+    """Of the buffers that no file holds, which come on top of the weights."""
+
+
+def cache_bytes(memory: MemoryPlan, batch: int, length: int, source_length: int = 0) -> int:
+    """Bytes of the cache on a rank.
+
+    Args:
+        memory: of the rank.
+        batch: number of sequences.
+        length: tokens of each in the cache, as after a decoding step.
+        source_length: tokens of each that an encoder has read.
+    """
+    sequence = sum(term.sequence_bytes(length, source_length) for term in memory.cache)
+    return memory.fixed_bytes + batch * (memory.sequence_bytes + sequence)
+
+
+def prefill_bytes(memory: MemoryPlan, batch: int, length: int) -> int:
+    """Most bytes of live tensors, but for weights and the cache, while a prompt is read.
+
+    Args:
+        memory: of the rank.
+        batch: number of sequences.
+        length: tokens of each.
+    """
+    return max((moment.num_bytes(batch, length) for moment in memory.prefill), default=0)

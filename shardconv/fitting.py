@@ -1,0 +1,125 @@
+"""The smallest number of ranks that a model fits on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardconv_runtime.errors import ShardconvError, SolveError
+from shardconv_runtime.format.plan import Plan
+
+from .reporting.fits import Load, Needs, fits, needs
+from .reporting.human_numbers import human_bytes, percent
+from .reporting.summary import Summary, summarize
+
+MAX_TP = 64
+"""More ranks are not tried."""
+
+Solve = Callable[[int], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A number of ranks that was tried."""
+
+    tp: int
+    plan: Plan | None
+    problem: str = ""
+    """Why there is no plan, or none that can be judged."""
+    needs: Needs | None = None
+    is_enough: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The smallest number of ranks that is enough, and its neighbors."""
+
+    plan: Plan
+    """Of the chosen one."""
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    """Ascending, with the chosen one among them."""
+
+
+def smallest_tp(solve: Solve, load: Load) -> Choice:
+    """The smallest power of two of ranks on which the model does what it is to do.
+
+    Args:
+        solve: the plan for a number of ranks.
+        load: the device of each rank, and what the model is to do.
+
+    Raises:
+        ShardconvError: none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
+    """
+    found = [_candidate(solve, 1, load)]
+    tp = max(2, _fewest(found[0], load))
+    while not found[-1].is_enough and tp <= MAX_TP:
+        found.append(_candidate(solve, tp, load))
+        tp *= 2
+    chosen = found[-1]
+    if chosen.plan is None or not chosen.is_enough:
+        raise ShardconvError(_nothing_fits(found, load))
+    tried = {each.tp: each for each in found}
+    neighbors = [n for n in (chosen.tp // 2, chosen.tp, 2 * chosen.tp) if 1 <= n <= MAX_TP]
+    return Choice(chosen.plan, chosen, tuple(tried.get(n) or _candidate(solve, n, load) for n in neighbors))
+
+
+def _candidate(solve: Solve, tp: int, load: Load) -> Candidate:
+    try:
+        plan = solve(tp)
+    except SolveError as error:
+        return Candidate(tp, None, str(error))
+    if plan.memory is None:
+        problem = "its cache and activations could not be measured"
+        return Candidate(tp, plan, problem)
+    needed = needs(plan, plan.memory, load.batch, load.context or 1)
+    return Candidate(tp, plan, needs=needed, is_enough=fits(plan, plan.memory, load))
+
+
+def _fewest(first: Candidate, load: Load) -> int:
+    """The least power of two on which weights that are sharded evenly fit."""
+    if first.needs is None:
+        return 1
+    tp, free = 1, load.device_bytes - load.reserve_bytes
+    while tp < MAX_TP and first.needs.weights > tp * free:
+        tp *= 2
+    return tp
+
+
+def _nothing_fits(found: list[Candidate], load: Load) -> str:
+    last = found[-1]
+    free = human_bytes(load.device_bytes - load.reserve_bytes)
+    if last.needs is None:
+        return f"no tp can be chosen: at tp {last.tp} {last.problem}; give --tp a number"
+    need = f"{human_bytes(last.needs.weights)} of weights, {human_bytes(last.needs.cache)} of cache, "
+    need += f"{human_bytes(last.needs.activations)} of activations"
+    return (
+        f"no tp up to {MAX_TP} fits: at tp {last.tp} a rank needs {need}, and has {free}; give a larger "
+        "--device-memory, or a smaller --context, --batch or --reserve"
+    )
+
+
+HEAD = ("tp", "weights", "cache", "activations", "together", "collectives", "per token", "replicated")
+
+
+def table(choice: Choice) -> list[tuple[str, ...]]:
+    """A row for each candidate, under ``HEAD``; the chosen one has a star."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for candidate in choice.candidates:
+        star = "*" if candidate is choice.chosen else ""
+        if candidate.plan is None or candidate.needs is None:
+            rows.append((f"{star}{candidate.tp}", "no plan", *[""] * 6))
+            continue
+        rows.append((f"{star}{candidate.tp}", *_cells(candidate.needs, summarize(candidate.plan))))
+    return rows
+
+
+def _cells(needed: Needs, summary: Summary) -> tuple[str, ...]:
+    moved = summary.collectives
+    replicated = sum(group.num_bytes for group in summary.replicated)
+    return (
+        *map(human_bytes, (needed.weights, needed.cache, needed.activations, needed.total)),
+        str(sum(c.count for c in moved)),
+        human_bytes(sum(c.token_bytes for c in moved)),
+        percent(replicated, summary.total_bytes),
+    )

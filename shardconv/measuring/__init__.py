@@ -1,0 +1,1 @@
+"""The bytes that a rank needs beside its weights, by running its model without memory."""

@@ -1,0 +1,157 @@
+"""The bytes of live tensors while a model runs on the meta device.
+
+A ``TorchDispatchMode`` sees each operator, and a weak reference to each new storage tells when Python lets go
+of it. Nothing is computed: a run of any length costs the time of its Python code. Memory that a kernel
+allocates for itself is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..tracing.identities import META
+from ..tracing.operators import MetaResults, OperatorFacts, result_on_meta, tensors_in
+from .known_values import KnownValues
+from .weak_table import WeakTable
+
+_ATTENTION = "aten.scaled_dot_product_attention"
+"""Composite, but all devices have kernels for it that need no memory for the scores."""
+_KEPT = (_ATTENTION, "aten.linear", "aten.matmul")
+"""Composite operators that are counted as one: they make nothing but their result."""
+
+
+class TooLong(Exception):
+    """A run has more operators than it may have."""
+
+
+class OperatorMemo:
+    """What was learned about operators; several runs share it."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Any, OperatorFacts] = {}
+        self.results = MetaResults()
+
+    def facts_of(self, func: Any) -> OperatorFacts:
+        """The facts of an ATen overload."""
+        found = self.facts.get(func)
+        if found is None:
+            found = self.facts[func] = OperatorFacts.of(func, _KEPT)
+        return found
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages that are made while it is active, and when they are gone.
+
+    Args:
+        max_operators: most operators of the run.
+        where: told for each storage that is made; the answer is kept in ``places``.
+        before: tensors that are there already, and are not counted.
+        memo: of these runs.
+
+    Attributes:
+        sizes: bytes of each storage, in the order in which they were made.
+        places: what ``where`` said when it was made.
+        lives: (index of a storage, whether it was made or is gone), in the order of these events.
+        operators_left: how many more operators the run may have.
+    """
+
+    def __init__(
+        self, max_operators: int, where: Callable[[], str], before: Iterable[Tensor], memo: OperatorMemo
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values = KnownValues()
+        self.sizes: list[int] = []
+        self.places: list[str] = []
+        self.lives: list[tuple[int, bool]] = []
+        self._where = where
+        self._indices: WeakTable[int | None] = WeakTable()
+        for tensor in before:
+            self._indices[tensor.untyped_storage()] = None
+        self._references: list[weakref.ref[Any]] = []
+        self.operators_left = max_operators
+        self._memo = memo
+
+    def index(self, tensor: Tensor) -> int | None:
+        """The number of the storage under a tensor of any shape; None if it was made before."""
+        return self._indices.get(tensor.untyped_storage(), None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = self._memo.facts_of(func)
+        kwargs = kwargs or {}
+        if facts.take_apart:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        self.operators_left -= 1
+        if self.operators_left < 0:
+            raise TooLong
+        if facts.name == "aten._local_scalar_dense.default":
+            return self.values.value(args[0]).item()
+        tensors = tensors_in(args) + tensors_in(kwargs.values())
+        is_constant = [t.device != META for t in tensors]
+        if tensors and all(is_constant) and "device" not in kwargs:
+            return func(*args, **kwargs)  # of the code's constants
+        if "device" in kwargs or (facts.takes_device and not tensors):
+            kwargs = {**kwargs, "device": META}
+        if facts.takes_device:
+            args = tuple(META if isinstance(a, torch.device) else a for a in args)
+        on_meta = (args, kwargs)
+        if any(is_constant):
+            on_meta = pytree.tree_map_only(Tensor, _on_meta, on_meta)
+        result = self._run(func, facts, *on_meta)
+        if result is None:  # its shape depends on values
+            values = pytree.tree_map_only(Tensor, self.values.value, (args, kwargs))
+            result = pytree.tree_map_only(Tensor, _on_meta, func(*values[0], **values[1]))
+        self.values.made(func, tensors, args, kwargs, result)
+        for tensor in tensors_in((result,)):
+            self._note(tensor)
+        return result
+
+    def _run(self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result on meta; None if that cannot be known."""
+        if facts.name.startswith(_ATTENTION):
+            return self._attention(args, kwargs)
+        result = result_on_meta(facts.name, args)
+        if result is not None:
+            return result
+        try:
+            if facts.makes_new:
+                return self._memo.results.run(func, args, kwargs)
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return None
+
+    def _attention(self, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Laid out as the kernels do it, like the queries; a bool mask becomes numbers while they run."""
+        query, value = args[0], args[2]
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        if mask is not None and mask.dtype == torch.bool:
+            self._note(torch.empty(mask.shape, dtype=query.dtype, device=META))
+        *batch, heads, length, _ = query.shape
+        shape = (*batch, length, heads, value.shape[-1])
+        return torch.empty(shape, dtype=query.dtype, device=META).transpose(-2, -3)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tensor.device != META or storage in self._indices:
+            return
+        index = len(self.sizes)
+        self._indices[storage] = index
+        self.sizes.append(storage.nbytes())
+        self.places.append(self._where())
+        self.lives.append((index, True))
+        self._references.append(weakref.ref(storage, lambda _: self.lives.append((index, False))))
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    if tensor.device == META:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)

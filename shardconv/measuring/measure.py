@@ -1,0 +1,210 @@
+"""What a rank needs beside its weights, measured on its own model without memory.
+
+The runtime's code makes the model of rank 0, which has the largest share of everything. It is run on the meta
+device at a few batches and lengths, and the bytes of its cache and of its live tensors are put into formulas.
+Layers that others stand for are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.format.memory import CacheTerm, LiveBytes, MemoryPlan, cache_bytes
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from torch import Tensor, nn
+
+from ..tracing.inputs import TraceInputs
+from ..verifying.simulation.layer_bypass import Bypass, bypass, planned_alike
+from .calls import Calls, Size
+from .memory_run import CachedTensor, MemoryRun, Runner
+from .polynomials import Growth, growth, largest_moments, live_bytes
+
+_SHORT = 6
+"""Tokens of the shortest sequence whose cache is looked at, shorter than windows."""
+_LONG = (1 << 17, 1 << 15, 1 << 12, 1 << 9, 1 << 7, 1 << 5)
+"""Lengths beyond windows; the first is taken at which the model's code can run."""
+_LONGEST_PROMPT = 1 << 15
+_MAX_OPERATORS = 50_000
+"""Of the first run."""
+_MORE_OPERATORS = 10_000
+"""How many more than twice as many a longer run may have: code may loop over tokens or chunks of them."""
+
+
+class NotMeasured(Exception):
+    """The model cannot be run without values."""
+
+
+class _MemoryCommunicator(Communicator):
+    """Collectives that allocate what those of processes do."""
+
+    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return torch.empty_like(x)
+
+    def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x
+
+    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
+
+    def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        return x.new_empty((x.shape[0] // len(self.group(axes)), *x.shape[1:]))
+
+
+def measure_memory(
+    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]
+) -> MemoryPlan:
+    """The bytes of caches and activations of rank 0.
+
+    Args:
+        plan: of the model.
+        model: global, on meta; it is copied.
+        inputs: with which it was traced.
+        bypassed: layers that others stand for.
+
+    Raises:
+        NotMeasured: the model cannot be run on meta tensors.
+    """
+    bypassed = planned_alike(plan, bypassed)
+    counts = Counter(how.like for how in bypassed.values())
+    local = parallelize(copy.deepcopy(model), plan, _MemoryCommunicator(0, plan.mesh))
+    buffer_bytes = _buffer_bytes(local)
+    bypass(local, bypassed)
+    problem: Exception | None = None
+    for with_all in (False, True):
+        calls = Calls(local, inputs, with_all=with_all)
+        runner = Runner(local, calls, frozenset(counts))
+        try:
+            return replace(_Measurement(runner, counts).memory(), buffer_bytes=buffer_bytes)
+        except Exception as error:  # whatever the model's code raises
+            problem = problem or error
+    raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    """Of the buffers that are not among the stored tensors."""
+    stored = {id(tensor) for _, tensor in stored_tensors(model)}
+    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in stored)
+
+
+class _Measurement:
+    """The runs of one model.
+
+    Args:
+        runner: of its rank.
+        counts: FQN of a layer -> number of layers that it stands for, beside itself.
+    """
+
+    def __init__(self, runner: Runner, counts: Mapping[str, int]) -> None:
+        self.runner = runner
+        self.counts = counts
+        self.has_source = runner.calls.has_source
+        first = runner.prompt(self._size(2, _SHORT), _MAX_OPERATORS)
+        self.max_operators = 2 * first.num_operators + _MORE_OPERATORS
+        self.longest = self._longest()
+
+    def memory(self) -> MemoryPlan:
+        """All formulas."""
+        cache = self._cache()
+        runs = self._prompts()
+        logits = max(run.logits_token_bytes for run in runs.values())
+        return replace(cache, prefill=self._moments(runs, cache), logits_token_bytes=logits)
+
+    def _longest(self) -> int:
+        """The longest prompt that the model's code can read."""
+        for length in _LONG:
+            try:
+                self.runner.prompt(self._size(2, length), self.max_operators)
+            except Exception:  # of the model's code, or too long
+                continue
+            return length
+        raise NotMeasured(f"its code runs for {_SHORT} tokens, not for {_LONG[-1]}")
+
+    def _size(self, batch: int, length: int) -> Size:
+        """A prompt of so many tokens, for an encoder if there is one."""
+        return Size(batch, 1, length) if self.has_source else Size(batch, length)
+
+    # Activations -----------------------------------------------------------------------------
+
+    def _prompts(self) -> dict[tuple[int, int], MemoryRun]:
+        longest = min(self.longest, _LONGEST_PROMPT)
+        sizes = [(batch, length) for batch in (1, 2) for length in (longest // 4, longest // 2, longest)]
+        return {size: self.runner.prompt(self._size(*size), self.max_operators) for size in sizes}
+
+    def _moments(self, runs: Mapping[tuple[int, int], MemoryRun], cache: MemoryPlan) -> tuple[LiveBytes, ...]:
+        """Live bytes beside the cache.
+
+        A tensor of the cache may be a view of a larger one, until the next token is read: that one counts.
+        """
+        moments = largest_moments({size: run.live for size, run in runs.items()})
+        more = {size: self._kept(run) - self._cache_bytes(cache, *size) for size, run in runs.items()}
+        if max(more.values()) <= 0:
+            return moments
+        return (*moments, *(_added(each, live_bytes(more)) for each in moments))
+
+    def _kept(self, run: MemoryRun) -> int:
+        return sum(held.num_bytes * self._count(held.place) for held in run.cache.values())
+
+    def _cache_bytes(self, cache: MemoryPlan, batch: int, length: int) -> int:
+        size = self._size(batch, length)
+        return cache_bytes(cache, size.batch, size.length, size.source_length)
+
+    def _count(self, place: str) -> int:
+        return 1 + self.counts.get(place, 0)
+
+    # The cache -------------------------------------------------------------------------------
+
+    def _cache(self) -> MemoryPlan:
+        """The formulas of the cache alone."""
+        source = _SHORT if self.has_source else 0
+        short, more, long, longer = (
+            self.runner.continued(Size(2, length, source), self.max_operators)
+            for length in (_SHORT, _SHORT + 1, self.longest, self.longest + 1)
+        )
+        of_one = self.runner.continued(Size(1, _SHORT, source), self.max_operators)
+        by_source = self._by_source(short) if self.has_source else {}
+        terms: Counter[tuple[int, bool]] = Counter()
+        constants: Counter[bool] = Counter()
+        for path, held in long.items():
+            a, b, c, d = (_bytes(run, path) for run in (short, more, long, longer))
+            grown = growth((_SHORT, a, b), (self.longest, c, d))
+            read = by_source.get(path, Growth(0, 0))
+            is_fixed = _bytes(of_one, path) == a and not grown.token_bytes
+            count = self._count(held.place)
+            constants[is_fixed] += count * (grown.constant - read.token_bytes * source)
+            terms[grown.window, False] += count * grown.token_bytes
+            terms[read.window, True] += count * read.token_bytes
+        return MemoryPlan(
+            prefill=(),
+            cache=tuple(CacheTerm(n // 2, *kind) for kind, n in sorted(terms.items()) if n),
+            sequence_bytes=constants[False] // 2,
+            fixed_bytes=constants[True],
+        )
+
+    def _by_source(self, short: Mapping[str, CachedTensor]) -> dict[str, Growth]:
+        """How the tensors grow with the tokens that the encoder reads."""
+        more, long, longer = (
+            self.runner.continued(Size(2, _SHORT, length), self.max_operators)
+            for length in (_SHORT + 1, self.longest, self.longest + 1)
+        )
+        out = {}
+        for path in long:
+            a, b, c, d = (_bytes(run, path) for run in (short, more, long, longer))
+            out[path] = growth((_SHORT, a, b), (self.longest, c, d))
+        return out
+
+
+def _bytes(run: Mapping[str, CachedTensor], path: str) -> int:
+    return run[path].num_bytes if path in run else 0
+
+
+def _added(first: LiveBytes, second: LiveBytes) -> LiveBytes:
+    def plus(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+        return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+    return LiveBytes(plus(first.sequence, second.sequence), plus(first.once, second.once))

@@ -1,0 +1,158 @@
+"""One run of a rank's model on meta tensors: what was alive when, and what stayed in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shardconv_runtime.parallel.build import stored_tensors
+from torch import Tensor, nn
+
+from .calls import Calls, Size
+from .live_memory import LiveMemory, OperatorMemo
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTensor:
+    """The memory under a tensor of the cache."""
+
+    num_bytes: int
+    place: str
+    """The layer that made it; empty if none did."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRun:
+    """What a call of one size needs."""
+
+    live: tuple[int, ...]
+    """Bytes of the live tensors that are not in the cache afterwards, whenever a tensor was made."""
+    cache: Mapping[str, CachedTensor]
+    """Path of a tensor in the outputs -> its memory; each memory under one path."""
+    logits_token_bytes: int
+    num_operators: int
+
+
+class Runner:
+    """Runs one rank's model.
+
+    Args:
+        model: of one rank, on meta.
+        calls: of this model.
+        layers: FQNs of the layers whose tensors are told apart.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls, layers: frozenset[str]) -> None:
+        self.model = model
+        self.calls = calls
+        self._stack: list[str] = []
+        self._memo = OperatorMemo()
+        self._stored = [tensor for _, tensor in stored_tensors(model)]
+        for fqn in sorted(layers):
+            module = model.get_submodule(fqn)
+            module.register_forward_pre_hook(lambda *_, fqn=fqn: self._stack.append(fqn))
+            module.register_forward_hook(lambda *_: self._leave())
+
+    def prompt(self, size: Size, max_operators: int) -> MemoryRun:
+        """Read a prompt for the logits of its last token; an error is that of the model's code.
+
+        Raises:
+            TooLong: there are more operators.
+        """
+        mode = self._mode(max_operators)
+        outputs = self._call(mode, self.calls.prompt(size))
+        cached = dict(_cached(self.calls.handed_back(outputs), mode))
+        return MemoryRun(
+            live=_live(mode, frozenset(cached)),
+            cache=_by_path(cached, mode),
+            logits_token_bytes=_logits_token_bytes(outputs),
+            num_operators=max_operators - mode.operators_left,
+        )
+
+    def continued(self, size: Size, max_operators: int) -> Mapping[str, CachedTensor]:
+        """The cache of ``size``, of which the last token was read alone, as in decoding."""
+        mode = self._mode(2 * max_operators)
+        prompt = Size(size.batch, size.length - 1, size.source_length)
+        cache = self.calls.handed_back(self._call(mode, self.calls.prompt(prompt)))
+        if cache:
+            cache = self.calls.handed_back(self._call(mode, self.calls.next_token(prompt, cache)))
+        return _by_path(dict(_cached(cache, mode)), mode)
+
+    def _mode(self, max_operators: int) -> LiveMemory:
+        return LiveMemory(max_operators, self._place, self._stored, self._memo)
+
+    def _call(self, mode: LiveMemory, arguments: Mapping[str, Any]) -> Any:
+        self._stack.clear()
+        for value in arguments.values():
+            if isinstance(value, Tensor):
+                mode.values.fill(value, 1)
+        with torch.inference_mode(), mode:
+            return self.model(**arguments)
+
+    def _place(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+
+def _logits_token_bytes(outputs: Any) -> int:
+    """Of one token's logits, in ``[B, S, V]``; 0 where the model gives none."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        return 0
+    return logits.shape[2] * logits.element_size()
+
+
+def _live(mode: LiveMemory, cached: frozenset[int]) -> tuple[int, ...]:
+    live, found = 0, []
+    for index, is_made in mode.lives:
+        if index in cached:
+            continue
+        live += mode.sizes[index] if is_made else -mode.sizes[index]
+        if is_made:
+            found.append(live)
+    return tuple(found)
+
+
+def _by_path(cached: Mapping[int, str], mode: LiveMemory) -> dict[str, CachedTensor]:
+    return {path: CachedTensor(mode.sizes[i], mode.places[i]) for i, path in cached.items()}
+
+
+def _cached(cache: Mapping[str, Any], mode: LiveMemory) -> Iterator[tuple[int, str]]:
+    """(number of a storage, path) of each memory under the tensors in a cache, once each."""
+    seen: set[int] = set()
+    for path, tensor in tensors_of(cache):
+        index = mode.index(tensor)
+        if index is not None and index not in seen:
+            seen.add(index)
+            yield index, path
+
+
+def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """(path, tensor) of all tensors in a value, in containers and in the attributes of objects."""
+    todo: list[tuple[str, Any]] = [("", value)]
+    seen: list[Any] = []
+    known: set[int] = set()
+    while todo:
+        path, current = todo.pop(0)
+        if isinstance(current, Tensor):
+            yield path, current
+            continue
+        if id(current) in known:
+            continue
+        known.add(id(current))
+        seen.append(current)  # alive as long as its id is known
+        todo += [(f"{path}.{name}" if path else str(name), item) for name, item in _items(current)]
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in a container or an object; not in modules, classes and functions."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+    elif not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__") and not callable(value):
+        yield from vars(value).items()
