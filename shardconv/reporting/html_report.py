@@ -19,6 +19,7 @@ from shardconv_runtime.format.plan import Plan
 
 from . import html_values
 from .human_numbers import human_bytes, percent
+from .memory_lines import memory_facts
 from .report import TOKENS, numerics_text, tensor_cells, unplanned
 from .summary import Summary, all_notes, summarize
 
@@ -72,7 +73,8 @@ def _environment() -> Environment:
         "numerics_text": numerics_text,
         "percent_of": percent,
     }
-    environment.globals |= {"values": html_values, "tensor_cells": tensor_cells, "unplanned": unplanned}
+    environment.globals |= {"values": html_values, "memory_facts": memory_facts}
+    environment.globals |= {"tensor_cells": tensor_cells, "unplanned": unplanned}
     return environment
 
 
