@@ -133,11 +133,16 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Laid out as the kernels do it, like the queries; a bool mask becomes numbers while they run."""
         query, value = args[0], args[2]
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        numbers = None
         if mask is not None and mask.dtype == torch.bool:
-            self._note(torch.empty(mask.shape, dtype=query.dtype, device=META))
+            numbers = torch.empty(mask.shape, dtype=query.dtype, device=META)
+            self._note(numbers)
         *batch, heads, length, _ = query.shape
         shape = (*batch, length, heads, value.shape[-1])
-        return torch.empty(shape, dtype=query.dtype, device=META).transpose(-2, -3)
+        result = torch.empty(shape, dtype=query.dtype, device=META).transpose(-2, -3)
+        self._note(result)  # while the numbers are there
+        del numbers
+        return result
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

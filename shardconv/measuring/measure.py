@@ -78,9 +78,9 @@ def measure_memory(
     problem: Exception | None = None
     for with_all in (False, True):
         calls = Calls(local, inputs, with_all=with_all)
-        runner = Runner(local, calls, frozenset(counts))
+        runner = Runner(local, calls, counts)
         try:
-            return replace(_Measurement(runner, counts).memory(), buffer_bytes=buffer_bytes)
+            return replace(_Measurement(runner).memory(), buffer_bytes=buffer_bytes)
         except Exception as error:  # whatever the model's code raises
             problem = problem or error
     raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
@@ -97,12 +97,10 @@ class _Measurement:
 
     Args:
         runner: of its rank.
-        counts: FQN of a layer -> number of layers that it stands for, beside itself.
     """
 
-    def __init__(self, runner: Runner, counts: Mapping[str, int]) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        self.counts = counts
         self.has_source = runner.calls.has_source
         first = runner.prompt(self._size(2, _SHORT), _MAX_OPERATORS)
         self.max_operators = 2 * first.num_operators + _MORE_OPERATORS
@@ -142,20 +140,15 @@ class _Measurement:
         A tensor of the cache may be a view of a larger one, until the next token is read: that one counts.
         """
         moments = largest_moments({size: run.live for size, run in runs.items()})
-        more = {size: self._kept(run) - self._cache_bytes(cache, *size) for size, run in runs.items()}
+        kept = {size: self.runner.kept_bytes(run.cache) for size, run in runs.items()}
+        more = {size: num_bytes - self._cache_bytes(cache, *size) for size, num_bytes in kept.items()}
         if max(more.values()) <= 0:
             return moments
         return (*moments, *(_added(each, live_bytes(more)) for each in moments))
 
-    def _kept(self, run: MemoryRun) -> int:
-        return sum(held.num_bytes * self._count(held.place) for held in run.cache.values())
-
     def _cache_bytes(self, cache: MemoryPlan, batch: int, length: int) -> int:
         size = self._size(batch, length)
         return cache_bytes(cache, size.batch, size.length, size.source_length)
-
-    def _count(self, place: str) -> int:
-        return 1 + self.counts.get(place, 0)
 
     # The cache -------------------------------------------------------------------------------
 
@@ -175,7 +168,7 @@ class _Measurement:
             grown = growth((_SHORT, a, b), (self.longest, c, d))
             read = by_source.get(path, Growth(0, 0))
             is_fixed = _bytes(of_one, path) == a and not grown.token_bytes
-            count = self._count(held.place)
+            count = self.runner.count(held.place)
             constants[is_fixed] += count * (grown.constant - read.token_bytes * source)
             terms[grown.window, False] += count * grown.token_bytes
             terms[read.window, True] += count * read.token_bytes

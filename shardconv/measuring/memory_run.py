@@ -28,7 +28,10 @@ class MemoryRun:
     """What a call of one size needs."""
 
     live: tuple[int, ...]
-    """Bytes of the live tensors that are not in the cache afterwards, whenever a tensor was made."""
+    """Bytes of the live tensors less those of the cache afterwards, whenever a tensor was made.
+
+    They are negative while most of the cache is not there yet.
+    """
     cache: Mapping[str, CachedTensor]
     """Path of a tensor in the outputs -> its memory; each memory under one path."""
     logits_token_bytes: int
@@ -41,16 +44,17 @@ class Runner:
     Args:
         model: of one rank, on meta.
         calls: of this model.
-        layers: FQNs of the layers whose tensors are told apart.
+        counts: FQN of a layer -> number of layers that it stands for, beside itself.
     """
 
-    def __init__(self, model: nn.Module, calls: Calls, layers: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, calls: Calls, counts: Mapping[str, int]) -> None:
         self.model = model
         self.calls = calls
         self._stack: list[str] = []
         self._memo = OperatorMemo()
         self._stored = [tensor for _, tensor in stored_tensors(model)]
-        for fqn in sorted(layers):
+        self._counts = counts
+        for fqn in sorted(counts):
             module = model.get_submodule(fqn)
             module.register_forward_pre_hook(lambda *_, fqn=fqn: self._stack.append(fqn))
             module.register_forward_hook(lambda *_: self._leave())
@@ -65,7 +69,7 @@ class Runner:
         outputs = self._call(mode, self.calls.prompt(size))
         cached = dict(_cached(self.calls.handed_back(outputs), mode))
         return MemoryRun(
-            live=_live(mode, frozenset(cached)),
+            live=self._live(mode, cached),
             cache=_by_path(cached, mode),
             logits_token_bytes=_logits_token_bytes(outputs),
             num_operators=max_operators - mode.operators_left,
@@ -91,6 +95,25 @@ class Runner:
         with torch.inference_mode(), mode:
             return self.model(**arguments)
 
+    def kept_bytes(self, cache: Mapping[str, CachedTensor]) -> int:
+        """Of the cache of all layers."""
+        return sum(held.num_bytes * self.count(held.place) for held in cache.values())
+
+    def count(self, place: str) -> int:
+        """The number of layers for which one counts."""
+        return 1 + self._counts.get(place, 0)
+
+    def _live(self, mode: LiveMemory, cached: Mapping[int, str]) -> tuple[int, ...]:
+        """A tensor of the cache of a layer that stands for others comes with those of all of them."""
+        kept = {index: mode.sizes[index] * self.count(mode.places[index]) for index in cached}
+        live, found = -sum(kept.values()), []
+        for index, is_made in mode.lives:
+            num_bytes = kept.get(index, mode.sizes[index])
+            live += num_bytes if is_made else -num_bytes
+            if is_made:
+                found.append(live)
+        return tuple(found)
+
     def _place(self) -> str:
         return self._stack[-1] if self._stack else ""
 
@@ -104,17 +127,6 @@ def _logits_token_bytes(outputs: Any) -> int:
     if not isinstance(logits, Tensor) or logits.dim() != 3:
         return 0
     return logits.shape[2] * logits.element_size()
-
-
-def _live(mode: LiveMemory, cached: frozenset[int]) -> tuple[int, ...]:
-    live, found = 0, []
-    for index, is_made in mode.lives:
-        if index in cached:
-            continue
-        live += mode.sizes[index] if is_made else -mode.sizes[index]
-        if is_made:
-            found.append(live)
-    return tuple(found)
 
 
 def _by_path(cached: Mapping[int, str], mode: LiveMemory) -> dict[str, CachedTensor]:
