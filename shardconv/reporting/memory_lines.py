@@ -85,8 +85,14 @@ def device_facts(plan: Plan, load: Load) -> Iterator[tuple[str, str]]:
     what = "a sequence" if load.batch == 1 else f"{load.batch:,} sequences"
     parts = f"{human_bytes(needed.cache)} of cache, {human_bytes(needed.activations)} of activations"
     left = load.device_bytes - load.reserve_bytes - needed.total
-    verdict = f"fits, and leaves {human_bytes(left)}" if left >= 0 else f"{human_bytes(-left)} too much"
-    yield "context", f"{what} of {load.context:,} tokens: {parts}: {verdict}"
+    fit = "fits, and leaves" if load.batch == 1 else "fit, and leave"
+    verdict = (
+        f"{fit} {human_bytes(left)}"
+        if left >= 0
+        else f"{'needs' if load.batch == 1 else 'need'} {human_bytes(-left)} too much"
+    )
+    yield "context", f"{what} of {load.context:,} tokens {verdict}"
+    yield "", parts
     most = _counted(sequences(plan, memory, load))
     yield "batch", f"{most} sequences of {load.context:,} tokens fit, if prompts are read one after another"
 

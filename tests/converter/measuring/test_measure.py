@@ -13,7 +13,7 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.memory import MemoryPlan, cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.parallel.build import parallelize
+from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 from zoo.models import build
