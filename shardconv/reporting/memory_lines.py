@@ -82,17 +82,13 @@ def device_facts(plan: Plan, load: Load) -> Iterator[tuple[str, str]]:
     if load.context is None:
         return
     needed = needs(plan, memory, load.batch, load.context)
-    what = "a sequence" if load.batch == 1 else f"{load.batch:,} sequences"
-    parts = f"{human_bytes(needed.cache)} of cache, {human_bytes(needed.activations)} of activations"
     left = load.device_bytes - load.reserve_bytes - needed.total
-    fit = "fits, and leaves" if load.batch == 1 else "fit, and leave"
-    verdict = (
-        f"{fit} {human_bytes(left)}"
-        if left >= 0
-        else f"{'needs' if load.batch == 1 else 'need'} {human_bytes(-left)} too much"
-    )
+    what, fit, need = ("a sequence", "fits, and leaves", "needs")
+    if load.batch > 1:
+        what, fit, need = (f"{load.batch:,} sequences", "fit, and leave", "need")
+    verdict = f"{fit} {human_bytes(left)}" if left >= 0 else f"{need} {human_bytes(-left)} too much"
     yield "context", f"{what} of {load.context:,} tokens {verdict}"
-    yield "", parts
+    yield "", f"{human_bytes(needed.cache)} of cache, {human_bytes(needed.activations)} of activations"
     most = _counted(sequences(plan, memory, load))
     yield "batch", f"{most} sequences of {load.context:,} tokens fit, if prompts are read one after another"
 

@@ -93,13 +93,9 @@ def test_candidates_without_a_plan_are_passed_over() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(
-        ShardconvError, match=f"no tp up to {MAX_TP} fits: at tp {MAX_TP} a rank needs .* of w"
-    ):
+    with pytest.raises(ShardconvError, match=f"no tp up to {MAX_TP} fits: at tp {MAX_TP} a rank needs"):
         smallest_tp(plan_of, Load(2000, 1000))
-    with pytest.raises(
-        ShardconvError, match=r"no tp can be chosen: at tp 64 its cache and activations could not"
-    ):
+    with pytest.raises(ShardconvError, match=f"no tp can be chosen: at tp {MAX_TP} its cache and act"):
         smallest_tp(lambda tp: hand_plan(small_config(), tp), Load(10**9, 0))
 
 

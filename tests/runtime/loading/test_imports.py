@@ -23,7 +23,7 @@ MODULES = """
 """
 """Of the runtime: those that one rank imports that loads a local directory, and generates."""
 
-MAX_MODULES, MAX_LINES = 35, 6000
+MAX_MODULES, MAX_LINES = 35, 6100
 FORBIDDEN = ("training", "saving", "hub", "tensors", "checkpoint")
 
 CODE = """
