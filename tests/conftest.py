@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -29,6 +30,15 @@ from small_models import hand_plan, save_random, small_config
 from shardconv.arguments import SolveOptions
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the objects of all imported modules, some millions, out of every search for garbage.
+
+    It would pass them again and again, and each forked process would copy the memory that holds them.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -39,17 +39,28 @@ def source(request: pytest.FixtureRequest, sources: dict[str, Path]) -> Path:
     return sources[request.param]
 
 
+ONE_TYPE = pytest.mark.parametrize(
+    "source",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3"))],
+    indirect=True,
+)
+
+
 def files_of(path: Path) -> dict[str, bytes]:
     """Contents of every file below ``path``."""
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def test_the_same_bytes_in_one_process_and_in_another(sources: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [("mixtral",), pytest.param(TYPES, marks=pytest.mark.slow)])
+def test_the_same_bytes_in_one_process_and_in_another(
+    sources: dict[str, Path], types: tuple[str, ...], tmp_path: Path
+) -> None:
     """Whatever order sets have there."""
+    sources = {name: sources[name] for name in types}
     for attempt in ("first", "second"):
         convert_all(sources, tmp_path / attempt)
     want = files_of(tmp_path / "first")
-    assert {"llama/plan.json", "mixtral/manifest.json"} < want.keys()
+    assert {"mixtral/plan.json", "mixtral/manifest.json"} < want.keys()
     assert files_of(tmp_path / "second") == want
     convert_elsewhere(sources, tmp_path / "elsewhere", "1")
     assert files_of(tmp_path / "elsewhere") == want
@@ -73,6 +84,7 @@ def convert_elsewhere(sources: dict[str, Path], out: Path, hash_seed: str) -> No
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=env)
 
 
+@ONE_TYPE
 def test_the_check_changes_nothing_that_is_written(source: Path, tmp_path: Path) -> None:
     """And neither does the way to the config: a directory and a config object give the same plan."""
     checked = shardconv.convert(source, tmp_path / "checked", tp=2)
@@ -110,11 +122,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
     return found
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3"))],
-    indirect=True,
-)
+@ONE_TYPE
 def test_no_model_survives(source: Path, tmp_path: Path, built: Built) -> None:
     for index in range(2):
         shardconv.convert(source, tmp_path / f"out{index}", tp=2)
@@ -156,7 +164,7 @@ class Interrupts:
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     """Of Python objects: after the first time, what one plan leaves behind is nothing."""
-    config = transformers.CONFIG_MAPPING["llama"](**CONFIGS["llama"])
+    config = transformers.CONFIG_MAPPING["llama"](**CONFIGS["llama"] | {"num_hidden_layers": 1})
     counts = []
     for _ in range(5):
         shardconv.plan(config, tp=2, check=True)
@@ -221,7 +229,7 @@ def fail(source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("action", [run_all, fail])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_the_process_is_left_as_it_was(
     tmp_path: Path, action: Callable[[Path, Path], None], dtype: torch.dtype
 ) -> None:

@@ -35,17 +35,18 @@ TP = 2
 NEW_TOKENS = 8
 LENGTHS = (7, 9, 12, 20)
 
-NAMES = ("llama", "gemma2", "gpt2", "mixtral", "olmo2", "t5", "bert")
-"""Plain; with windows and soft caps; with fused weights; with experts; with norms over a sharded dim; an
-encoder with a decoder; an encoder."""
+NAMES = ("llama", "gemma2", "gpt2", "mixtral", "olmo2", "olmo3", "t5", "bert")
+"""Plain; with windows and soft caps; with fused weights; with experts; with norms over a sharded dim; with
+these and windows; an encoder with a decoder; an encoder."""
 
-SHOWN_ELSEWHERE = ("llama", "gpt2", "bert")
-"""Slow tests: gemma2 has the layers of llama and more, code is generated for gpt2, and t5 has an encoder."""
+SHOWN_ELSEWHERE = ("llama", "gemma2", "gpt2", "olmo2", "bert")
+"""Slow tests: olmo3 has windows and norms over a sharded dim, code is generated for gpt2, and t5 has an
+encoder."""
 
 NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
 """Where it is not one: each graph takes seconds to capture."""
 
-DECODING_GRAPHS = {"gemma2": 2}
+DECODING_GRAPHS = {"gemma2": 2, "olmo3": 2}
 """Where it is not one: caches of windows count their tokens in Python, and Dynamo takes the first two
 numbers that it sees to learn that they vary."""
 
@@ -53,7 +54,7 @@ SINGLE = ("gemma2", "mixtral")
 """Compared in float32: soft caps cast the mask's lowest float64 to infinity, and torch's product of experts
 has no other kernel on CPUs."""
 
-REDUCTIONS = {"olmo2": 4, "t5": 6}
+REDUCTIONS = {"olmo2": 4, "olmo3": 4, "t5": 6}
 """Of a layer, where they are not one for attention and one for the MLP: norms add their statistics, and a
 decoder looks at an encoder, which has a layer and an embedding too."""
 
@@ -76,7 +77,11 @@ def make_model(name: str) -> Any:
     if name == "breaking":
         config = BreakingConfig(**CONFIGS["llama"] | depth | _TOKENS)
         return BreakingForCausalLM._from_config(config, dtype=torch.float64)
-    config = transformers.CONFIG_MAPPING[name](**CONFIGS[name] | depth | _TOKENS)
+    if name == "olmo3":
+        windows = {"sliding_window": 6, "layer_types": ["sliding_attention"] * layers}
+        config = transformers.Olmo3Config(**CONFIGS["olmo2"] | depth | windows | _TOKENS)
+    else:
+        config = transformers.CONFIG_MAPPING[name](**CONFIGS[name] | depth | _TOKENS)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 

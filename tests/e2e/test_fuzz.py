@@ -161,11 +161,18 @@ def call(directory: Directory, command: list[str]) -> None:
     assert all(c.isprintable() or c == "\n" for c in shown)
 
 
+@pytest.fixture(params=[pytest.param(0.4, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+def share(request: pytest.FixtureRequest) -> float:
+    """Of the examples: the first ones, or all."""
+    found: float = request.param
+    return found
+
+
 @pytest.mark.parametrize(("tp", "count"), [(1, 50), (2, 100)])
-def test_plans(converted: dict[int, Directory], tp: int, count: int) -> None:
+def test_plans(converted: dict[int, Directory], tp: int, count: int, share: float) -> None:
     directory = converted[tp]
 
-    @examples(count)
+    @examples(share * count)
     @given(mutated(directory.document("plan.json")))
     def check(plan: Any) -> None:
         directory.put("plan.json", to_bytes(plan))
@@ -176,10 +183,10 @@ def test_plans(converted: dict[int, Directory], tp: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "count"), [(1, 30), (2, 60)])
-def test_manifests(converted: dict[int, Directory], tp: int, count: int) -> None:
+def test_manifests(converted: dict[int, Directory], tp: int, count: int, share: float) -> None:
     directory = converted[tp]
 
-    @examples(count)
+    @examples(share * count)
     @given(mutated(directory.document("manifest.json")))
     def check(found: Any) -> None:
         directory.put_manifest(found)
@@ -190,11 +197,11 @@ def test_manifests(converted: dict[int, Directory], tp: int, count: int) -> None
 
 
 @pytest.mark.parametrize(("tp", "count"), [(1, 30), (2, 40)])
-def test_headers(converted: dict[int, Directory], tp: int, count: int) -> None:
+def test_headers(converted: dict[int, Directory], tp: int, count: int, share: float) -> None:
     directory, name = converted[tp], SHARDS[tp]
     data = (directory.intact / name).read_bytes()
 
-    @examples(count)
+    @examples(share * count)
     @given(mutated(header_of(data)))
     def check(header: Any) -> None:
         directory.put(name, with_header(data, to_bytes(header)))
@@ -205,11 +212,11 @@ def test_headers(converted: dict[int, Directory], tp: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["plan.json", "manifest.json", SHARDS[2], "config.json"])
-def test_bytes(converted: dict[int, Directory], name: str) -> None:
+def test_bytes(converted: dict[int, Directory], name: str, share: float) -> None:
     directory = converted[2]
     data = (directory.intact / name).read_bytes()
 
-    @examples(30)
+    @examples(share * 30)
     @given(damaged(data[:5000]), st.booleans())
     def check(begin: bytes, hides: bool) -> None:
         if hides and name != "manifest.json":
@@ -222,11 +229,11 @@ def test_bytes(converted: dict[int, Directory], name: str) -> None:
     directory.restore(name)
 
 
-def test_configs(converted: dict[int, Directory]) -> None:
+def test_configs(converted: dict[int, Directory], share: float) -> None:
     """Sizes aside: a config may ask for a model of any size, see docs/security.md."""
     directory = converted[1]
 
-    @examples(60)
+    @examples(share * 60)
     @given(mutated(directory.document("config.json")))
     def check(config: Any) -> None:
         if largest(config) < 300:
@@ -238,12 +245,12 @@ def test_configs(converted: dict[int, Directory]) -> None:
 
 
 @pytest.mark.parametrize("name", ["generation_config.json"])
-def test_generation_configs(converted: dict[int, Directory], name: str) -> None:
+def test_generation_configs(converted: dict[int, Directory], name: str, share: float) -> None:
     directory = converted[1]
     if not (directory.intact / name).is_file():
         pytest.skip("the model has none")
 
-    @examples(30)
+    @examples(share * 30)
     @given(mutated(directory.document(name)))
     def check(config: Any) -> None:
         directory.put(name, to_bytes(config))

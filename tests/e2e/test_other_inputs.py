@@ -28,6 +28,8 @@ TYPES = [
     "bert/sequence classification",
     "llama/question answering",
 ]
+TALKING = ("llava", "whisper")
+"""Types that write a text about what they see or hear once; the steps after it are of text alone."""
 
 
 def save(model_type: str, path: Path) -> type[transformers.PreTrainedModel]:
@@ -48,17 +50,17 @@ def outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         return [t for t in pytree.tree_leaves(model(**inputs)) if isinstance(t, Tensor)]
 
 
-def outputs_on_rank(path: Path, calls: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+def outputs_on_rank(
+    path: Path, calls: list[dict[str, Tensor]], talks: bool
+) -> tuple[list[list[Tensor]], list[int]]:
+    """The outputs of each call, and what is generated from the inputs of the first."""
     model = shardconv_runtime.load(path)
-    return [outputs(model, inputs) for inputs in calls]
-
-
-def tokens_on_rank(path: Path, inputs: dict[str, Tensor]) -> list[int]:
-    return generated(shardconv_runtime.load(path), inputs)
+    return [outputs(model, inputs) for inputs in calls], generated(model, calls[0]) if talks else []
 
 
 def generated(model: Any, inputs: dict[str, Tensor]) -> list[int]:
     """Five tokens after each prompt."""
+    inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
     tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     flat: list[int] = tokens.flatten().tolist()
     return flat
@@ -73,17 +75,10 @@ def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
         text = given["input_ids"].clone().clamp(max=200)
         calls.append({"input_ids": text, "attention_mask": given["attention_mask"]})
     want = [outputs(unsharded, inputs) for inputs in calls]
+    talks = model_type in TALKING
+    text_about_it = generated(unsharded, given) if talks else []
     plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
     assert not any(note.startswith("traced without") for note in plan.notes)
-    for rank in run_processes(2, outputs_on_rank, tmp_path / "out", calls):
-        assert max(difference(got, wanted) for got, wanted in zip(rank, want, strict=True)) < 1e-9
-
-
-@pytest.mark.parametrize("model_type", ["llava", "whisper"])
-def test_text_about_images_and_sounds(tmp_path: Path, model_type: str) -> None:
-    """The prompt is seen or heard once; the steps after it are of text alone."""
-    unsharded = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
-    inputs = {n: t for n, t in make_inputs(unsharded, seed=5).tensors.items() if n != "decoder_input_ids"}
-    want = generated(unsharded, inputs)
-    shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
-    assert run_processes(2, tokens_on_rank, tmp_path / "out", inputs) == [want, want]
+    for found, tokens in run_processes(2, outputs_on_rank, tmp_path / "out", calls, talks):
+        assert max(difference(got, wanted) for got, wanted in zip(found, want, strict=True)) < 1e-9
+        assert tokens == text_about_it

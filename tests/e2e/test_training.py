@@ -88,9 +88,9 @@ def train_and_save(path: Path, shape: tuple[int, ...], sequence: bool, num_steps
 @pytest.mark.parametrize(
     ("shape", "sequence", "num_steps"),
     [
-        ((2, 2), True, 12),
-        ((2, 1, 2), True, 3),
-        ((1, 2, 2), False, 3),
+        ((2, 2), True, 4),
+        ((2, 1, 2), True, 2),
+        pytest.param((1, 2, 2), False, 3, marks=pytest.mark.slow),
         *(pytest.param((2, 2), sequence, 50, marks=pytest.mark.slow) for sequence in (False, True)),
     ],
 )
@@ -116,7 +116,7 @@ def curve_in(path: Path, param_dtype: torch.dtype | None) -> Curve:
     model, mesh = load_parts(path, (2, 2), True, dtype="float32")
     shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return train_parts(model, adamw(model), mesh, 0, 5)
+    return train_parts(model, adamw(model), mesh, 0, 3)
 
 
 def test_mixed_precision_stays_near(outs: Callable[[str], Path]) -> None:
@@ -137,7 +137,7 @@ def continue_training(path: Path, round_: int, num_steps: int, out: Path) -> Non
 
 
 def test_training_is_continued_twice(outs: Callable[[str], Path], tmp_path: Path) -> None:
-    num_steps, path = 2, outs("gpt2")
+    num_steps, path = 1, outs("gpt2")
     source = path.parent / "model"
     for round_ in range(3):
         run_processes(4, continue_training, path, round_, num_steps, tmp_path / f"out-{round_}")
@@ -172,8 +172,6 @@ def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
 
 WRAPPED = [
     ("qwen3", ""),
-    ("qwen3", "fsdp"),
-    ("qwen3", "ddp"),
     ("phi3", "fsdp"),
     ("gpt2", "fsdp"),
     ("gpt2", "ddp"),
@@ -197,7 +195,11 @@ def test_every_element_counts_once(model_type: str, wrapper: str, outs: Callable
     assert found[0] == pytest.approx(want, rel=1e-12)
 
 
-def clip_nonfinite(path: Path, value: float) -> list[Any]:
+def clip_nonfinite(path: Path) -> dict[float, list[Any]]:
+    return {value: clip_with(path, value) for value in (math.nan, math.inf)}
+
+
+def clip_with(path: Path, value: float) -> list[Any]:
     model, mesh = load_parts(path, (2, 2), False)
     shardconv_runtime.data_parallel(model, mesh)
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
@@ -211,13 +213,13 @@ def clip_nonfinite(path: Path, value: float) -> list[Any]:
     return [*found, bool(last.isnan().all()), bool((last == 0).all())]
 
 
-@pytest.mark.parametrize(("value", "is_nan"), [(math.nan, True), (math.inf, False)])
-def test_norms_that_are_not_finite(value: float, is_nan: bool, outs: Callable[[str], Path]) -> None:
+def test_norms_that_are_not_finite(outs: Callable[[str], Path]) -> None:
     """As torch does: a NaN makes all gradients NaN, an infinity makes those zero that are finite."""
-    for *found, all_nan, all_zero in run_processes(4, clip_nonfinite, outs("qwen3"), value):
-        assert [math.isnan(x) for x in found] == [is_nan] * 2
-        assert [math.isinf(x) for x in found] == [not is_nan] * 2
-        assert (all_nan, all_zero) == (is_nan, not is_nan)
+    for cases in run_processes(4, clip_nonfinite, outs("qwen3")):
+        for is_nan, (*found, all_nan, all_zero) in zip((True, False), cases.values(), strict=True):
+            assert [math.isnan(x) for x in found] == [is_nan] * 2
+            assert [math.isinf(x) for x in found] == [not is_nan] * 2
+            assert (all_nan, all_zero) == (is_nan, not is_nan)
 
 
 def gated_gradients(path: Path) -> tuple[float, list[str]]:

@@ -200,7 +200,7 @@ _TOKENS = (
 )
 
 
-def examples(count: int) -> settings:
+def examples(count: float) -> settings:
     """How a fuzzing test runs; SHARDCONV_FUZZ=N makes N times as many examples, other ones each time."""
     return settings(
         max_examples=int(count * (FACTOR or 1)),

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from .generation import CACHES, generates
-from .measure import measure
+from .measure import measure, shares
 from .models import build
 from .tasks import specification
 from .variants import grouped
@@ -58,17 +59,32 @@ FLOAT32_INSIDE = {
 ENOUGH = 0.95
 
 GROUPED = [
+    ("falcon", 4),
+    ("llama", 3),
+    ("olmo2", 4),
+    ("phi3", 4),
     *(
-        (model_type, 4)
-        for model_type in ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "phi3", "qwen3_next")
+        pytest.param(model_type, tp, marks=pytest.mark.slow)
+        for model_type, tp in (
+            *((model_type, 4) for model_type in ("gemma2", "gpt_oss", "llama", "qwen3_next")),
+            ("falcon", 3),
+        )
     ),
-    *((model_type, 3) for model_type in ("falcon", "llama")),
 ]
 GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "recurrent_gemma", "rwkv")
+IN_PROCESSES = ("deberta-v2", "gpt_oss", "t5", "clip", "llava", "vit", "whisper")
+"""Types that real processes run, in ``test_processes.py`` and ``e2e/test_other_inputs.py``."""
 
 
-@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(("family", "model_type"), SAMPLE)
+def once(family: str, model_type: str, tp: int) -> ParameterSet:
+    """A case, a slow one where another test shows the same of the type."""
+    is_shown = tp == 2 or model_type in (*GENERATING, *IN_PROCESSES)
+    return pytest.param(family, model_type, tp, marks=[pytest.mark.slow] if is_shown else [])
+
+
+@pytest.mark.parametrize(
+    ("family", "model_type", "tp"), [once(*case, tp) for tp in (2, 3) for case in SAMPLE]
+)
 def test_the_ranks_equal_the_whole(family: str, model_type: str, tp: int) -> None:
     """All outputs, in float64, on other weights and inputs than the converter's own check had.
 
@@ -90,7 +106,7 @@ def test_fewer_key_value_heads_than_ranks(model_type: str, tp: int) -> None:
     assert result.sharded >= ENOUGH - 0.02, result.replicated
 
 
-@pytest.mark.parametrize("tp", [6, 12])
+@pytest.mark.parametrize("tp", [pytest.param(6, marks=pytest.mark.slow), 12])
 def test_many_ranks(tp: int) -> None:
     """Meshes of two and three prime axes: two key/value heads, and groups of four that are uneven."""
     model = grouped("causal", "llama")
@@ -101,11 +117,16 @@ def test_many_ranks(tp: int) -> None:
 @pytest.mark.parametrize(
     ("model_type", "sizes", "tp"),
     [
-        ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 4),
         ("llama", {"intermediate_size": 131, "vocab_size": 257}, 4),
-        ("gpt2", {"vocab_size": 5027}, 8),
         ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}, 5),
         ("phi3", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 6),
+        pytest.param(
+            "llama",
+            {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+            4,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("gpt2", {"vocab_size": 5027}, 8, marks=pytest.mark.slow),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, int], tp: int) -> None:
@@ -122,4 +143,6 @@ def test_generation(model_type: str) -> None:
 
     model = build("causal", model_type)
     plan = solve_plan(specification(model), SolveOptions(2))
+    sharded, replicated = shares(plan)
+    assert sharded >= ENOUGH, replicated
     assert {cache: generates(plan, model, cache) for cache in CACHES} == dict.fromkeys(CACHES, "same")

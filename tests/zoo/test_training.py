@@ -12,14 +12,16 @@ CASES = [
     ("llama", 3, ""),  # uneven heads
     ("qwen3", 4, "grouped"),  # norms over split heads, fewer key/value heads than ranks
     ("gpt2", 2, ""),  # biases, fused projections, learned positions, tied embedding
+    ("mixtral", 4, ROUTERS),
+    ("deepseek_v3", 2, ""),  # latent attention: torn gathers, whole low-rank projections
+    ("falcon_h1", 2, ""),  # a parameter that is read outside of its module
+]
+SLOW_CASES = [
     ("falcon", 4, ""),  # one key/value head, parallel residual
     ("phi", 2, ""),  # biases behind reductions that are scattered
     ("gemma2", 2, ""),  # sliding windows, norms behind the blocks
     ("mixtral", 2, ""),
-    ("mixtral", 4, ROUTERS),
     ("gpt_oss", 2, ROUTERS),  # biases of routers and experts
-    ("deepseek_v3", 2, ""),  # latent attention: torn gathers, whole low-rank projections
-    ("falcon_h1", 2, ""),  # a parameter that is read outside of its module
 ]
 
 
@@ -29,7 +31,10 @@ IN_EVERY_FORM = ("llama", "mixtral")
 
 
 @pytest.mark.parametrize("forms", [PAIRS, pytest.param(FORMS, marks=pytest.mark.slow)], ids=["pairs", "all"])
-@pytest.mark.parametrize(("model_type", "tp", "variant"), CASES)
+@pytest.mark.parametrize(
+    ("model_type", "tp", "variant"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+)
 def test_gradients_are_those_of_the_unsharded_model(
     model_type: str, tp: int, variant: str, forms: tuple[Form, ...]
 ) -> None:
@@ -42,7 +47,11 @@ def test_gradients_are_those_of_the_unsharded_model(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "why"), [("rwkv", "has no backward pass"), ("reformer", "has no backward pass")]
+    ("model_type", "why"),
+    [
+        pytest.param("rwkv", "has no backward pass", marks=pytest.mark.slow),
+        ("reformer", "has no backward pass"),
+    ],
 )
 def test_what_cannot_be_trained_says_why(model_type: str, why: str) -> None:
     (found,) = train(build("causal", model_type), 2)

@@ -47,7 +47,6 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-TYPES = ("deepseek_v3", "gpt_oss")
 
 
 def small(model_type: str) -> ModelSpec:
@@ -89,7 +88,13 @@ def reductions(plan: Plan, part: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "tp"), [("mixtral", 2), ("qwen3_moe", 4), *((model_type, 3) for model_type in TYPES)]
+    ("model_type", "tp"),
+    [
+        ("mixtral", 2),
+        ("gpt_oss", 3),
+        pytest.param("qwen3_moe", 4, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_does_not_depend_on_how_experts_are_run(model_type: str, tp: int) -> None:
     plans = {i: plan_of(model_type, tp, i) for i in IMPLEMENTATIONS}
@@ -103,7 +108,7 @@ def test_a_plan_does_not_depend_on_how_experts_are_run(model_type: str, tp: int)
     assert len(reductions(want, ".mlp")) + len(reductions(want, "_moe")) <= 2  # of dense layers, of experts
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_plan_made_for_one_way_is_right_for_another(model_type: str) -> None:
     plan = plan_of(model_type, 3, "eager")
     for implementation in IMPLEMENTATIONS:

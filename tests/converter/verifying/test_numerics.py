@@ -107,7 +107,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2",
+        "mixtral, whole experts",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2", "mixtral")),
+    ],
+)
 def test_models_of_other_kinds(tmp_path: Path, case: str) -> None:
     """Partial biases, stacked weights, tied ones, an encoder, convolutions; cast, on 3 ranks."""
     values, experts = CASES[case]
@@ -137,8 +144,15 @@ BLOCK_SCALED = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCK_SCALED)
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("dense", None),
+        ("experts", "bfloat16"),
+        pytest.param("dense", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("experts", None, marks=pytest.mark.slow),
+    ],
+)
 def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> None:
     """Kept with their factors, or multiplied with them."""
     config, cls = BLOCK_SCALED[kind]

@@ -51,8 +51,16 @@ def model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
 Work = Callable[[], object]
 
 
-def kill_often(work: Work, check: Callable[[int], object], reset: Work, out: Path, how: str = "after") -> int:
-    """Kill some work after each call, or every few, that changes files; how many there are.
+@pytest.fixture(params=["sample", pytest.param("all", marks=pytest.mark.slow)])
+def step(request: pytest.FixtureRequest) -> int:
+    """Of calls between two kills: a sample of those that move files, or all of them."""
+    return 3 if request.param == "sample" else 1
+
+
+def kill_often(
+    work: Work, check: Callable[[int], object], reset: Work, out: Path, step: int, how: str = "after"
+) -> int:
+    """Kill some work after every few calls that change files; how many there are.
 
     ``scripts/faults`` does all, and at random times.
     """
@@ -62,7 +70,7 @@ def kill_often(work: Work, check: Callable[[int], object], reset: Work, out: Pat
         if not crashes(work, number, how):
             return number
         state = read_state(out / PARTIAL)
-        number += 1 if state is not None and state.moves is not None else 7
+        number += step if state is not None and state.moves is not None else 6 + step
         check(number)
 
 
@@ -78,9 +86,9 @@ def resumes(work: Work, out: Path, new: dict[str, bytes]) -> None:
 
 
 class TestKilled:
-    """After every single call that changes a file or a name."""
+    """After calls that change a file or a name."""
 
-    def test_a_new_directory(self, model: Model, directory: Path) -> None:
+    def test_a_new_directory(self, model: Model, directory: Path, step: int) -> None:
         out = directory / "out"
         model.convert(directory / "expected")
         new = contents(directory / "expected")
@@ -93,10 +101,10 @@ class TestKilled:
         def begin() -> None:
             shutil.rmtree(out, ignore_errors=True)
 
-        assert kill_often(lambda: model.convert(out), check, begin, out) > 80
-        assert kill_often(lambda: model.convert(out), check, begin, out, "half") > 40
+        assert kill_often(lambda: model.convert(out), check, begin, out, step) > 80
+        assert kill_often(lambda: model.convert(out), check, begin, out, step, "half") > 40
 
-    def test_over_an_older_conversion(self, model: Model, directory: Path) -> None:
+    def test_over_an_older_conversion(self, model: Model, directory: Path, step: int) -> None:
         out, kept = directory / "out", directory / "kept"
         model.convert(kept, tp=4)
         model.convert(directory / "expected")
@@ -115,10 +123,12 @@ class TestKilled:
             work()
             assert contents(out) == new
 
-        assert kill_often(work, check, begin, out) > 80
+        assert kill_often(work, check, begin, out, step) > 80
 
     @pytest.mark.parametrize("begun", ["moving", "to be moved", "moving over"])
-    def test_while_another_job_is_thrown_away(self, model: Model, directory: Path, begun: str) -> None:
+    def test_while_another_job_is_thrown_away(
+        self, model: Model, directory: Path, begun: str, step: int
+    ) -> None:
         """One that was about to move its files to OUT, over a complete conversion or not."""
         out, kept, other = directory / "out", directory / "kept", directory / "other"
         kept.mkdir()
@@ -165,7 +175,7 @@ class TestKilled:
             work()
             assert contents(out) == new
 
-        assert kill_often(work, check, begin, out) > 80
+        assert kill_often(work, check, begin, out, step) > 80
 
 
 class TestContinued:
