@@ -28,6 +28,7 @@ from shardconv_runtime.inference.compiling import compile_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from warm_compiler import warm_up
 
 import shardconv
 
@@ -102,6 +103,7 @@ class Converted:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
     """Gives each model, converted once."""
+    warm_up()
     root = tmp_path_factory.mktemp("compile")
 
     @cache

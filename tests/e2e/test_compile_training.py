@@ -27,6 +27,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from training_runs import BATCH, CHANGES, MAX_NORM, VOCAB, cpu_mesh, load_unsharded, unsharded_loss
+from warm_compiler import warm_up
 
 import shardconv
 
@@ -39,6 +40,7 @@ Outs = Callable[[str, int], Path]
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> Outs:
     """A model of a type with some layers, converted for two ranks; its checkpoint lies beside it."""
+    warm_up()
     root = tmp_path_factory.mktemp("compile-training")
 
     @cache

@@ -1,0 +1,17 @@
+"""What ``torch.compile`` imports and looks up once: done before processes are forked, it is done for all."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch._dynamo
+from torch import nn
+
+
+@cache
+def warm_up() -> None:
+    """Capture a graph and differentiate it, which takes each process that does it first some seconds."""
+    layer = nn.Linear(2, 2)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.ones(1, 2)).sum().backward()
+    torch._dynamo.reset()
