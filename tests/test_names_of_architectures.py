@@ -104,17 +104,22 @@ def inside_of_words() -> re.Pattern[str]:
     return re.compile("|".join(sorted(n for n in names if len(n) >= SHORT)))
 
 
+@cache
+def types_in_chunk(chunk: str) -> tuple[str, ...]:
+    """The model types in a name; most names come up again and again."""
+    split, types, by_first = words(chunk), model_types(), types_by_first_word()
+    candidates = [wanted for word in split for wanted in by_first.get(word, ())]
+    found = [types[wanted] for wanted in candidates if has_words(split, wanted)]
+    return (*found, *inside_of_words().findall(re.sub(r"[^a-z0-9]", "", chunk.lower())))
+
+
 def types_in(text: str) -> Iterator[tuple[int, str]]:
     """(line, type) of model types and classes anywhere in a source text."""
-    classes, types = model_classes(), model_types()
-    by_first, inside = types_by_first_word(), inside_of_words()
+    classes = model_classes()
     for number, line in enumerate(text.splitlines(), 1):
         yield from ((number, name) for name in re.findall(r"\w+", line) if name in classes)
         for chunk in re.findall(r"[\w-]+", line):
-            split = words(chunk)
-            candidates = [wanted for word in split for wanted in by_first.get(word, ())]
-            yield from ((number, types[wanted]) for wanted in candidates if has_words(split, wanted))
-            yield from ((number, m) for m in inside.findall(re.sub(r"[^a-z0-9]", "", chunk.lower())))
+            yield from ((number, name) for name in types_in_chunk(chunk))
 
 
 def code_strings(text: str) -> Iterator[tuple[int, str]]:
@@ -137,11 +142,16 @@ def code_strings(text: str) -> Iterator[tuple[int, str]]:
 
 def layers_in(text: str, names: list[str]) -> Iterator[tuple[int, str]]:
     """(line, name) of such names in code."""
-    wanted = {name: words(name) for name in names}
     for line, found in code_strings(text):
         for chunk in re.findall(r"[\w]+", found):
-            split = words(chunk)
-            yield from ((line, name) for name, parts in wanted.items() if has_words(split, parts))
+            yield from ((line, name) for name in layers_in_chunk(chunk, tuple(names)))
+
+
+@cache
+def layers_in_chunk(chunk: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the names that are in another one."""
+    split = words(chunk)
+    return tuple(name for name in names if has_words(split, words(name)))
 
 
 def sources() -> list[Path]:

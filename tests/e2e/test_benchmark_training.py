@@ -30,13 +30,16 @@ Rows = dict[str, dict[str, Any]]
 Sent = dict[str, dict[str, list[int]]]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+@pytest.fixture(
+    scope="module", params=[OURS, pytest.param((*OURS, "transformers"), id="all", marks=pytest.mark.slow)]
+)
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """What rank 0 measured, by name of the model."""
+    if "transformers" in request.param and not find_spec("accelerate"):
+        pytest.skip("transformers' own tensor parallelism needs accelerate")
     root = tmp_path_factory.mktemp("training")
-    variants = [*OURS, *(["transformers"] if find_spec("accelerate") else [])]
     argv = [str(SCRIPT), "--small", "--directory", str(root), "--json", str(root / "json")]
-    argv += ["--markdown", str(root / "tables"), "--variants", *variants]
+    argv += ["--markdown", str(root / "tables"), "--variants", *request.param]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = run_forked(run_with_forked_commands, argv=argv, env=env, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -86,8 +86,12 @@ def seen(browser: Browser, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        *((name, "light") for name in PLANS),
+        *((name, "light") for name in ("wide", "encoder-decoder", "evil")),
         ("decoder", "dark"),
+        *(
+            pytest.param(name, "light", marks=pytest.mark.slow)
+            for name in ("decoder", "experts", "latent", "hybrid")
+        ),
         *(pytest.param(name, "dark", marks=pytest.mark.slow) for name in PLANS if name != "decoder"),
     ],
 )

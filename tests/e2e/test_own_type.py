@@ -218,8 +218,13 @@ def registered() -> Iterator[None]:
 
 # Converting and running ------------------------------------------------------------------------------
 
-CASES = [(2, 4), (4, 2), (3, 4), (3, 8)]
-"""(tp, key/value heads): as many or more, fewer, uneven, uneven without groups."""
+CASES = [
+    (4, 2),
+    (3, 4),
+    pytest.param((2, 4), marks=pytest.mark.slow),
+    pytest.param((3, 8), marks=pytest.mark.slow),
+]
+"""(tp, key/value heads): fewer, uneven; as many or more, uneven without groups."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +345,14 @@ def test_layouts(case: Case) -> None:
     assert found == LAYOUTS[case.tp, case.seams]
 
 
-@pytest.mark.parametrize(("tp", "seams"), [(5, 4), (6, 4), (8, 2), (12, 2), (16, 8)])
+@pytest.mark.parametrize(
+    ("tp", "seams"),
+    [
+        (5, 4),
+        (12, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, 4), (8, 2), (16, 8))),
+    ],
+)
 def test_more_ranks(tp: int, seams: int) -> None:
     """Proven on simulated ranks: numbers of ranks that divide nothing, and more ranks than heads."""
     plan = shardconv.plan(PatchworkConfig(seams=seams), tp, dtype="float64", check=True)

@@ -24,7 +24,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4])
 @pytest.mark.parametrize("model", SHAPES, ids=lambda m: m.__name__)
 def test_plans_are_proven_and_can_be_written(model: type[models.OddModel], tp: int) -> None:
     """``solve_plan`` simulates the ranks in float64 and raises where the numbers differ."""

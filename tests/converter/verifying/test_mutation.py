@@ -45,7 +45,7 @@ from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
 from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
-MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "20"))
+MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "10"))
 """Corrupted plans of each model; many more for a long search."""
 TOLERANCE = 1e-9
 
@@ -292,8 +292,9 @@ class Tally:
 TALLY = Tally()
 
 
+@pytest.mark.parametrize("count", [MUTANTS, pytest.param(5 * MUTANTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_no_corruption_escapes(case: str) -> None:
+def test_no_corruption_escapes(case: str, count: int) -> None:
     TALLY.cases.add(case)
     make, tp = CASES[case]
     right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
@@ -303,7 +304,7 @@ def test_no_corruption_escapes(case: str) -> None:
     assert right.plan.logits is None or truth.shard_difference(right.plan) < TOLERANCE
     random = Random(case)
     escaped = []
-    for kind, plan in mutations(right.plan, random, MUTANTS):
+    for kind, plan in mutations(right.plan, random, count):
         verdict = right.reason_against(plan)
         if not verdict:
             verdict = harm(truth, plan) or "harmless"
@@ -340,7 +341,7 @@ def changes(right: Plan, wrong: Plan) -> str:
 def test_most_corruptions_matter_and_each_check_is_needed() -> None:
     """Of a few hundred corruptions, few are harmless."""
     for case in CASES.keys() - TALLY.cases:  # those that another worker has run, or nobody
-        test_no_corruption_escapes(case)
+        test_no_corruption_escapes(case, MUTANTS)
     print(dict(TALLY.caught))
     for kind, found in sorted(TALLY.kinds.items()):
         print(kind, dict(found))
