@@ -140,7 +140,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 def shares(plan: Plan) -> tuple[float, dict[str, str]]:
     """Of a plan, what ``Result`` calls ``sharded`` and ``replicated``."""
-    facts = _facts(plan)
+    facts = plan_facts(plan)
     return facts["sharded"], facts["replicated"]
 
 
