@@ -27,6 +27,7 @@ from ...planning.obstacle import Obstacle
 from ...planning.solution import stand_in
 from ...tracing.fold import Folded
 from ...tracing.inputs import TraceInputs
+from ...tracing.tape import prefixes
 from ...tracing.trace import trace
 from ..retracing.tape_comparison import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
@@ -205,7 +206,9 @@ class _Attempt:
         except ShardconvError as error:
             where = str(error).partition(":")[0]
             return Obstacle(self._changed_in(where), str(error))
-        return compare_tapes(self.shapes, tape, self.skipped, numbers=False)
+        around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}  # may return something of each layer
+        left_out = around if self.skipped else set()
+        return compare_tapes(self.shapes, tape, (), numbers=False, left_out=left_out)
 
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:
         """Leaves that shrink, of the tensors that a module reads or makes."""
