@@ -120,25 +120,32 @@ def start_counting() -> None:
 # The unsharded model ------------------------------------------------------------------------------------
 
 
-def unsharded_model(path: Path) -> tuple[list[int], int]:
-    """Graphs after steps of several lengths, and graph breaks."""
+def unsharded_model(path: Path, steps: tuple[tuple[int, ...], ...]) -> tuple[list[int], int]:
+    """Graphs after steps of texts of these lengths, and graph breaks."""
     eager, compiled = (
         shardconv_runtime.load(path, training=True, sequence_parallel=True).train() for _ in range(2)
     )
     start_counting()
     compiled.compile(backend=BACKEND, dynamic=False)
     graphs = []
-    for lengths in ((12, 12), (13,), (12, 13)):
+    for lengths in steps:
         require_same(train(compiled, *lengths), train(eager, *lengths))
         graphs.append(num_graphs())
-    assert collectives(compiled, 12) == collectives(eager, 12)
+    assert collectives(compiled, 13) == collectives(eager, 13)
     return graphs, sum(counters["graph_break"].values())
 
 
-def test_unsharded_model(outs: Outs) -> None:
+@pytest.mark.parametrize(
+    ("steps", "num_graphs"),
+    [
+        (((13, 13), (13,)), [2, 2]),
+        pytest.param(((12, 12), (13,), (12, 13)), [1, 3, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_unsharded_model(outs: Outs, steps: tuple[tuple[int, ...], ...], num_graphs: list[int]) -> None:
     """Under sequence parallelism; a length that is padded is one more graph, and the padding a small one."""
-    for graphs, breaks in run_processes(TP, unsharded_model, outs("qwen3", 1)):
-        assert graphs == [1, 3, 3]
+    for graphs, breaks in run_processes(TP, unsharded_model, outs("qwen3", 1), steps):
+        assert graphs == num_graphs
         assert breaks == 0
 
 
@@ -175,12 +182,16 @@ def test_each_layer(outs: Outs) -> None:
 # Random numbers --------------------------------------------------------------------------------------
 
 
-def dropout(path: Path) -> tuple[float, float, str]:
-    """The loss and the norm without dropout, and what is said where graphs may not break."""
+def dropout(path: Path, without_first: bool) -> tuple[float, float, str]:
+    """The loss and the norm without dropout, and what is said where graphs may not break.
+
+    Args:
+        without_first: compile the model without dropout, too.
+    """
     eager, compiled, strict = (shardconv_runtime.load(path, training=True).train() for _ in range(3))
     start_counting()
     compiled.compile(backend=BACKEND)
-    plain = train(compiled, 12)
+    plain = train(compiled if without_first else eager, 12)
     assert not counters["graph_break"]
     for model in (eager, compiled, strict):
         shardconv_runtime.checkpoint_activations(model)
@@ -197,14 +208,15 @@ def dropout(path: Path) -> tuple[float, float, str]:
     return plain.losses[0], plain.norm, str(caught.value)
 
 
-def test_masks_are_those_of_eager_steps(outs: Outs) -> None:
+@pytest.mark.parametrize("without_first", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_masks_are_those_of_eager_steps(outs: Outs, without_first: bool) -> None:
     """Graphs end where the stream of random numbers changes, in layers that are recomputed too."""
     path = outs("gpt2", 1)
     unsharded = load_unsharded(path.parent / "model")
     want = unsharded_loss(unsharded, text(12))
     want.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in unsharded.parameters() if p.grad is not None])
-    for loss, found, message in run_processes(TP, dropout, path):
+    for loss, found, message in run_processes(TP, dropout, path, without_first):
         assert loss == pytest.approx(want.item(), rel=1e-9)
         assert found == pytest.approx(norm.item(), rel=1e-9)
         assert "random numbers that differ between ranks" in message
