@@ -381,10 +381,23 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[torch.Tensor]:
         SourceError: a file cannot be read.
     """
     values = [torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)) for tensor in tensors]
+    read_into(tensors, values)
+    return values
+
+
+def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> None:
+    """Read several tensors into memory that is there, in one pass over their files.
+
+    Args:
+        tensors: what to read.
+        values: where to: on the CPU, contiguous, of the shapes and dtypes of ``tensors``.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
     memory = [value.reshape(-1).view(torch.uint8).numpy() for value in values]
     placed = [Placed(tensor, index, 0) for index, tensor in enumerate(tensors)]
     run(plan_units(placed, {}, READ_MEMORY), lambda: _Memory(memory), lambda unit, sink: None)
-    return values
 
 
 class _Memory:

@@ -71,8 +71,7 @@ def run_numerics(
     sources = _Sources(converted)
     unsharded = sources.usable(converted.weights() if weights is None else weights)
     lockstep = Lockstep(converted.plan, model, inputs, tape, unsharded, sources.of_ranks())
-    progress.stage("running the unsharded model and the ranks")
-    precision, outcome = _run(lockstep, converted)
+    precision, outcome = _run(lockstep, converted, progress)
     if not outcome.worst <= precision.tolerance:
         raise CheckpointError(_difference(converted, precision, outcome))
     return Numerics(
@@ -115,12 +114,16 @@ class _Sources:
         return computed_rows(name, dtype, values.shape, compute)
 
 
-def _run(lockstep: Lockstep, converted: Converted) -> tuple[Precision, LockstepOutcome]:
+def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[Precision, LockstepOutcome]:
     """Run in the best precision for which there is memory and that the model supports."""
     problem: TooLargeToRead | Unprovable | None = None
     for precision in PRECISIONS:
         try:
-            return precision, lockstep.run(precision, _reads(lockstep, precision))
+            reads = _reads(lockstep, precision)
+            with progress.bar(
+                f"running all ranks in {_name(precision.dtype)}", lockstep.num_bytes
+            ) as advance:
+                return precision, lockstep.run(precision, reads, advance)
         except (TooLargeToRead, Unprovable) as error:
             problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         except SolveError as error:

@@ -20,6 +20,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ...reporting.progress import Advance
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Tape
 from .model_runs import Precision, largest_difference, outputs_of
@@ -56,12 +57,18 @@ class Lockstep:
     ranks: Sequence[Mapping[str, LazyTensor]]
     """Those of each rank, local."""
 
-    def run(self, precision: Precision, reads: RecentReads) -> LockstepOutcome:
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights of the unsharded model, as they are stored."""
+        return sum(tensor.num_bytes for tensor in self.unsharded.values())
+
+    def run(self, precision: Precision, reads: RecentReads, advance: Advance) -> LockstepOutcome:
         """Run all, and compare.
 
         Args:
             precision: to compute in.
             reads: reads the parameters.
+            advance: told how much of ``num_bytes`` the unsharded model has come to.
 
         Raises:
             Unprovable: the unsharded model fails, or gives no finite number.
@@ -75,6 +82,7 @@ class Lockstep:
             try:
                 model = copy.deepcopy(self.model).to(precision.dtype)
                 fill_streamed(model, self.unsharded, precision.dtype, reads)
+                _tell(model, self.unsharded, advance)
                 want.extend(_followed(model, turn, modules, self.inputs, precision))
             except ShardconvError:
                 raise
@@ -108,6 +116,16 @@ def _followed(
         module.register_forward_pre_hook(hook.enter, prepend=True)
         module.register_forward_hook(hook.leave)
     return outputs_of(model, inputs, precision)
+
+
+def _tell(model: nn.Module, weights: Mapping[str, LazyTensor], advance: Advance) -> None:
+    """Count the bytes of a module's own weights when it is called for the first time."""
+    for fqn, module in model.named_modules():
+        prefix = f"{fqn}." if fqn else ""
+        names = [prefix + name for name in (*module._parameters, *module._buffers)]
+        if num_bytes := sum(weights[name].num_bytes for name in names if name in weights):
+            counted = iter([num_bytes])
+            module.register_forward_pre_hook(lambda *_, counted=counted: advance(next(counted, 0)) and None)
 
 
 class _ModuleSteps:

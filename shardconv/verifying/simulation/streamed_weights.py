@@ -13,8 +13,10 @@ reads in every step, or that is common to all ranks, is read once.
 from __future__ import annotations
 
 import math
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.build import owner_of
-from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.copying import read_into, read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, cast, concatenate, from_leaf, take
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -31,6 +33,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .simulated_weights import fill
 
 aten = torch.ops.aten
+
+MAPPED_BYTES = 1 << 20
+"""Tensors of at least so many bytes are in memory of their own."""
 
 
 class TooLargeToRead(ShardconvError):
@@ -60,7 +65,8 @@ class RecentReads:
         found = self._kept.pop(lazy, None)
         if found is None:
             self._make_room(name, lazy.num_bytes)
-            found = read_tensor(lazy)
+            found = _empty(lazy)
+            read_into([lazy], [found])
         self._kept[lazy] = found
         return found
 
@@ -269,6 +275,20 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], source: S
 
 def _numbers(value: Any) -> Any:
     return tree_map_only(StreamedTensor, lambda tensor: tensor.numbers(), value)
+
+
+def _empty(lazy: LazyTensor) -> Tensor:
+    """Memory for the numbers of a tensor, which goes back to the system when they are dropped.
+
+    The allocator would keep some of it for each thread that has run, more than all that is in use.
+    """
+    dtype = getattr(torch, lazy.dtype)
+    if lazy.num_bytes < MAPPED_BYTES:
+        return torch.empty(lazy.shape, dtype=dtype)
+    memory = mmap.mmap(-1, lazy.num_bytes)
+    with suppress(AttributeError, OSError):  # a hint that not every system knows
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(lazy.shape)
 
 
 def _written(name: str) -> ShardconvError:
