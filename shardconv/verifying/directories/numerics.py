@@ -45,7 +45,7 @@ COPIES = 2
 takes, and a copy that code makes of it."""
 
 KEPT_BYTES = 1 << 28
-"""Weights that were read last are kept up to so many bytes, or up to those of the largest weight."""
+"""Weights that were read last are kept up to so many bytes."""
 
 
 def run_numerics(
@@ -152,7 +152,7 @@ def _reads(lockstep: Lockstep, precision: Precision) -> RecentReads:
             f"of memory, for {name} and for activations, and {human_bytes(free)} may be taken here"
         )
     room = (free - activations) // COPIES
-    return RecentReads(max(largest, min(KEPT_BYTES, room)), room)
+    return RecentReads(min(KEPT_BYTES, room), room)
 
 
 def _activation_bytes(tape: Tape, precision: Precision) -> int:

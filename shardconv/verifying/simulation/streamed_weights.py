@@ -6,8 +6,8 @@ not matter which module's code reads a parameter, under which of its names, or h
 of the largest tensor that one operator takes. An operator that writes to a parameter runs each time that the
 parameter is read.
 
-What was read last is kept as long as it takes no more than the largest parameter: a parameter that a loop
-reads in every step, or that is common to all ranks, is read once.
+What was read last is kept, as much as fits in a fixed number of bytes, and the last tensor whatever its size:
+a parameter that a loop reads in every step, or that all ranks have in common, is read once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RecentReads:
     """Reads lazy tensors, and keeps those that were read last.
 
     Args:
-        kept_bytes: most bytes of all tensors that are kept.
+        kept_bytes: most bytes of all tensors that are kept, if the last one does not have more.
         max_bytes: most bytes of one tensor that is read.
     """
 
