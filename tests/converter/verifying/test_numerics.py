@@ -83,7 +83,7 @@ def test_the_command(converted: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "e-16 of its largest output at most (float64, 1e-09 allowed; attention_mask [" in line
         or "e-15 of" in line
     )
-    assert captured.err.splitlines()[1:] == ["tracing", "running all ranks in float64: 0.2 MB"]
+    assert captured.err.splitlines()[1:] == ["tracing", "running all ranks in float64: 0.1 MB"]
 
 
 CASES = {
