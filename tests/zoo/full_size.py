@@ -62,9 +62,9 @@ class Sized:
     """None: the defaults of its config's class."""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What tells it from others."""
-        return self.family, self.type, self.release.name if self.release else ""
+    def key(self) -> tuple[str, str, str, str]:
+        """What tells it from others: the first fields of what is measured."""
+        return self.family, self.type, self.release.name if self.release else "", self.class_name
 
 
 @dataclass
@@ -118,7 +118,7 @@ def models(family: str) -> Iterator[Sized]:
 
 def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:
     """Plan a model in this process, which did nothing before but imports."""
-    about = Measured(*model.key, model.class_name, tp, checked=check)
+    about = Measured(*model.key, tp, checked=check)
     try:
         spec = _specification(model)
     except Exception as error:

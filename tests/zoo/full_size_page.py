@@ -75,19 +75,23 @@ def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
         "layer. Rounds: how often the model was solved."
     )
     yield ""
-    yield "| type | model | parameters | s | GB | replicated | excess | per layer | rounds |"
+    yield "| class | model | parameters | s | GB | replicated | excess | per layer | rounds |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for key in sorted({(r["type"], r["release"]) for r in rows}):
-        mine = {r["tp"]: r for r in rows if (r["type"], r["release"]) == key}
+    for key in sorted({_key(r) for r in rows}):
+        mine = {r["tp"]: r for r in rows if _key(r) == key}
         if any(r["status"] == "planned" for r in mine.values()):
-            yield _line(key, [mine.get(tp) for tp in tps])
+            yield _line([mine.get(tp) for tp in tps])
     yield ""
     yield from _why(rows)
 
 
-def _line(key: tuple[str, str], rows: Sequence[Row | None]) -> str:
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["type"], row["class_name"], row["release"]
+
+
+def _line(rows: Sequence[Row | None]) -> str:
     first = next(r for r in rows if r and r["status"] == "planned")
-    release = key[1] or f"defaults{', small' if 0 < first['hidden'] < SMALL else ''}"
+    release = first["release"] or f"defaults{', small' if 0 < first['hidden'] < SMALL else ''}"
     cells = (
         _each(rows, lambda r: f"{r['cpu_s']:.1f}"),
         _each(rows, lambda r: f"{r['peak_bytes'] / 1e9:.2f}"),
@@ -96,7 +100,7 @@ def _line(key: tuple[str, str], rows: Sequence[Row | None]) -> str:
         _each(rows, lambda r: f"{r['per_layer']:.1f}"),
         _each(rows, lambda r: str(r["rounds"])),
     )
-    return f"| {key[0]} | {release} | {_count(first['parameters'])} | {' | '.join(cells)} |"
+    return f"| {first['class_name']} | {release} | {_count(first['parameters'])} | {' | '.join(cells)} |"
 
 
 def _each(rows: Sequence[Row | None], show: Any) -> str:
@@ -110,7 +114,7 @@ def _count(number: int) -> str:
 
 def _why(rows: Sequence[Row]) -> Iterable[str]:
     said: dict[tuple[str, str, str], list[str]] = {}
-    for r in sorted(rows, key=lambda r: (r["type"], r["release"], r["tp"])):
+    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
         if r["status"] != "planned" or r["replicated"] <= KEPT:
             continue
         reasons: dict[str, list[str]] = {}
@@ -119,7 +123,7 @@ def _why(rows: Sequence[Row]) -> Iterable[str]:
         for reason, names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
             what = ", ".join(f"`{n}`" for n in names[:2]) + more
-            said.setdefault((f"{r['type']} {r['release']}".strip(), what, reason[:200]), []).append(
+            said.setdefault((f"{r['class_name']} {r['release']}".strip(), what, reason[:200]), []).append(
                 str(r["tp"])
             )
     if said:
@@ -142,7 +146,7 @@ def _problems(rows: Sequence[Row]) -> Iterable[str]:
         said: dict[str, dict[str, None]] = {}
         for r in rows:
             if r["status"] == status:
-                said.setdefault(r["message"][:300], {})[f"{r['type']} {r['release']}".strip()] = None
+                said.setdefault(r["message"][:300], {})[f"{r['class_name']} {r['release']}".strip()] = None
         if said:
             yield f"## {title}"
             yield ""

@@ -43,7 +43,12 @@ def read(results: Path) -> list[dict[str, Any]]:
     """The rows of a file: of each model and tp the last one."""
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
-    return list({(r["family"], r["type"], r["release"], r["tp"]): r for r in rows}.values())
+    return list({(*key_of(row), row["tp"]): row for row in rows}.values())
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """The ``key`` of the model of a row."""
+    return row["family"], row["type"], row["release"], row["class_name"]
 
 
 def _warm_up() -> None:
@@ -72,7 +77,7 @@ def in_fork(model: Sized, tp: int, check: bool) -> dict[str, Any]:
     if text:
         found: dict[str, Any] = json.loads(text)
         return found
-    lost = Measured(*model.key, model.class_name, tp, wall_s=time.perf_counter() - started)
+    lost = Measured(*model.key, tp, wall_s=time.perf_counter() - started)
     is_late = status in (None, signal.SIGXCPU)
     lost.status = "timeout" if is_late else "crash"
     lost.message = f"took more than {SECONDS} s of a core" if is_late else f"ended with status {status}"

@@ -59,6 +59,7 @@ def _layers(kind: str, other: str, count: int, *others: int) -> list[str]:
     return [other if index in others else kind for index in range(count)]
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LARGE = _bert(1024, 4096, 24, 16)
 _QWEN2_72B = _decoder(8192, 29568, 80, 64, 8, 152064)
 _QWEN3_MOE = {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
@@ -125,6 +126,12 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "codegen": (Release("CodeGen-16B", {"n_embd": 6144, "n_layer": 34, "n_head": 24, "rotary_dim": 64}),),
+    "cohere_compass_text": (
+        Release(
+            "defaults with a rotary base for each kind of layer",
+            {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+        ),
+    ),
     "cohere": (
         Release("Command-R", _decoder(8192, 22528, 40, 64, 64, 256000)),
         Release("Command-R+", _decoder(12288, 33792, 64, 96, 8, 256000, use_qk_norm=True)),
@@ -262,7 +269,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             },
         ),
     ),
-    "m2m_100": (Release("M2M-100-12B", _bart(1024, 16384, 24, 16, vocab_size=128112)),),
+    "m2m_100": (Release("M2M-100-12B", _bart(4096, 16384, 24, 16, vocab_size=128112)),),
     "mamba": (Release("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}),),
     "mistral": (Release("Mistral-Small-24B", _SMALL_24B),),
     "mistral3": (

@@ -30,6 +30,6 @@ def test_a_release_is_planned_in_a_process_of_its_own(tmp_path: Path) -> None:
     lost = row | {"tp": 4, "status": "timeout", "message": "took too long"}
     write_page([row, lost], tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| gpt2 | GPT-2 XL | 1.6 B |" in page
-    assert "- gpt2 GPT-2 XL: took too long" in page
+    assert "| GPT2LMHeadModel | GPT-2 XL | 1.6 B |" in page
+    assert "- GPT2LMHeadModel GPT-2 XL: took too long" in page
     assert read(tmp_path / "nothing") == []
