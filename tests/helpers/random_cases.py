@@ -676,6 +676,7 @@ def normalized(d: Draw) -> Drawn:
             (lambda x, w: F.rms_norm(x, last, w), (f(*shape), f(*last))),
             (lambda x: F.group_norm(x, groups), (f(*image),)),
             (lambda x, m, v: F.batch_norm(x, m, v.abs()), (f(*image), f(image[1]), f(image[1]))),
+            (lambda x: F.batch_norm(x, None, None, training=True), (f(*image),)),
             (lambda v, g: torch._weight_norm(v, g, 1), (f(*image), f(1, image[1], 1))),
             (lambda x, w, b: F.group_norm(x, groups, w, b), (f(*image), f(image[1]), f(image[1]))),
         ]

@@ -351,6 +351,12 @@ REDUCTION = [
     Case("head norm", lambda x, w: F.rms_norm(x.view(3, 4, 2), (2,), w), (f(3, 8), f(2)), "3 4 2!"),
     Case("batch_norm", _batch_norm, (f(2, 4, 5), f(4), f(4), f(4), f(4)), "2 4 5"),
     Case("batch_norm bare", lambda x, m, v: F.batch_norm(x, m, v.abs()), (f(3, 4), f(4), f(4)), "3 4"),
+    Case(
+        "batch_norm of itself",
+        lambda x, w: F.batch_norm(x, None, None, w, training=True),
+        (f(3, 4, 5), f(4)),
+        "3! 4 5!",
+    ),
     Case("weight_norm", lambda v, g: torch._weight_norm(v, g, 2), (f(4, 3, 5), f(1, 1, 5)), "4! 3! 5"),
     Case("weight_norm first", lambda v, g: torch._weight_norm(v, g, 0), (f(4, 3), f(4, 1)), "4 3!"),
     Case("weight_norm of all", lambda v, g: torch._weight_norm(v, g, -1), (f(4, 3), f()), "4! 3!"),

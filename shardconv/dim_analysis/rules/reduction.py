@@ -125,11 +125,14 @@ def group_norm(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def batch_norm(b: Builder, op: Op, args: Arguments) -> None:
-    """``batch_norm`` by running statistics: each channel by itself. Those of a batch need all of it."""
-    if args["training"]:
-        raise NotCovered
+    """``batch_norm``: each channel by itself, from running statistics, or from those of all other dims."""
+    if args["training"] and args.tensor("running_mean") is not None:
+        raise NotCovered  # they are written
     dims = b.tensor(op.inputs[0])
     b.never_partial(*op.inputs)
+    if args["training"]:
+        for dim in (dims[0], *dims[2:]):
+            b.block_dim(dim)
     for tid in op.inputs[1:]:
         dim_trees.unify(b.tensor(tid)[0], dims[1])
     b.set(op.outputs[0], dims)
