@@ -19,7 +19,7 @@ SECONDS = 120
 """Limit for one model at one tp, of a core."""
 WALL_SECONDS = 3 * SECONDS
 """The same on the clock: other processes may share the cores."""
-MEMORY = 12 * 2**30
+MEMORY = 6 * 2**30
 """Limit of a fork's address space, above that of its parent."""
 
 
