@@ -4,7 +4,8 @@ Hooks on every module record marks.
 
 The innermost module whose forward fails on meta tensors becomes one operator (``opaque.py``). If it fails
 on numbers as well, the module around it is tried, and so on; the model itself is refused. If it fails on
-numbers with the same error, that is about its inputs, and no other module is tried.
+numbers with the same error, which neither names the meta device nor follows a guess, that is about its
+inputs, and no other module is tried.
 """
 
 from __future__ import annotations
@@ -251,8 +252,8 @@ class _ModuleHook:
                 return forward(*args, **kwargs)
             except Exception as error:
                 self.tracer.note_failure(error, self.fqn)
-                is_meant = error is self.tracer.wrong_inputs
-                if not self.fqn or self.tracer.like is not None or is_meant:
+                is_hopeless = error is self.tracer.wrong_inputs
+                if not self.fqn or self.tracer.like is not None or is_hopeless:
                     raise
                 return self._instead(point, error, args, kwargs)
 
@@ -264,11 +265,11 @@ class _ModuleHook:
 
     def _instead(self, point: Point, error: Exception, args: Any, kwargs: Any) -> Any:
         """The module as one operator; if that fails as well, the error that it raised when traced."""
-        has_guesses = bool(self.recorder.tape.guesses)
+        may_be_numbers = bool(self.recorder.tape.guesses) or "meta" in str(error)
         try:
             output = self._opaque(point, args, kwargs)
         except Exception as other:
-            if not has_guesses and (type(other), str(other)) == (type(error), str(error)):
+            if not may_be_numbers and (type(other), str(other)) == (type(error), str(error)):
                 self.tracer.wrong_inputs = error
             raise error from None
         self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"

@@ -83,3 +83,38 @@ def test_a_quotient_of_numbers_is_not_covered() -> None:
     model = Program(function, (f(4, 6),), "parameter").to("meta")
     analysis = analyze(trace(model, {"one": torch.ones(1, dtype=torch.float64)}, RULES))
     assert analysis.unknown == {"aten.div.Tensor_mode as it is called": "body"}
+
+
+class Remembers(torch.nn.Module):
+    """Makes a state if it is given none, writes to a part of it, and hands it back."""
+
+    def __init__(self, *, in_place: bool = True) -> None:
+        super().__init__()
+        self.map = torch.nn.Linear(6, 6)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> dict[str, Tensor]:
+        if state is None:
+            state = torch.zeros(x.shape[0], 6, 2)
+        y = self.map(x)
+        if self.in_place:
+            state[:, :, 0] = y
+        else:
+            state = state + y[..., None]
+        return {"y": y, "state": state}
+
+
+def test_a_state_is_handed_back_as_it_was_made() -> None:
+    analysis = analyze(trace(Remembers().to("meta"), {"x": torch.ones(5, 6)}, RULES))
+    ((made, returned),) = analysis.handed_back
+    maker = next(e for e in analysis.tape.events if isinstance(e, Op) and made in e.outputs)
+    assert maker.name == "aten.zeros.default"
+    assert (returned,) == analysis.tape.handed_back
+    assert returned not in analysis.tape.outputs
+
+
+def test_another_tensor_in_place_of_a_state_is_free() -> None:
+    """What the next call does with it is not known from this one; ranks keep what they have."""
+    analysis = analyze(trace(Remembers(in_place=False).to("meta"), {"x": torch.ones(5, 6)}, RULES))
+    assert not analysis.handed_back
+    assert len(analysis.tape.handed_back) == 1

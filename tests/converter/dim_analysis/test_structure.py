@@ -46,3 +46,35 @@ def test_tokens_of_text_are_batch_times_length() -> None:
     tape = trace(Named(model), {"ids": torch.zeros(3, 11, dtype=torch.long)}, RULES)
     assert width(tape) == 48
     assert num_tokens(tape) == 33
+
+
+class Stateful(nn.Module):
+    """Layers that each take and return many more states than hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeps() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x.new_zeros(x.shape[0], 48, 5) for _ in range(4)]
+        for layer in self.layers:
+            x, states = layer(x, states)
+        return x
+
+
+class Keeps(nn.Module):
+    """One of these layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return self.map(x), [s + 1 for s in states]
+
+
+def test_states_that_layers_pass_on_are_no_majority() -> None:
+    """The width decides what a collective costs: it is that of the matrices."""
+    tape = trace(Stateful().to("meta"), {"x": torch.randn(3, 11, 48)}, RULES)
+    assert width(tape) == 48
+    assert num_tokens(tape) == 33

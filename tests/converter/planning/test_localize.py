@@ -10,6 +10,7 @@ import pytest
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf, to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
+from torch import Tensor
 
 from shardconv.pipeline import plain_form
 from shardconv.planning import localize
@@ -38,6 +39,25 @@ def test_a_size_that_both_dims_share_is_not_edited() -> None:
     plan = models.plan_of(models.InterleavedModel, 2)
     assert edits(plan, "stack.0.mixer") == {"horns": (8, (4,))}
     assert dims(plan, "stack.0.mixer.braid.weight") == "8@0*18, 64"
+
+
+class Shares(models.Plain):
+    """The number of heads also divides a tensor that every rank holds all of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        return super().forward(x.view(b, s, self.quux, -1).flip(-1).reshape(b, s, -1))
+
+
+def test_an_attribute_that_replicated_tensors_need_is_not_edited() -> None:
+    """Half of it would give their view another shape; the weights are sharded and gathered."""
+
+    class SharedModel(models.OddModel):
+        mixer = Shares
+
+    plan = models.plan_of(SharedModel, 2)
+    assert "quux" not in edits(plan, "stack.0.mixer")
+    assert "could not be localized; its inputs are replicated: stack.*.mixer: view" in plan.notes
 
 
 def test_a_tuple_of_sizes() -> None:

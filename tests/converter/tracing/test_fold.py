@@ -11,6 +11,7 @@ import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.parallel.meta_model import build_model
+from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.rules import RULES
@@ -18,7 +19,8 @@ from shardconv.dim_analysis.structure import width
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.fold import fold
 from shardconv.tracing.inputs import trace_inputs
-from shardconv.tracing.tape import starred
+from shardconv.tracing.tape import reads_and_writes, starred
+from shardconv.tracing.trace import trace
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -43,17 +45,56 @@ def mixture(num_layers: int) -> ModelSpec:
     return ModelSpec("mixture", config, transformers.MixtralForCausalLM, "float32")
 
 
+def sliding(num_layers: int) -> ModelSpec:
+    """Two kinds of layers in turn; the cache of each has a length of its own."""
+    config = transformers.Gemma2Config(**SIZES, num_hidden_layers=num_layers, head_dim=8)
+    return ModelSpec("sliding", config, transformers.Gemma2ForCausalLM, "float32")
+
+
 def events(spec: ModelSpec) -> tuple[int, int]:
-    """Of the full tape and of the folded one; the trace has a cache."""
+    """Those in layers, of the full tape and of the folded one; the trace has a cache."""
     inputs, tape = trace_inputs(build_model(spec.model_class, spec.config, torch.float32), RULES)
     assert inputs.options["use_cache"] is True
-    return len(tape.events), len(fold(tape).tape.events)
+    return tuple(sum(".layers." in t.calls[e.call].fqn for e in t.events) for t in (tape, fold(tape).tape))
 
 
-def test_a_deep_model_is_as_small_as_a_shallow_one() -> None:
-    full, folded = events(llama(24))
-    assert folded == events(llama(6))[1]
-    assert folded < full / 6
+@pytest.mark.parametrize("make", [llama, mixture, sliding])
+def test_a_deep_model_is_as_small_as_a_shallow_one(make: Callable[[int], ModelSpec]) -> None:
+    full, folded = events(make(24))
+    assert folded == events(make(8))[1]
+    assert folded < full / 3
+
+
+class Returning(nn.Module):
+    """A stack of which the last layer's result is returned, and those of some others.
+
+    Args:
+        also: indices of the others.
+    """
+
+    def __init__(self, *also: int) -> None:
+        super().__init__()
+        self.also = also
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(8))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        made = []
+        for layer in self.layers:
+            x = layer(x)
+            made.append(x)
+        return [x, *(made[i] for i in self.also)]
+
+
+@pytest.mark.parametrize(
+    ("also", "alone"), [((), []), ((0, 1, 2, 3, 4, 5, 6), ["layers.7"]), ((3,), ["layers.3"])]
+)
+def test_layers_of_which_the_model_returns_the_same_are_of_one_kind(
+    also: tuple[int, ...], alone: list[str]
+) -> None:
+    folded = fold(trace(Returning(*also).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert [layer for layer, weight in folded.weights.items() if weight == 1] == alone
+    made = {t for e in folded.tape.events for t in reads_and_writes(e)[1]}
+    assert set(folded.tape.outputs) <= made
 
 
 def test_routers_of_many_layers_are_no_majority() -> None:

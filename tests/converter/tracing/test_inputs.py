@@ -145,6 +145,16 @@ def test_sizes_coincide_with_no_size_of_a_parameter() -> None:
     assert not {batch, length, batch * length} & {VOCAB, WIDTH, 24, 3, 26 * 5}
 
 
+def test_the_length_coincides_with_no_rotary_dims_and_no_attribute() -> None:
+    """A buffer of 12 frequencies makes tensors of 24; the third counts layers, and is no size."""
+    model = Text()
+    model.register_buffer("frequencies", torch.zeros(12))
+    model.chunk = 26  # type: ignore[assignment]
+    model.counted = nn.ModuleList([Text(), Text()])
+    model.counted[0].index, model.counted[1].index = 22, 21  # type: ignore[assignment]
+    assert make_inputs(on_meta(model)).tensors["input_ids"].shape[1] == 22
+
+
 def test_another_seed_has_other_sizes_and_values() -> None:
     model = on_meta(Text())
     first, second = make_inputs(model), make_inputs(model, seed=7)

@@ -188,6 +188,20 @@ def test_an_error_that_is_a_bug_keeps_its_words_and_the_module_that_raised_it() 
         tape_of(Around(nn.Sequential(Wrong())))
 
 
+def test_an_error_about_its_inputs_is_raised_without_running_the_modules_around() -> None:
+    """A model of billions of parameters would be run on numbers once for each module around it."""
+    calls = []
+
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x.device.type)
+            raise ValueError("expected seven dims")
+
+    with pytest.raises(SolveError, match=r"middle\.0\.0: .*expected seven dims"):
+        tape_of(Around(nn.Sequential(nn.Sequential(Wrong()))))
+    assert calls == ["meta", "cpu"]
+
+
 def test_the_model_itself_is_never_opaque() -> None:
     class Root(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
