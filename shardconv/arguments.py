@@ -38,6 +38,8 @@ class SolveOptions:
     """Solve for activations that are sharded over the sequence, as well."""
     check: bool = True
     """Compare simulated ranks with the unsharded model."""
+    measure: bool = False
+    """Measure what a rank needs for caches and activations."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)

@@ -98,7 +98,7 @@ def convert(
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
     """
     progress = progress or Silent()
-    options = SolveOptions(tp, experts, sequence_parallel, check)
+    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
@@ -190,7 +190,7 @@ def plan(
     Example:
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
-    options = SolveOptions(tp, experts, sequence_parallel, check)
+    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True)
 
     from shardconv_runtime.checkpoint.resolve import resolve
 

@@ -61,7 +61,8 @@ def replan(
     from ..writing.writer import tool_versions
 
     spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
-    options = SolveOptions(old.tp, old.experts, sequence_parallel or has_sequence_form(old), check)
+    is_wanted = sequence_parallel or has_sequence_form(old)
+    options = SolveOptions(old.tp, old.experts, is_wanted, check, measure=True)
     tell = (progress or Silent()).stage
     new: Plan = solve_plan(spec, options, blocks=block_sizes(old), progress=tell)
     new = with_blocks(new, stored_blocks_of(old))

@@ -77,7 +77,8 @@ def reshard(
     from ..writing.writer import write
 
     spec = derived.spec_of(found)
-    options = SolveOptions(tp, found.plan.experts, derived.has_sequence_form(found.plan), check)
+    has_sequence_form = derived.has_sequence_form(found.plan)
+    options = SolveOptions(tp, found.plan.experts, has_sequence_form, check, measure=True)
     solved: Plan = solve_plan(spec, options, blocks=block_sizes(found.plan), progress=progress.stage)
     solved = with_blocks(solved, stored_blocks_of(found.plan))
     weights = derived.weights_of(found)

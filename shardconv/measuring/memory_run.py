@@ -36,6 +36,8 @@ class MemoryRun:
     """Path of a tensor in the outputs -> its memory; each memory under one path."""
     logits_token_bytes: int
     num_operators: int
+    has_views: bool
+    """Whether a tensor of the cache is only a part of its memory."""
 
 
 class Runner:
@@ -52,6 +54,7 @@ class Runner:
         self.calls = calls
         self._stack: list[str] = []
         self._memo = OperatorMemo()
+        self._known: dict[Size, MemoryRun] = {}
         self._stored = [tensor for _, tensor in stored_tensors(model)]
         self._counts = counts
         for fqn in sorted(counts):
@@ -65,6 +68,11 @@ class Runner:
         Raises:
             TooLong: there are more operators.
         """
+        if size not in self._known:
+            self._known[size] = self._prompt(size, max_operators)
+        return self._known[size]
+
+    def _prompt(self, size: Size, max_operators: int) -> MemoryRun:
         mode = self._mode(max_operators)
         outputs = self._call(mode, self.calls.prompt(size))
         cached = dict(_cached(self.calls.handed_back(outputs), mode))
@@ -73,10 +81,20 @@ class Runner:
             cache=_by_path(cached, mode),
             logits_token_bytes=_logits_token_bytes(outputs),
             num_operators=max_operators - mode.operators_left,
+            has_views=any(
+                tensor.nbytes < tensor.untyped_storage().nbytes()
+                for _, tensor in tensors_of(self.calls.handed_back(outputs))
+            ),
         )
 
     def continued(self, size: Size, max_operators: int) -> Mapping[str, CachedTensor]:
-        """The cache of ``size``, of which the last token was read alone, as in decoding."""
+        """The cache of ``size``, of which the last token was read alone, as in decoding.
+
+        Where tensors are views after a prompt, they are others then.
+        """
+        whole = self.prompt(size, max_operators)
+        if not whole.has_views:
+            return whole.cache
         mode = self._mode(2 * max_operators)
         prompt = Size(size.batch, size.length - 1, size.source_length)
         cache = self.calls.handed_back(self._call(mode, self.calls.prompt(prompt)))

@@ -92,8 +92,9 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     plan, solution = plain_form(problem)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
     bypassed = find_bypasses(tape, traced.representatives())
-    tell("measuring caches and activations")
-    plan = _with_memory(plan, model, inputs, bypassed)
+    if options.measure:
+        tell("measuring caches and activations")
+        plan = _with_memory(plan, model, inputs, bypassed)
     check = None
     if options.check:
         tell("simulating the ranks")

@@ -92,7 +92,7 @@ MODELS = (
 def test_the_cache_and_the_weights_are_those_of_a_rank(family: str, model_type: str, tp: int) -> None:
     made = build(family, model_type)
     spec = spec_of(made.config, made.model_class)
-    plan = solve_plan(spec, SolveOptions(tp, check=False))
+    plan = solve_plan(spec, SolveOptions(tp, check=False, measure=True))
     assert plan.memory is not None
     model = local_model(spec, plan)
     assert weight_bytes(plan) == num_bytes([*model.parameters(), *model.buffers()])
@@ -112,7 +112,7 @@ def llama(num_layers: int, **changes: Any) -> ModelSpec:
 
 
 def memory_of(spec: ModelSpec, tp: int = 2) -> MemoryPlan:
-    memory = solve_plan(spec, SolveOptions(tp, check=False)).memory
+    memory = solve_plan(spec, SolveOptions(tp, check=False, measure=True)).memory
     assert memory is not None
     return memory
 
@@ -155,7 +155,7 @@ class Asking(transformers.LlamaForCausalLM):
 
 
 def test_what_cannot_be_measured_is_a_note() -> None:
-    plan = solve_plan(spec_of(llama(1).config, Asking), SolveOptions(1, check=False))
+    plan = solve_plan(spec_of(llama(1).config, Asking), SolveOptions(1, check=False, measure=True))
     assert plan.memory is None
     (note,) = (note for note in plan.notes if "could not be measured" in note)
     assert "asks for values that depend on its parameters" in note
