@@ -83,10 +83,10 @@ def device_facts(plan: Plan, load: Load) -> Iterator[tuple[str, str]]:
         return
     needed = needs(plan, memory, load.batch, load.context)
     left = load.device_bytes - load.reserve_bytes - needed.total
-    what, fit, need = ("a sequence", "fits, and leaves", "needs")
+    what, fit, verb = ("a sequence", "fits, and leaves", "is")
     if load.batch > 1:
-        what, fit, need = (f"{load.batch:,} sequences", "fit, and leave", "need")
-    verdict = f"{fit} {human_bytes(left)}" if left >= 0 else f"{need} {human_bytes(-left)} too much"
+        what, fit, verb = (f"{load.batch:,} sequences", "fit, and leave", "are")
+    verdict = f"{fit} {human_bytes(left)}" if left >= 0 else f"{verb} {human_bytes(-left)} too much"
     yield "context", f"{what} of {load.context:,} tokens {verdict}"
     yield "", f"{human_bytes(needed.cache)} of cache, {human_bytes(needed.activations)} of activations"
     most = _counted(sequences(plan, memory, load))
