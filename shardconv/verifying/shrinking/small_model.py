@@ -206,8 +206,8 @@ class _Attempt:
         except ShardconvError as error:
             where = str(error).partition(":")[0]
             return Obstacle(self._changed_in(where), str(error))
-        around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}  # may return something of each layer
-        left_out = around if self.skipped else set()
+        around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
+        left_out = around if self.skipped else set()  # it may return something of each layer
         return compare_tapes(self.shapes, tape, (), numbers=False, left_out=left_out)
 
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:

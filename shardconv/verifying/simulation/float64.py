@@ -46,7 +46,10 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
     has no float64 kernel for. The kernels leave rows past the last group as they find them: here, NaN.
     The weights of groups without rows are not touched."""
     ends = offs.tolist()
-    groups = enumerate(zip([0, *ends], ends, strict=False))
-    parts = [x[start:end] @ weight[i] for i, (start, end) in groups if end > start]
-    rest = x.new_full((x.shape[0] - (ends[-1] if ends else 0), weight.shape[-1]), math.nan)
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    # The backward of an index fills a gradient of the whole stack, for each group; that of unbind does not.
+    matrices = weight.unbind() if weight.requires_grad else weight
+    rows = x.split([*sizes, x.shape[0] - sum(sizes)])
+    parts = [rows[i] @ matrices[i] for i, size in enumerate(sizes) if size]
+    rest = x.new_full((x.shape[0] - sum(sizes), weight.shape[-1]), math.nan)
     return torch.cat([*parts, rest])
