@@ -96,6 +96,8 @@ class Measured:
     kept: dict[str, str] = field(default_factory=dict)
     """Replicated parameters of two or more dims, numbers as ``*``, and why."""
     notes: tuple[str, ...] = ()
+    stages: list[str] = field(default_factory=list)
+    """What the converter told of its progress: that a plan was not proven, too."""
     checked: bool = False
 
 
@@ -129,7 +131,7 @@ def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:
     rounds = _counted_rounds()
     memory, wall, cpu = _peak_bytes(), time.perf_counter(), time.process_time()
     try:
-        plan = solve_plan(spec, SolveOptions(tp, check=check))
+        plan = solve_plan(spec, SolveOptions(tp, check=check), progress=about.stages.append)
     except SourceError as error:
         about.status, about.message = "not built", _line(error)
     except Exception as error:
