@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from shardconv_runtime.format import slices
-from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.dims import leaves as dim_leaves
 
 from ..dim_analysis.analysis import Analysis
@@ -122,10 +123,14 @@ class Layouts:
                     yield slices.local_size(leaf, self.mesh, rank)
 
     def local_multiples(self, tid: int, value: int, rank: int) -> Iterator[int]:
-        """The value in proportion to the sharded leaves of a tensor that divide it."""
-        for leaf in (leaf for layout in self.dims(tid) for leaf in dim_leaves(layout)):
-            if leaf.axes and leaf.size and value % leaf.size == 0:
-                yield value // leaf.size * slices.local_size(leaf, self.mesh, rank)
+        """The value in proportion to sharded leaves of a tensor, or pairs in a product, that divide it."""
+        for layout in self.dims(tid):
+            found: list[Dim] = [leaf for leaf in dim_leaves(layout) if leaf.axes and leaf.size]
+            if isinstance(layout, Product):
+                found += [Product(pair) for pair in itertools.pairwise(found)]
+            for part in found:
+                if value % size(part) == 0:
+                    yield value // size(part) * slices.local_size(part, self.mesh, rank)
 
     def is_changed(self, tid: int) -> bool:
         """Whether a tensor is sharded."""
