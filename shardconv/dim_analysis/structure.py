@@ -53,17 +53,17 @@ def corresponding_leaves(a: Node, b: Node) -> list[tuple[Node, Node]] | None:
 
 
 def width(tape: Tape) -> int:
-    """The size that most elements of the parameters' matrices have as one of their dims: the hidden size.
+    """The hidden size: the last size of marked tensors that most elements of matrices have as a dim.
 
-    Nearly every matrix reads or writes the hidden states, whatever else a layer passes on (states, routers),
-    and however many layers the tape was folded to.
+    Nearly every matrix reads or writes the hidden states, whatever else layers pass on (states, routers), and
+    however many layers the tape was folded to.
     """
+    marked = Counter(shape[-1] for shape in _marked(tape))
     elements: Counter[int] = Counter()
     for info in tape.tensors:
-        if info.kind == "parameter" and len(info.shape) > 1 and info.dtype.is_floating_point:
-            elements.update(dict.fromkeys(set(info.shape), math.prod(info.shape)))
-    sizes = elements or Counter(shape[-1] for shape in _marked(tape))
-    return max(sizes, key=lambda size: (sizes[size], -size)) if sizes else 1
+        if info.kind == "parameter" and len(info.shape) > 1:
+            elements.update(dict.fromkeys(info.shape, math.prod(info.shape)))
+    return max(marked, key=lambda size: (elements[size], marked[size]), default=1)
 
 
 def num_tokens(tape: Tape) -> int:

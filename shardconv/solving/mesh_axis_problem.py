@@ -29,9 +29,9 @@ UNEVEN = 0.1
 evenly sharded matrices that are gathered before attention."""
 LATENCY = 0.4 * SPARE
 """Fixed cost of a collective, in squares of the width: much narrower outputs are not worth a gather."""
-STATISTIC = 0.9
-"""Cost of the statistic of a norm, in latencies: it is one number for each token, and joins no other axis. A
-sharded norm between two products is better than gathers around it that cost as much."""
+STATISTIC = 0.75
+"""Cost of the statistic of a norm, in latencies: it is one number for each token. Between two products, a
+norm on shards is better than gathers around it."""
 SEQUENCE = 0.5
 """Worth of an activation that is sharded over the sequence, in latencies: a norm with its surroundings is
 worth more than the collective that it costs."""

@@ -20,7 +20,7 @@ Costs, where V is the number of elements of the tensor times (n - 1)/n and L the
   all_gather of each pair of leaves; slicing is free (``_mark``). These are the volumes of ring algorithms
   (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009);
 - a parameter of N elements: -w N s(l), less where shares are uneven, so that sharding pays (``_savings``);
-- a norm whose normalized dim is sharded: L (``_statistic``);
+- a norm whose normalized dim is sharded: most of L (``_statistic``);
 - small rewards: rows of looked-up tables before columns (``_lookup``), work that is divided (``_reward``).
 
 tp is a mesh of its prime factors, solved one after another: with fewer key/value heads than ranks, the

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardconv.dim_analysis.analysis import Analysis, Partial, find_partial
 from shardconv.dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find
-from shardconv.solving.mesh_axis_problem import EPSILON, LATENCY, SPARE, TOKENS_PER_WIDTH, UNEVEN
+from shardconv.solving.mesh_axis_problem import EPSILON, LATENCY, SPARE, STATISTIC, TOKENS_PER_WIDTH, UNEVEN
 from shardconv.tracing.tape import Mark
 
 Column = NDArray[np.int8]
@@ -207,8 +207,11 @@ class Judge:
         return [t.shape for t in sources if t.shape and t.dtype.is_floating_point]
 
     def _width(self) -> int:
-        """The most frequent last size at marks."""
-        return Counter(s[-1] for s in self._marked_shapes()).most_common(1)[0][0]
+        """The last size at marks of the most elements of matrices; of two, the more frequent one."""
+        sizes = [s[-1] for s in self._marked_shapes()]
+        matrices = [t.shape for t in self.tape.tensors if t.kind == "parameter" and len(t.shape) > 1]
+        elements = {n: sum(math.prod(shape) for shape in matrices if n in shape) for n in sizes}
+        return max(dict.fromkeys(sizes), key=lambda n: (elements[n], sizes.count(n)))
 
     def _tokens(self, width: int) -> int:
         rows = [math.prod(s[:-1]) for s in self._marked_shapes() if s[-1] == width]
@@ -252,9 +255,10 @@ class Judge:
                     yield self.leaf(x), -value * share * (1 - even - UNEVEN * (largest - even))
 
     def _hints(self) -> Iterator[tuple[Column, float]]:
-        """Statistics of norms cost a collective; rows of tables come first; work is better divided."""
+        """Statistics of norms cost less than a collective; rows of tables first; work is better divided."""
         for norm in self.analysis.norms:
-            yield from ((self.leaf(x), self.latency) for x in once(flat_leaves(norm.normalized)))
+            cost = STATISTIC * self.latency
+            yield from ((self.leaf(x), cost) for x in once(flat_leaves(norm.normalized)))
         for lookup in self.analysis.lookups:
             volume = math.prod(self.tape.tensors[lookup.output].shape) * self.moved
             rows = self.analysis.dims[lookup.table][0]
