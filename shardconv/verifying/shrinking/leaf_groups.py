@@ -2,7 +2,7 @@
 
 A leaf, the leaves that marks and ties link to it, and those of other calls of a module are one **group**. A
 group is kept where its size means something else as well: the input decides it, code picks positions along it
-by number, a buffer has values for each position, or it counts the matrices of a stack.
+by number, a constant of the code has values for each position, or it counts the matrices of a stack.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...dim_analysis.analysis import Analysis
 from ...dim_analysis.dim_trees import Node, leaves
+from ...dim_analysis.expert_sites import find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
 from ...tracing.tape import Mark, Op
 from .token_tables import token_tables
@@ -124,18 +125,14 @@ def _kept(analysis: Analysis, rows: set[Node]) -> Iterator[Node]:
     tape = analysis.tape
     yield from frozen_leaves(analysis)
     for tid, dims in analysis.dims.items():
-        if tape.tensors[tid].kind in ("constant", "input"):
+        info = tape.tensors[tid]
+        if info.kind == "input" or (info.kind == "constant" and not info.name):
             yield from (x for dim in dims for x in leaves(dim))
-    stacks: set[int] = set()
     for event in tape.events:
         if isinstance(event, Op):
             yield from (x for x in _picked(analysis, event) if x not in rows)
-            if not event.name.startswith("aten.convolution"):
-                stacks |= {t for t in event.inputs if tape.tensors[t].kind == "parameter"}
-    for tid in stacks:
-        dims = analysis.dims.get(tid, ())
-        if len(dims) > 2:
-            yield from leaves(dims[0])
+    for stack in find_stacks(tape):
+        yield from leaves(analysis.dims[stack.parameter][0])
     for use in analysis.norms:
         if use.site.groups > 1:
             yield from leaves(use.groups)
@@ -144,6 +141,9 @@ def _kept(analysis: Analysis, rows: set[Node]) -> Iterator[Node]:
 def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
     """The leaves of the dims along which an operator takes or returns positions."""
     base = op.name.rsplit(".", 1)[0]
+    if base.startswith("aten.conv"):
+        positions = (d for t in (*op.inputs, *op.outputs) for d in analysis.dims.get(t, ())[2:])
+        return [x for dim in positions for x in leaves(dim)]
     if base == "aten.embedding":
         return _leaves(analysis, op.inputs[:1], 0)
     if base.rstrip("_") in _INDEXING:

@@ -27,7 +27,8 @@ from ...planning.obstacle import Obstacle
 from ...planning.solution import stand_in
 from ...tracing.fold import Folded
 from ...tracing.inputs import TraceInputs
-from ...tracing.tape import prefixes
+from ...tracing.ints import sources, traced_ints
+from ...tracing.tape import Tape, prefixes
 from ...tracing.trace import trace
 from ..retracing.tape_comparison import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
@@ -68,7 +69,7 @@ class SmallModel:
 def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
-    Of the groups that may be to blame for a failure, the one in which fewest elements are keeps its size.
+    Of the groups that may be to blame for a failure, the smallest one keeps its size.
 
     Args:
         full: the model.
@@ -83,7 +84,7 @@ def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallMode
         if isinstance(found, SmallModel):
             return found
         blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
-        kept.add((blamed or list(sizes))[-1])
+        kept.add(min(blamed or sizes, key=lambda g: g.size))
 
 
 class _Attempt:
@@ -108,7 +109,7 @@ class _Attempt:
         tokens = self._tokens()
         if isinstance(tokens, Obstacle):
             return tokens
-        given = {**self._mapped_ids(tokens), **self._paddings(model, tokens)}
+        given = {**self._mapped_ids(tokens), **self._paddings(model, tokens), **self._norm_sizes()}
         found = localized(self.shapes, given={a: c.local for a, c in given.items()})
         if isinstance(found, Obstacle):
             return found
@@ -163,6 +164,21 @@ class _Attempt:
                 out[fqn, "padding_idx"] = Change(padding, tokens.ids[padding])
         return out
 
+    def _norm_sizes(self) -> dict[Attribute, Change]:
+        """Attributes that hold sizes of a norm, whose inside is one operator and not localized."""
+        sites = {use.site.fqn: use for use in self.full.analysis.norms}
+        out: dict[Attribute, Change] = {}
+        for replay in self.tape.replays:
+            use = sites.get(replay.fqn)
+            for number in traced_ints((replay.args, replay.kwargs)) if use else ():
+                for _, fqn, name, value in (s for s in sources(number.expr) if s[0] == "attr"):
+                    assert use is not None
+                    nodes = [*self.full.analysis.dims[use.site.output], use.normalized]
+                    found = {self.shapes.size(n) for n in nodes if n.size == value}
+                    if len(found) == 1 and found != {value}:
+                        out[fqn, name] = Change(value, found.pop())
+        return out
+
     def _vocabulary(self, model: nn.Module, known: Changes) -> dict[Attribute, Change]:
         """Attributes of the model itself that hold the number of logits: losses read them untraced."""
         out: dict[Attribute, Change] = {}
@@ -198,6 +214,13 @@ class _Attempt:
             if tid is not None and self.shapes.is_changed(tid):
                 smaller[name] = torch.empty(self.shapes.local_shape(tid), dtype=tensor.dtype, device="meta")
         fill(model, smaller, gradients=True)
+        for name, buffer in list(model.named_buffers()):
+            tid = tids.get(stand_in(name, self.stand_ins))
+            if name not in smaller and tid is not None and self.shapes.is_changed(tid):
+                for dim, node in enumerate(self.full.analysis.dims[tid]):
+                    buffer = buffer.index_select(dim, torch.tensor(self.shapes.held(node)))
+                path, _, attribute = name.rpartition(".")
+                model.get_submodule(path)._buffers[attribute] = buffer
 
     def _difference(self, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
         """Where the smaller model does something else than the full one."""
@@ -206,6 +229,12 @@ class _Attempt:
         except ShardconvError as error:
             where = str(error).partition(":")[0]
             return Obstacle(self._changed_in(where), str(error))
+        obstacle = self._compared(tape)
+        if obstacle is None or obstacle.nodes:
+            return obstacle
+        return replace(obstacle, nodes=self._changed_in(obstacle.where.partition(" ")[0]))
+
+    def _compared(self, tape: Tape) -> Obstacle | None:
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
         left_out = around if self.skipped else set()  # it may return something of each layer
         return compare_tapes(self.shapes, tape, (), numbers=False, left_out=left_out)

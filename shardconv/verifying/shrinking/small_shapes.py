@@ -15,6 +15,8 @@ _LARGE = 1 << 20
 """Elements of an activation that count."""
 _LEAST = 17
 """Smaller sizes let mistakes cancel each other."""
+_LEAST_FACTOR = 4
+"""Of a leaf that is a factor of all dims that have it."""
 _LEAST_ROWS = 256
 """Of a table of tokens: all tokens of a call should be different ones."""
 
@@ -52,6 +54,21 @@ class SmallShapes:
         if nodes is None:
             return self.analysis.tape.tensors[tid].shape
         return tuple(map(self.size, nodes))
+
+    def held(self, node: Node) -> list[int]:
+        """The positions of a dim that stay: the first ones of each leaf."""
+        node = find(node)
+        if node.kind == LEAF:
+            return list(range(self.size(node)))
+        held = [0] if node.kind == PRODUCT else []
+        before = 0
+        for child in map(find, node.children):
+            if node.kind == PRODUCT:
+                held = [i * child.size + j for i in held for j in self.held(child)]
+            else:
+                held += [before + j for j in self.held(child)]
+                before += child.size
+        return held
 
     def local_sizes(self, tid: int, value: int, rank: int) -> Iterator[int]:
         """Smaller sizes of the dims of a tensor, and of their parts, that have this size."""
@@ -113,7 +130,7 @@ def choose_sizes(
     """Which groups shrink, until what is left is small: first those in which most elements are.
 
     A size keeps its remainder by the number of ranks, so that uneven shares stay uneven; equal sizes stay
-    equal, and different ones different.
+    equal, different ones different, and where there is a choice they are none of those that stay.
 
     Args:
         analysis: of the model.
@@ -127,23 +144,25 @@ def choose_sizes(
     for dims, numel in tensors:
         for group in {by_leaf[x] for dim in dims for x in leaves(dim) if x in by_leaf}:
             inside[group] = inside.get(group, 0) + numel
-    taken = {node.size for dims in analysis.dims.values() for dim in dims for node in _parts(dim)}
+    infos = analysis.tape.tensors
+    taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
     smaller: dict[int, int] = {}
     out: dict[LeafGroup, int] = {}
     for group in sorted(inside, key=lambda g: (-inside[g], g.size)):
         if _total(analysis, tensors, out) <= ENOUGH:
             break
-        small = smaller.get(group.size) or _small_size(group, tp, taken)
+        others = {n * g.times for g, n in out.items()}
+        avoided = others if group.times > 1 else taken | others
+        small = smaller.get(group.size) or _small_size(group, tp, avoided)
         if small <= group.size // 2:
             out[group] = smaller[group.size] = small
-            taken.add(small)
     return out
 
 
 def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
-    least = _LEAST_ROWS if group.rows else _LEAST // group.times
+    least = _LEAST_ROWS if group.rows else max(_LEAST // group.times, _LEAST_FACTOR)
     size = -(-least // tp) * tp + group.size % tp
-    while {size, size // tp, size * group.times} & set(taken):
+    while size * group.times in taken:
         size += tp
     return size
 

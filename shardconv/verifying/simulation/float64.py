@@ -49,7 +49,7 @@ def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: 
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     # The backward of an index fills a gradient of the whole stack, for each group; that of unbind does not.
     matrices = weight.unbind() if weight.requires_grad else weight
-    rows = x.split([*sizes, x.shape[0] - sum(sizes)])
+    rows = torch.split(x, [*sizes, x.shape[0] - sum(sizes)])
     parts = [rows[i] @ matrices[i] for i, size in enumerate(sizes) if size]
     rest = x.new_full((x.shape[0] - sum(sizes), weight.shape[-1]), math.nan)
     return torch.cat([*parts, rest])

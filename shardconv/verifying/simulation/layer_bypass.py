@@ -95,7 +95,7 @@ def bypassed_copy(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
     memo: dict[int, object] = {}
     for fqn, how in layers.items():
         layer = model.get_submodule(fqn)
-        memo[id(layer)] = _Bypassed(layer, how)
+        memo[id(layer)] = _stand_in(layer, how)
     return copy.deepcopy(model, memo)
 
 
@@ -104,15 +104,23 @@ def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
     for fqn, how in layers.items():
         parent, _, name = fqn.rpartition(".")
         owner = model.get_submodule(parent)
-        owner._modules[name] = _Bypassed(model.get_submodule(fqn), how)
+        owner._modules[name] = _stand_in(model.get_submodule(fqn), how)
     return model
 
 
-class _Bypassed(nn.Module):
-    """Stands in for a layer: its attributes, none of its parameters, one of its inputs as output."""
+def _stand_in(layer: nn.Module, how: Bypass) -> nn.Module:
+    """A module of the layer's class, since models look for the layers whose outputs they collect."""
+    made: _Bypassed = object.__new__(type(type(layer).__name__, (_Bypassed, type(layer)), {}))
+    made.bypass(layer, how)
+    return made
 
-    def __init__(self, layer: nn.Module, how: Bypass) -> None:
-        super().__init__()
+
+class _Bypassed(nn.Module):
+    """Stands in for a layer: its attributes, none of its parameters, some of its inputs as outputs."""
+
+    def bypass(self, layer: nn.Module, how: Bypass) -> None:
+        """Set up, in place of the constructor."""
+        nn.Module.__init__(self)
         self.__dict__["_layer"] = layer
         names = list(forward_signature(layer).parameters)
         self._length = how.length
@@ -129,7 +137,7 @@ class _Bypassed(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Bypassed:
         """A copy that stands in for the same layer."""
-        other = _Bypassed.__new__(_Bypassed)
+        other: _Bypassed = object.__new__(type(self))
         other.__dict__ = dict(self.__dict__)
         return other
 
