@@ -42,6 +42,7 @@ from shardconv.planning.layout import Layouts
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
+from shardconv.verifying.shrinking import small_shapes
 from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
@@ -302,17 +303,64 @@ def test_no_corruption_escapes(case: str, count: int) -> None:
     assert right.reason_against(right.plan) == ""
     assert truth.difference(right.plan) < TOLERANCE
     assert right.plan.logits is None or truth.shard_difference(right.plan) < TOLERANCE
-    random = Random(case)
-    escaped = []
+    assert not escaped(right, truth, Random(case), count, TALLY)
+
+
+WIDTHS = {"hidden_size": 160, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 1033}
+WIDE_CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
+    "dense, a mesh of two axes": (
+        lambda: small(transformers.LlamaConfig, **WIDTHS, num_key_value_heads=2, head_dim=16),
+        4,
+    ),
+    "dense, uneven": (lambda: small(transformers.LlamaConfig, **WIDTHS, head_dim=16), 3),
+    "fused": (lambda: small(transformers.Phi3Config, **WIDTHS, num_key_value_heads=4, pad_token_id=700), 4),
+    "transposed fused": (lambda: small(transformers.GPT2Config, **WIDTHS), 2),
+    "experts": (
+        lambda: small(transformers.MixtralConfig, **WIDTHS, num_local_experts=4, head_dim=16),
+        2,
+    ),
+    "whole experts": (
+        lambda: small(transformers.MixtralConfig, **WIDTHS, num_local_experts=4, head_dim=16),
+        2,
+    ),
+}
+"""Wide enough that a smaller model stands for them."""
+
+
+@pytest.mark.parametrize("count", [MUTANTS, pytest.param(40 * MUTANTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", WIDE_CASES)
+def test_no_corruption_of_a_wide_model_escapes_the_smaller_one(
+    case: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_shapes, "ENOUGH", 0)
+    make, tp = WIDE_CASES[case]
+    right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
+    smaller = right.check.case(right.plan).model
+    assert num_elements(smaller) < num_elements(right.model) / 10
+    truth = Truth(right.model, other_inputs(right))
+    assert right.reason_against(right.plan) == ""
+    tally = Tally()
+    assert not escaped(right, truth, Random(case), count, tally)
+    assert tally.caught["_simulate"] + tally.caught["_retrace"] > count / 4
+
+
+def num_elements(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def escaped(right: Solved, truth: Truth, random: Random, count: int, tally: Tally) -> str:
+    """The corruptions that no check refuses and that change the result, one on each line."""
+    found = []
     for kind, plan in mutations(right.plan, random, count):
         verdict = right.reason_against(plan)
         if not verdict:
             verdict = harm(truth, plan) or "harmless"
         if verdict not in ("harmless", "_format", "_retrace", "_simulate"):
-            escaped.append(f"{kind}: {verdict}: {changes(right.plan, plan)}")
-        TALLY.kinds.setdefault(kind, Counter())[verdict] += 1
-        TALLY.caught[verdict] += 1
-    assert not escaped, "\n".join(escaped)
+            found.append(f"{kind}: {verdict}: {changes(right.plan, plan)}")
+        tally.kinds.setdefault(kind, Counter())[verdict] += 1
+        tally.caught[verdict] += 1
+    return "\n".join(found)
 
 
 def harm(truth: Truth, plan: Plan) -> str:
