@@ -71,7 +71,8 @@ class NumericCheck:
         skipped = planned_alike(plan, self.bypassed)
         small = self._small.get(frozenset(skipped))
         if small is None:
-            small = self._small[frozenset(skipped)] = shrink(self.full, plan.tp, skipped)
+            small = shrink(self.full, plan.tp, skipped, lambda small: small_plan(plan, small, skipped))
+            self._small[frozenset(skipped)] = small
         return Case(small_plan(plan, small, skipped), small.model, small.inputs)
 
     def _with_proven_loss(self, plan: Plan) -> Plan:

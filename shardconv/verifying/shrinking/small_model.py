@@ -8,12 +8,12 @@ keeps its size, and the rest is tried again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.errors import PlanError, ShardconvError
 from shardconv_runtime.format.plan import Edit
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.edits import apply_edits
@@ -66,7 +66,9 @@ class SmallModel:
     """Layer -> the layer that stands for it."""
 
 
-def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallModel:
+def shrink(
+    full: FullModel, tp: int, skipped: Mapping[str, Bypass], fits: Callable[[SmallModel], object]
+) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
     Of the groups that may be to blame for a failure, the smallest one keeps its size.
@@ -75,6 +77,10 @@ def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallMode
         full: the model.
         tp: number of ranks: sizes keep their remainders by it.
         skipped: layers to leave out.
+        fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
+
+    Raises:
+        PlanError: the plan does not fit the full model either.
     """
     groups = leaf_groups(full.analysis, full.folded.ties)
     kept: set[LeafGroup] = set()
@@ -82,7 +88,14 @@ def shrink(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> SmallMode
         sizes = choose_sizes(full.analysis, groups, tp, kept=kept)
         found = _Attempt(full, tp, skipped, sizes).run()
         if isinstance(found, SmallModel):
-            return found
+            try:
+                fits(found)
+            except PlanError:
+                if not sizes:
+                    raise
+                found = Obstacle((), "the plan")
+            else:
+                return found
         blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
         kept.add(min(blamed or sizes, key=lambda g: g.size))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.dims import Dim
+from shardconv_runtime.format.dims import Dim, size
 from shardconv_runtime.format.plan import (
     Boundary,
     DrawPlan,
@@ -23,6 +23,7 @@ from shardconv_runtime.format.plan import (
     SequencePlan,
     by_name,
 )
+from shardconv_runtime.format.slices import local_size
 
 from ...dim_analysis.dim_trees import Node
 from ...planning.solution import stand_in
@@ -57,6 +58,8 @@ class _Translation:
         analysis = small.shapes.analysis
         self.dims = analysis.dims
         self.parameters = {i.name: t for t, i in enumerate(analysis.tape.tensors) if i.name}
+        self.pairs: list[tuple[str, Dim, Dim]] = []
+        """Name of a parameter, one of its dims in the plan, and the same in the smaller model."""
         self.norms = {use.site.fqn: use for use in analysis.norms}
         calls = analysis.tape.calls
         self.tables = {(calls[u.call].fqn, u.slot): u.table for u in analysis.lookups}
@@ -72,9 +75,13 @@ class _Translation:
         if training is not None:
             sequence = training.sequence and self._sequence(training.sequence)
             training = replace(training, sequence=sequence, draws=tuple(self._kept("draws", training.draws)))
+        parameters = []
+        for entry in self._kept("parameters", self.full.parameters):
+            parameters.append(self._parameter(entry))
+            self.pairs += [(entry.names[0], *p) for p in zip(entry.dims, parameters[-1].dims, strict=True)]
         return replace(
             self.full,
-            parameters=tuple(self._parameter(e) for e in self._kept("parameters", self.full.parameters)),
+            parameters=tuple(parameters),
             modules=self._modules(self.full.modules),
             tied=tuple(pair for pair in self.full.tied if not any(map(self._is_skipped, pair))),
             training=training,
@@ -127,7 +134,7 @@ class _Translation:
             entry,
             inputs=tuple(self._step(fqn, step) for step in entry.inputs),
             outputs=tuple(self._step(fqn, step) for step in entry.outputs),
-            edits=tuple(self._edit(fqn, edit) for edit in entry.edits),
+            edits=tuple(self._edit(entry.names[0], fqn, edit) for edit in entry.edits),
             norm=entry.norm and self._norm(fqn, entry.norm),
         )
 
@@ -147,7 +154,7 @@ class _Translation:
             )
         return replace(step, layout=self._dim(fqn, step.layout, nodes[step.dim]))
 
-    def _edit(self, fqn: str, edit: Edit) -> Edit:
+    def _edit(self, name: str, fqn: str, edit: Edit) -> Edit:
         change = self.small.changes.get((fqn, edit.attribute))
         if change is None:
             return edit
@@ -155,11 +162,23 @@ class _Translation:
             raise PlanError(
                 f"{fqn}: the plan edits {edit.attribute} of {edit.value}, which is {change.value}"
             )
-        local = tuple(self._local(fqn, edit, value, change.local) for value in edit.local)
-        return replace(edit, value=change.local, local=local)
+        return replace(edit, value=change.local, local=self._locals(name, edit, change.local))
+
+    def _locals(self, fqn: str, edit: Edit, small: int) -> tuple[int, ...]:
+        """The local values of an attribute in the smaller model.
+
+        Those of a dim of the module's parameters that has the attribute's global and local sizes, else as
+        large shares as they are of the full model.
+        """
+        mesh = self.full.mesh
+        for name, full, other in self.pairs:
+            if name.startswith(f"{fqn}.") and (size(full), size(other)) == (edit.value, small):
+                sizes = tuple(local_size(full, mesh, rank) for rank in range(self.full.tp))
+                if sizes == edit.local * (self.full.tp // len(edit.local)):
+                    return tuple(local_size(other, mesh, rank) for rank in range(self.full.tp))
+        return tuple(self._local(fqn, edit, value, small) for value in edit.local)
 
     def _local(self, fqn: str, edit: Edit, local: int, small: int) -> int:
-        """The local value of an attribute in the smaller model: as large a share of it, or one larger."""
         shares = [(edit.value // p, small // p) for p in _divisors(self.full) if edit.value // p <= local]
         for share, smaller in shares:
             if local - share in (0, 1):
