@@ -20,6 +20,10 @@ from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
 
+MOST_BYTES = 4 * 2**30
+"""Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""
+TOO_LARGE = "no smaller model of its code was found: shapes and positions were checked, not numbers"
+
 
 class NumericCheck:
     """A traced model, to simulate the ranks of its plans on a smaller model of the same code.
@@ -40,6 +44,9 @@ class NumericCheck:
         Raises:
             SolveError: the ranks compute something else.
         """
+        if self.case(plan).needed_bytes() > MOST_BYTES:
+            training = plan.training and replace(plan.training, parallel_loss=False)
+            return replace(plan, training=training, notes=(*plan.notes, TOO_LARGE))
         plan = self._with_proven_loss(plan)
         case = self.case(plan)
         outcome = simulate(case, gradients=plan.training is not None, calls=2)
@@ -55,11 +62,13 @@ class NumericCheck:
         Raises:
             SolveError: the ranks compute something else in that form.
         """
-        return simulate(self.case(of_sequence(plan)), gradients=True).gradients
+        case = self.case(of_sequence(plan))
+        return None if case.needed_bytes() > MOST_BYTES else simulate(case, gradients=True).gradients
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""
-        if not may_be_padded(self.case(plan)):
+        case = self.case(plan)
+        if case.needed_bytes() > MOST_BYTES or not may_be_padded(case):
             return plan
         assert plan.training is not None
         assert plan.training.sequence is not None

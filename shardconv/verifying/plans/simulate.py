@@ -29,6 +29,10 @@ class Case:
     inputs: TraceInputs
     """Of its calls."""
 
+    def needed_bytes(self) -> int:
+        """Float64 weights of the unsharded model and of all ranks."""
+        return self.simulation().needed_bytes()
+
     def simulation(self) -> Simulation:
         """On random weights."""
         return Simulation(self.plan, self.model, self.inputs, {}, RandomWeights(self.plan))

@@ -134,10 +134,6 @@ class Simulation:
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
         return max(found).text(precision.tolerance)
 
-    def unsharded_bytes(self) -> int:
-        """A float64 copy of the unsharded model."""
-        return sum(8 * math.prod(size(d) for d in entry.dims) for entry in self.entries.values())
-
     def needed_bytes(self) -> int:
         """Float64 copies of the unsharded model and of all ranks."""
         total = 0

@@ -1,0 +1,179 @@
+"""The smaller model on which plans of large models are proven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.errors import PlanError, SolveError
+from shardconv_runtime.format.dims import parse, to_text
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.slices import ranges
+from torch import nn
+
+from shardconv.arguments import SolveOptions
+from shardconv.dim_analysis.analysis import Analysis
+from shardconv.dim_analysis.dim_trees import Node, concatenation, leaf, product
+from shardconv.pipeline import stages
+from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
+from shardconv.tracing.tape import Tape
+from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.shrinking.resized_dims import Misfit, resized
+from shardconv.verifying.shrinking.small_shapes import SmallShapes
+from shardconv.verifying.shrinking.token_tables import fewer_tokens
+
+
+def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:
+    """The plan of a causal model, and what proved it."""
+    model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    checks: list[NumericCheck] = []
+
+    def made(*given: object) -> NumericCheck:
+        checks.append(NumericCheck(*given))  # type: ignore[arg-type]
+        return checks[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "NumericCheck", made)
+        spec = ModelSpec("large", config, model_class, "bfloat16")
+        plan = stages.solve_plan(spec, SolveOptions(tp, **options))  # type: ignore[arg-type]
+    return plan, checks[-1]
+
+
+def num_elements(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[Plan, NumericCheck]:
+    """A dense model of 405 billion parameters, for eight ranks."""
+    config = transformers.LlamaConfig(
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        pad_token_id=128004,
+    )
+    return proven(config, 8)
+
+
+def test_a_large_model_is_proven_on_a_small_one(large: tuple[Plan, NumericCheck]) -> None:
+    plan, check = large
+    case = check.case(plan)
+    assert plan.training is not None
+    assert plan.training.parallel_loss
+    assert not plan.notes
+    assert num_elements(check.full.model) > 4e11
+    assert num_elements(case.model) < 1e7
+    layers = case.model.get_submodule("model.layers")
+    assert sum(num_elements(layer) > 0 for layer in layers.children()) == 2
+    embedding = case.model.get_submodule("model.embed_tokens")
+    assert isinstance(embedding, nn.Embedding)
+    assert embedding.padding_idx is not None
+    assert embedding.padding_idx < embedding.weight.shape[0] < 1000
+    assert int(case.inputs.tensors["input_ids"].max()) < embedding.weight.shape[0]
+
+
+def test_a_wrong_plan_of_a_large_model_is_wrong_on_the_small_one(large: tuple[Plan, NumericCheck]) -> None:
+    """A sum is left out in one layer of many: the shapes are right."""
+    plan, check = large
+    entry = next(m for m in plan.modules if m.reduce_output and "down_proj" in m.names[0])
+    wrong = replace(entry, outputs=(), reduce_output=False)
+    with pytest.raises((SolveError, PlanError)):
+        simulate(check.case(replace(plan, modules=tuple(wrong if m is entry else m for m in plan.modules))))
+
+
+def test_uneven_shares_stay_uneven() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14337,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        vocab_size=32003,
+    )
+    plan, check = proven(config, 3)
+    case = check.case(plan)
+    sizes = {p.shape[0] % 3 for n, p in case.model.named_parameters() if "gate_proj" in n or "lm_head" in n}
+    assert sizes == {14337 % 3, 32003 % 3}
+    assert num_elements(case.model) < num_elements(check.full.model) / 10
+
+
+def test_a_model_that_cannot_be_made_smaller_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardconv.pipeline.numeric_check.MOST_BYTES", 1000)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    plan, _ = proven(config, 2)
+    assert plan.notes == (TOO_LARGE,)
+    assert plan.training is not None
+    assert not plan.training.parallel_loss
+
+
+# Dims ------------------------------------------------------------------------------------------------
+
+
+def shapes(sizes: dict[Node, int]) -> SmallShapes:
+    return SmallShapes(Analysis(Tape()), sizes)
+
+
+@pytest.mark.parametrize(
+    ("said", "smaller"),
+    [
+        ("32@0*128 + 4096", "32@0*128 + 24"),
+        ("32*128@0 + 4096@0", "32*128@0 + 24@0"),
+        ("8192@0", "4120@0"),
+        ("4096 + 4096@1", "4096 + 24@1"),
+        ("16@0*256 + 4096", "16@0*256 + 24"),
+    ],
+)
+def test_dims_take_the_smaller_sizes_of_their_parts(said: str, smaller: str) -> None:
+    heads, head_dim, wide = leaf(32), leaf(128), leaf(4096)
+    tree = concatenation([product([heads, head_dim]), wide])
+    assert to_text(resized(parse(said), tree, shapes({wide: 24}))) == smaller
+
+
+@pytest.mark.parametrize("said", ["4095", "32*128 + 2048@0 + 2048", "64*128"])
+def test_a_dim_that_divides_a_part_that_shrinks_is_refused(said: str) -> None:
+    heads, head_dim, wide = leaf(32), leaf(128), leaf(4096)
+    tree = concatenation([product([heads, head_dim]), wide])
+    with pytest.raises(Misfit):
+        resized(parse(said), tree, shapes({wide: 24}))
+
+
+def test_positions_follow_the_parts() -> None:
+    a, b, inner = leaf(100), leaf(50), leaf(8)
+    tree = product([concatenation([a, b]), inner])
+    small = shapes({a: 10})
+    assert [small._position(tree, n) for n in (0, 800, 808, 1200, 400)] == [0, 80, 88, 480, None]
+    assert small.held(tree) == [*range(80), *range(800, 1200)]
+
+
+# Tokens ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_stay_on_their_rank() -> None:
+    size, small, parts = 1003, 43, 4
+    used = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:30].tolist()
+    tokens = fewer_tokens([*used, -100, 5000], size, small, parts)
+    assert tokens is not None
+    assert len(set(tokens.ids.values())) == len(used)
+    for token, other in tokens.ids.items():
+        assert owner(size, parts, token) == owner(small, parts, other)
+    ids = torch.tensor([[used[0], -100], [used[1], used[0]]])
+    mapped = tokens.tensor(ids)
+    assert mapped.tolist() == [[tokens.ids[used[0]], -100], [tokens.ids[used[1]], tokens.ids[used[0]]]]
+
+
+def owner(size: int, parts: int, row: int) -> int:
+    """The rank that holds a row."""
+    held = [ranges(parse(f"{size}@0"), (parts,), rank) for rank in range(parts)]
+    return next(rank for rank in range(parts) if any(a <= row < b for a, b in held[rank]))
+
+
+def test_too_many_tokens_for_a_rank() -> None:
+    assert fewer_tokens(range(40), 1000, 64, 4) is None
