@@ -14,7 +14,7 @@ def embedding_reductions(vocab_size: int, *, tied: bool) -> int:
     config = transformers.LlamaConfig(
         hidden_size=WIDTH,
         intermediate_size=256,
-        num_hidden_layers=8,  # so that the small table is less than a hundredth of the model
+        num_hidden_layers=16,  # so that the small table is less than a hundredth of the model
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=vocab_size,
