@@ -28,7 +28,7 @@ from ...planning.solution import stand_in
 from ...tracing.fold import Folded
 from ...tracing.inputs import TraceInputs
 from ...tracing.ints import sources, traced_ints
-from ...tracing.tape import Tape, prefixes
+from ...tracing.tape import Tape, prefixes, starred
 from ...tracing.trace import trace
 from ..retracing.tape_comparison import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
@@ -133,7 +133,7 @@ class _Attempt:
         except ShardconvError as error:
             return Obstacle((), str(error))
         inputs = self._inputs(tokens)
-        return self._difference(model, inputs) or SmallModel(
+        return self._difference(model, inputs, changes) or SmallModel(
             model, inputs, self.shapes, changes, self.stand_ins
         )
 
@@ -235,17 +235,45 @@ class _Attempt:
                 path, _, attribute = name.rpartition(".")
                 model.get_submodule(path)._buffers[attribute] = buffer
 
-    def _difference(self, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
-        """Where the smaller model does something else than the full one."""
-        try:
-            tape = trace(model, inputs.tensors, RULES, inputs.options, self.tape)
-        except ShardconvError as error:
-            where = str(error).partition(":")[0]
-            return Obstacle(self._changed_in(where), str(error))
+    def _difference(
+        self, model: nn.Module, inputs: TraceInputs, changes: dict[Attribute, Change]
+    ) -> Obstacle | None:
+        """Where the smaller model does something else than the full one.
+
+        Sizes that code only compares are not traced: where a module fails, its attributes are changed as
+        well, and added to ``changes``.
+        """
+        tape: Tape | None = None
+        while tape is None:
+            try:
+                tape = trace(model, inputs.tensors, RULES, inputs.options, self.tape)
+            except ShardconvError as error:
+                where = str(error).partition(":")[0]
+                if not self._change_compared(model, where, changes):
+                    return Obstacle(self._changed_in(where), str(error))
         obstacle = self._compared(tape)
         if obstacle is None or obstacle.nodes:
             return obstacle
         return replace(obstacle, nodes=self._changed_in(obstacle.where.partition(" ")[0]))
+
+    def _change_compared(self, model: nn.Module, where: str, changes: dict[Attribute, Change]) -> bool:
+        """Give int attributes that hold a size that shrinks, of modules named like one, the smaller size.
+
+        Returns:
+            Whether there are any.
+        """
+        smaller = {group.size: size for group, size in self.sizes.items()}
+        new: dict[Attribute, Change] = {}
+        for fqn, module in model.named_modules():
+            if starred(fqn) != starred(where):
+                continue
+            for name, value in list(vars(module).items()):
+                attribute = (stand_in(fqn, self.stand_ins), name)
+                if type(value) is int and value in smaller and attribute not in changes:
+                    setattr(module, name, smaller[value])
+                    new[attribute] = Change(value, smaller[value])
+        changes |= new
+        return bool(new)
 
     def _compared(self, tape: Tape) -> Obstacle | None:
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
