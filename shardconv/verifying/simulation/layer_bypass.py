@@ -138,7 +138,8 @@ class _Bypassed(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> _Bypassed:
         """A copy that stands in for the same layer."""
         other: _Bypassed = object.__new__(type(self))
-        other.__dict__ = dict(self.__dict__)
+        own = self.__dict__.items()  # hooks of one copy are not those of another
+        other.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
         return other
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
