@@ -8,6 +8,7 @@ keeps its size, and the rest is tried again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,8 @@ from .small_shapes import SmallShapes, choose_sizes
 from .token_tables import FewerTokens, fewer_tokens, special_ids, token_inputs, token_tables
 
 Changes = Mapping[Attribute, Change]
+_LARGE = 1 << 22
+"""Elements of an activation."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,21 @@ class _Attempt:
             return Obstacle((), str(error))
         inputs = self._inputs(tokens)
         return self._difference(model, inputs, changes) or SmallModel(
-            model, inputs, self.shapes, changes, self.stand_ins
+            model, self._fewer_rows(model, inputs), self.shapes, changes, self.stand_ins
         )
+
+    def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
+        """One row of inputs whose activations are large, as those of images and sounds; else all."""
+        shapes = (self.shapes.local_shape(tid) for tid in self.full.analysis.dims)
+        rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in inputs.tensors.values()}
+        if len(rows) > 1 or max(map(math.prod, shapes)) <= _LARGE:
+            return inputs
+        first = replace(inputs, tensors={name: tensor[:1] for name, tensor in inputs.tensors.items()})
+        try:
+            trace(model, first.tensors, RULES, first.options)
+        except ShardconvError:
+            return inputs  # it takes no single rows
+        return first
 
     # Tokens ----------------------------------------------------------------------------------
 
