@@ -53,7 +53,7 @@ class NumericCheck:
         if outcome.gradients:
             plan = inference_only(plan, outcome.gradients)
         if plan.tp > 1:
-            plan = replace(plan, notes=(*plan.notes, *notes_on_others(self.case(plan))))
+            plan = replace(plan, notes=(*plan.notes, *notes_on_others(case)))
         return plan
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:

@@ -35,7 +35,7 @@ class Case:
 
     def simulation(self) -> Simulation:
         """On random weights."""
-        return Simulation(self.plan, self.model, self.inputs, {}, RandomWeights(self.plan))
+        return Simulation(self.plan, self.model, self.inputs, RandomWeights(self.plan))
 
 
 def simulate(case: Case, *, gradients: bool = False, calls: int = 1) -> Outcome:

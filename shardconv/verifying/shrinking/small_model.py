@@ -125,7 +125,7 @@ class _Attempt:
         tokens = self._tokens()
         if isinstance(tokens, Obstacle):
             return tokens
-        given = {**self._mapped_ids(tokens), **self._paddings(model, tokens), **self._norm_sizes()}
+        given = {**self._mapped_ids(tokens), **self._paddings(tokens), **self._norm_sizes()}
         found = localized(self.shapes, given={a: c.local for a, c in given.items()})
         if isinstance(found, Obstacle):
             return found
@@ -163,7 +163,7 @@ class _Attempt:
         group = rows[0]
         used = [i for t in self._token_tensors().values() for i in t.flatten().tolist()]
         used += list(special_ids(self.tape).values())
-        used += [m.padding_idx for m in self._embeddings() if m.padding_idx is not None]
+        used += self._padding_ids().values()
         tokens = fewer_tokens(used, group.size, self.sizes[group], self.tp)
         if tokens is None or len(rows) > 1:
             return Obstacle(tuple(rows[-1].leaves), "tokens")
@@ -173,25 +173,24 @@ class _Attempt:
         inputs = self.full.inputs.tensors
         return token_inputs(self.tape, list(inputs), inputs)
 
-    def _embeddings(self) -> list[nn.Embedding]:
-        names = [self.tape.tensors[t].name.rpartition(".")[0] for t in token_tables(self.tape)]
-        found = [self.full.model.get_submodule(name) for name in names]
-        return [m for m in found if isinstance(m, nn.Embedding)]
+    def _padding_ids(self) -> dict[str, int]:
+        """FQN of a module with a table of tokens -> its padding id."""
+        names = (self.tape.tensors[t].name.rpartition(".")[0] for t in token_tables(self.tape))
+        found = {name: getattr(self.full.model.get_submodule(name), "padding_idx", None) for name in names}
+        return {name: padding for name, padding in found.items() if isinstance(padding, int)}
 
     def _mapped_ids(self, tokens: FewerTokens) -> dict[Attribute, Change]:
         """Attributes that hold special ids."""
         found = special_ids(self.tape).items() if tokens.ids else ()
         return {a: Change(i, tokens.ids[i]) for a, i in found if tokens.ids.get(i, i) != i}
 
-    def _paddings(self, model: nn.Module, tokens: FewerTokens) -> dict[Attribute, Change]:
+    def _paddings(self, tokens: FewerTokens) -> dict[Attribute, Change]:
         """Padding ids of the tables of tokens."""
-        out = {}
-        for tid in token_tables(self.tape) if tokens.ids else ():
-            fqn = self.tape.tensors[tid].name.rpartition(".")[0]
-            padding = getattr(model.get_submodule(fqn), "padding_idx", None)
-            if isinstance(padding, int) and tokens.ids.get(padding, padding) != padding:
-                out[fqn, "padding_idx"] = Change(padding, tokens.ids[padding])
-        return out
+        return {
+            (fqn, "padding_idx"): Change(padding, tokens.ids[padding])
+            for fqn, padding in self._padding_ids().items()
+            if tokens.ids.get(padding, padding) != padding
+        }
 
     def _norm_sizes(self) -> dict[Attribute, Change]:
         """Attributes that hold sizes of a norm, whose inside is one operator and not localized."""

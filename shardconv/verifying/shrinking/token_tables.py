@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from shardconv_runtime.format.dims import Leaf
+from shardconv_runtime.format.slices import share
 from torch import Tensor
 
 from ...tracing.ints import TracedInt, traced_ints
@@ -112,25 +114,19 @@ def fewer_tokens(used: Sequence[int], size: int, small: int, parts: int) -> Fewe
         small: size of the smaller one.
         parts: ranks among which both are divided.
     """
-    shares, fewer = (_starts(n, parts) for n in (size, small))
     tokens = sorted({i for i in used if 0 <= i < size})
     out: dict[int, int] = {}
     for part in range(parts):
-        inside = [i for i in tokens if shares[part] <= i < shares[part + 1]]
-        start, stop = fewer[part], fewer[part + 1]
+        first, end = share(Leaf(size, (0,)), (parts,), part)
+        start, stop = share(Leaf(small, (0,)), (parts,), part)
+        inside = [i for i in tokens if first <= i < end]
         if len(inside) > stop - start:
             return None
         for index, token in enumerate(inside):
-            wanted = start + (token - shares[part]) % (stop - start)
+            wanted = start + (token - first) % (stop - start)
             start = min(max(wanted, start), stop - len(inside) + index) + 1
             out[token] = start - 1
     return FewerTokens(out)
-
-
-def _starts(size: int, parts: int) -> list[int]:
-    """Where the shares of the ranks begin, and the end."""
-    share, larger = divmod(size, parts)
-    return [part * share + min(part, larger) for part in range(parts + 1)]
 
 
 def token_inputs(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,8 +20,6 @@ from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
-from ...tracing.tape import prefixes
-from .layer_bypass import Bypass, bypass
 from .model_runs import (
     PRECISIONS,
     ModelRun,
@@ -64,7 +62,6 @@ class Simulation:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
         inputs: of its calls.
-        skipped: layers to leave out, on both sides.
         weights: of both sides.
     """
 
@@ -73,15 +70,13 @@ class Simulation:
         plan: Plan,
         model: nn.Module,
         inputs: TraceInputs,
-        skipped: Mapping[str, Bypass],
         weights: Weights,
     ) -> None:
         self.plan = plan
         self.model = model
         self.inputs = inputs
-        self.skipped = skipped
         self.weights = weights
-        self.entries = {n: e for n, e in parameter_plans(plan).items() if not _inside(n, skipped)}
+        self.entries = parameter_plans(plan)
 
     def run(self, gradients: bool = False, *, calls: int = 1) -> Outcome:
         """Run the unsharded model, then all ranks.
@@ -169,7 +164,7 @@ class Simulation:
 
     def _unsharded(self, precision: Precision, gradients: bool) -> nn.Module:
         """The unsharded model with its weights."""
-        model = bypass(copy.deepcopy(self.model).to(precision.dtype), self.skipped)
+        model = copy.deepcopy(self.model).to(precision.dtype)
         values = self.weights.unsharded({n: t for n, t in stored_tensors(model) if n in self.entries})
         return fill(model, values, gradients)
 
@@ -215,7 +210,7 @@ class Simulation:
         model = copy.deepcopy(self.model).to(precision.dtype)
         make = parallelize_for_training if training else parallelize
         local = make(model, self.plan, comm, gather_logits)
-        return fill(bypass(local, self.skipped), weights, training)
+        return fill(local, weights, training)
 
     def _compare_gradients(
         self, got: Mapping[str, Tensor], want: Mapping[str, Tensor], rank: int
@@ -259,8 +254,3 @@ class _GradientDifference:
         if self.error <= tolerance:
             return ""
         return f"the gradient of {self.name} differs from that of the unsharded model by {self.error:.1e}"
-
-
-def _inside(name: str, layers: Mapping[str, Bypass]) -> bool:
-    """Whether a parameter belongs to one of the layers."""
-    return any(p in layers for p in prefixes(name))
