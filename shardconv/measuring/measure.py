@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.format.memory import CacheTerm, LiveBytes, MemoryPlan, cache_bytes
+from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
+from shardconv_runtime.format.memory_sizes import cache_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from torch import Tensor, nn

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardconv_runtime.format.memory import LiveBytes
+from shardconv_runtime.format.measured import LiveBytes
+from shardconv_runtime.format.memory_sizes import moment_bytes
 
 Points = Mapping[tuple[int, int], int]
 """(batch, length) -> bytes, for two batches and three lengths."""
@@ -29,7 +30,7 @@ def largest_moments(runs: Mapping[tuple[int, int], Sequence[int]]) -> tuple[Live
     formulas = [live_bytes(dict(zip(runs, values, strict=True))) for values in moments]
     if not formulas:
         return (LiveBytes((0, 0, 0)),)
-    found = dict.fromkeys(max(formulas, key=lambda each: each.num_bytes(*probe)) for probe in _PROBES)
+    found = dict.fromkeys(max(formulas, key=lambda each: moment_bytes(each, *probe)) for probe in _PROBES)
     return tuple(found)
 
 

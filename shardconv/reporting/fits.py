@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardconv_runtime.format.memory import MemoryPlan, cache_bytes, prefill_bytes
+from shardconv_runtime.format.measured import MemoryPlan
+from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan, local_shape, parameter_plans
 
 from .summary import item_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardconv_runtime.format.memory import LiveBytes, MemoryPlan, prefill_bytes
+from shardconv_runtime.format.measured import LiveBytes, MemoryPlan
+from shardconv_runtime.format.memory_sizes import moment_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
 
 from .fits import MAX_TOKENS, Load, cached_tokens, needs, sequences, weight_bytes
@@ -27,7 +28,9 @@ def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
 
 def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[str]]]:
     """(what, texts about it) for the cache, the prefill of a prompt and the logits."""
-    moment = max(memory.prefill, key=lambda each: each.num_bytes(1, num_tokens), default=LiveBytes((0, 0, 0)))
+    moment = max(
+        memory.prefill, key=lambda each: moment_bytes(each, 1, num_tokens), default=LiveBytes((0, 0, 0))
+    )
     prefill = human_bytes(prefill_bytes(memory, 1, num_tokens))
     found = [
         ("cache", _cache_texts(memory) or ["none"]),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import FileEntry, Manifest
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
 from .fits import Load

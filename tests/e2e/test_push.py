@@ -24,7 +24,7 @@ from places import ROOT
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 
 import shardconv
 from shardconv import cli

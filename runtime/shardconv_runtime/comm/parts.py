@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..format.dims import Dim, axes_of, to_text
-from ..format.slices import Mesh, Range, gather_index, group_of, ranges
+from ..format.gathering import gather_index
+from ..format.slices import Mesh, Range, group_of, ranges
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""

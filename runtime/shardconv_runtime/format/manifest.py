@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from ..errors import CheckpointError, PlanError
 from . import plan_json as codec
 from .header import StoredTensor, read_header
-from .measured_numerics import Numerics, check_numerics
+from .measured import Numerics
 from .plan import Plan
 from .plan_checks import check_tp, is_sha256
 from .typed_json import MalformedError, load_document, read_text
@@ -327,6 +327,8 @@ def _check(manifest: Manifest) -> None:
     for index, entry in enumerate(manifest.files):
         _check_entry(f"files[{index}]", entry, manifest.tp)
     if manifest.numerics is not None:
+        from .measured_checks import check_numerics
+
         check_numerics(manifest.numerics)
     texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
     if any(len(text) > MAX_TEXT_LENGTH for text in texts):

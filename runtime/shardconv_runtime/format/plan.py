@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from ..errors import PlanError
 from .dims import Dim, size
-from .memory import MemoryPlan
+from .measured import MemoryPlan
 from .names import MAX_NAMES, expand_all
 from .slices import Mesh, local_size
 

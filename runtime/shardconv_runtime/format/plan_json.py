@@ -102,6 +102,6 @@ def _check(plan: Plan) -> None:
 
         check_training(plan)
     if plan.memory is not None:
-        from .memory_checks import check_memory
+        from .measured_checks import check_memory
 
         check_memory(plan.memory)

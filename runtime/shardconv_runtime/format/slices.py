@@ -1,7 +1,7 @@
 """Which positions of a tensor dim each rank holds.
 
 The tree of a dim (``dims.py``) and a rank give the vector of global positions that the rank holds. Slicing
-a parameter, gathering and slicing an activation, merging and resharding all use this vector.
+a parameter, slicing and gathering (``gathering.py``) an activation, merging and resharding all use it.
 
 A size that the axes do not divide is sharded into shares that differ by at most one, the first
 ranks taking the larger ones. A rank's positions always ascend.
@@ -12,10 +12,8 @@ This module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, product
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import product
 
 from ..errors import PlanError
 from .dims import MAX_DEPTH, MAX_SIZE, Dim, Leaf, Product, Sum, axes_of, shown, size
@@ -86,14 +84,14 @@ def ranges(dim: Dim, mesh: Mesh, rank: int) -> tuple[Range, ...]:
         PlanError: more than ``MAX_RANGES`` ranges.
     """
     if isinstance(dim, Leaf):
-        return _merge([share(dim, mesh, rank)])
+        return merged([share(dim, mesh, rank)])
     if isinstance(dim, Sum):
         out: list[Range] = []
         offset = 0
         for segment in dim.segments:
             out.extend((offset + a, offset + b) for a, b in ranges(segment, mesh, rank))
             offset += size(segment)
-        return _merge(out)
+        return merged(out)
     held: tuple[Range, ...] = ((0, 1),)
     for factor in dim.factors:
         held = _refine(held, size(factor), ranges(factor, mesh, rank))
@@ -120,12 +118,13 @@ def _refine(outer: tuple[Range, ...], inner_size: int, inner: tuple[Range, ...])
     count = sum(b - a for a, b in outer) * len(inner)
     if count > MAX_RANGES:
         raise PlanError(f"a dim falls into more than {MAX_RANGES} ranges for one rank: shard an outer factor")
-    return _merge(
+    return merged(
         (i * inner_size + a, i * inner_size + b) for s, e in outer for i in range(s, e) for a, b in inner
     )
 
 
-def _merge(parts: Iterable[Range]) -> tuple[Range, ...]:
+def merged(parts: Iterable[Range]) -> tuple[Range, ...]:
+    """The same positions in the same order as maximal ranges; empty ones are left out."""
     out: list[Range] = []
     for a, b in parts:
         if a == b:
@@ -135,79 +134,6 @@ def _merge(parts: Iterable[Range]) -> tuple[Range, ...]:
         else:
             out.append((a, b))
     return tuple(out)
-
-
-class Piece(NamedTuple):
-    """Local positions ``[start, stop)`` of one member of a group."""
-
-    member: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class GatherIndex:
-    """How the local pieces of a group of ranks make up the global dim."""
-
-    sizes: tuple[int, ...]
-    """Local size of each member, in coordinate order."""
-    pieces: tuple[Piece, ...]
-    """Laid end to end they are the global dim. A position that several members hold is taken from one."""
-
-    def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
-        """Positions in the concatenated local pieces that, in this order, are the global dim.
-
-        Args:
-            stride: positions that each member takes in the concatenation, where they are padded
-                to a common size; by default each takes what it holds.
-        """
-        offsets = [0]
-        for held in self.sizes:
-            offsets.append(offsets[-1] + (held if stride is None else stride))
-        return _merge((offsets[m] + start, offsets[m] + stop) for m, start, stop in self.pieces)
-
-
-def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> GatherIndex:
-    """How to rebuild the global dim from the local pieces of the ranks along ``axes``.
-
-    Args:
-        axes: mesh axes of the group, at least those that shard the dim (the default). The
-            members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
-            such group.
-
-    Raises:
-        PlanError: ``axes`` lack an axis that shards the dim.
-    """
-    group_axes = axes_of(dim) if axes is None else frozenset(axes)
-    if missing := sorted(axes_of(dim) - group_axes):
-        raise PlanError(
-            f"a gather of dim {shown(dim)} over mesh axes {sorted(group_axes)} lacks axes {missing}"
-        )
-    members = group_of(mesh, group_axes, 0)
-    sizes = tuple(local_size(dim, mesh, rank) for rank in members)
-    held = chain.from_iterable(_held(dim, mesh, rank, member) for member, rank in enumerate(members))
-    return GatherIndex(sizes, tuple(_cover(sorted(held))))
-
-
-_Held = tuple[int, int, int, int]
-"""(global start, global stop, member, local start)"""
-
-
-def _held(dim: Dim, mesh: Mesh, rank: int, member: int) -> Iterator[_Held]:
-    local = 0
-    for start, stop in ranges(dim, mesh, rank):
-        yield start, stop, member, local
-        local += stop - start
-
-
-def _cover(held: Iterable[_Held]) -> Iterator[Piece]:
-    """Take each global position once, from the first range that reaches it."""
-    done = 0
-    for start, stop, member, local in held:
-        if stop > done:
-            assert start <= done, "the ranks of a group hold every position"
-            yield Piece(member, local + done - start, local + stop - start)
-            done = stop
 
 
 def validate(dim: Dim, mesh: Mesh) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..comm.collectives import Communicator
 from ..errors import ShardconvError
 from ..format.dims import Dim, axes_of, size
-from ..format.slices import Range, gather_index
+from ..format.gathering import gather_index
+from ..format.slices import Range
 
 
 class LossInputError(ShardconvError):

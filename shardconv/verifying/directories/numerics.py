@@ -14,7 +14,7 @@ import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.block_scales import dequantized
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.format.stored_layout import SUFFIX
 from shardconv_runtime.parallel.meta_model import build_model

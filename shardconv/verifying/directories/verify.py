@@ -12,7 +12,7 @@ from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceErro
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.fingerprint import check_code
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Manifest
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 

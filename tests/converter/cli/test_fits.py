@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from shardconv_runtime.errors import ShardconvError, SolveError
-from shardconv_runtime.format.memory import CacheTerm, LiveBytes, MemoryPlan
+from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, small_config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config

@@ -14,7 +14,7 @@ from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
 from shardconv_runtime.format import manifest, manifest_writing, plan_json
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.tensors import lazy_tensor

@@ -16,7 +16,7 @@ from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
-from shardconv_runtime.format.measured_numerics import Numerics
+from shardconv_runtime.format.measured import Numerics
 
 PLAN_TEXT = GOLDEN_PLAN.read_text("utf-8")
 PLAN_SHA256 = plan_json.sha256(PLAN_TEXT)

@@ -1,14 +1,18 @@
-"""The rules of the field ``memory`` of a plan; checked with ``plan_checks`` where a plan has one."""
+"""The rules of what was measured, which are checked where a plan or a manifest has it."""
 
 from __future__ import annotations
 
-from .memory import MemoryPlan
+from .measured import MemoryPlan, Numerics
 from .plan_checks import fail
 
 MAX_BYTES = 2**53
 """Largest number of bytes, or of tokens of a window."""
 MAX_ENTRIES = 64
 """Most moments of a prefill, or terms of a cache."""
+MAX_NAME_LENGTH = 1000
+"""Most characters of the name of an input."""
+MAX_DIMS = 64
+"""Of an input, as many as torch allows."""
 
 
 def check_memory(memory: MemoryPlan) -> None:
@@ -29,6 +33,21 @@ def check_memory(memory: MemoryPlan) -> None:
         for coefficient in (*moment.sequence, *moment.once):
             if abs(coefficient) > MAX_BYTES:  # a part of a sum may be negative
                 fail(f"memory.prefill[{index}]", f"a coefficient is larger than {MAX_BYTES}")
+
+
+def check_numerics(found: Numerics) -> None:
+    """Check the rules of ``docs/plan-format.md`` for ``numerics``, of a manifest.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with the path of the field.
+    """
+    if not 0 <= found.worst <= found.tolerance:
+        fail("numerics.worst", "must be from 0 to the tolerance")
+    if any(len(text) > MAX_NAME_LENGTH for text in (found.dtype, *found.inputs)):
+        fail("numerics", f"a name has more than {MAX_NAME_LENGTH} characters")
+    for name, shape in found.inputs.items():
+        if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
+            fail(f"numerics.inputs.{name}", "expected the sizes of a tensor's dims")
 
 
 def _check_bytes(where: str, value: int) -> None:

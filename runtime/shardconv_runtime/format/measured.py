@@ -1,0 +1,69 @@
+"""What was measured of a converted model: the bytes that a rank needs, and how its numbers compare.
+
+``memory_sizes.py`` computes with the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTerm:
+    """Tensors of the cache that grow with the tokens of a sequence."""
+
+    token_bytes: int
+    """For each token of a sequence that is kept."""
+    window: int = 0
+    """Most tokens that are kept; 0: all."""
+    source: bool = False
+    """The tokens are those that the encoder reads, not those of the decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBytes:
+    """Bytes of the tensors that are alive at one moment of a forward pass.
+
+    A polynomial in the length, whose coefficients have a part for each sequence of the batch: bytes, bytes
+    for each token, bytes for each pair of tokens.
+    """
+
+    sequence: tuple[int, int, int]
+    """For each sequence of the batch."""
+    once: tuple[int, int, int] = (0, 0, 0)
+    """Whatever the batch is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the rank that needs most needs beside its weights, from a run of its model without memory."""
+
+    prefill: tuple[LiveBytes, ...]
+    """Of a prefill for the logits of the last token: the moments that may need most."""
+    cache: tuple[CacheTerm, ...] = ()
+    sequence_bytes: int = 0
+    """Of the states in the cache that each sequence has, whatever its length."""
+    fixed_bytes: int = 0
+    """Of the tensors in the cache that are there once."""
+    logits_token_bytes: int = 0
+    """Of the logits of one token, gathered if the model gathers them."""
+    buffer_bytes: int = 0
+    """Of the buffers that no file holds, which come on top of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How the ranks of a directory compare with the unsharded model, run on the weights in its files.
+
+    It holds for the plan and the files of the same manifest, and for nothing else.
+    """
+
+    worst: float
+    """Largest difference of an output of the model, relative to its largest value."""
+    tolerance: float
+    """The largest difference that was allowed."""
+    dtype: str
+    """That both were run in."""
+    inputs: Mapping[str, tuple[int, ...]]
+    """Global shapes of the inputs by name, as ``input_ids`` ``[B, S]``."""
