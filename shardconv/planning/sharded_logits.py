@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import chain
+
 from shardconv_runtime.format.plan import AllGatherStep, LogitsInfo
 
 from ..dim_analysis.analysis import Analysis
@@ -39,15 +42,15 @@ def _may_stay_sharded(analysis: Analysis, mark: Mark, dim: int) -> bool:
 
 def _region(analysis: Analysis, reached: set[Node]) -> tuple[set[Node], set[int]]:
     """The leaves that these become behind marks, and all tensors that have one of them."""
-    region = _tensors_with(analysis, reached)
+    holders: dict[Node, set[int]] = defaultdict(set)
+    for tensor, dims in analysis.dims.items():
+        for leaf in chain.from_iterable(map(leaves, dims)):
+            holders[leaf].add(tensor)
+    region = set().union(*(holders[leaf] for leaf in reached))
     for event in analysis.tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:
             for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
                 if not reached.isdisjoint(leaves(before)):
                     reached = reached | set(leaves(after))
-            region |= _tensors_with(analysis, reached)
+                    region |= set().union(*(holders[leaf] for leaf in leaves(after)))
     return reached, region
-
-
-def _tensors_with(analysis: Analysis, some: set[Node]) -> set[int]:
-    return {t for t, dims in analysis.dims.items() if any(x in some for d in dims for x in leaves(d))}

@@ -47,6 +47,7 @@ def run_on_the_cpu(tmp_path: Path, *arguments: str) -> tuple[subprocess.Complete
     return done, json.loads((tmp_path / "found.json").read_text())["lines"]
 
 
+@pytest.mark.slow
 def test_loading_runs_on_the_cpu(tmp_path: Path) -> None:
     done, lines = run_on_the_cpu(tmp_path, "--sections", "load")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -69,23 +69,36 @@ def generate(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess
     )
 
 
-def test_a_prompt(converted: Converted) -> None:
-    """The ranks of the script, in the environment that its launcher and torchrun make."""
-    argv = [str(SCRIPT), str(converted.out), PROMPTS[0], "--max-new-tokens", str(NEW_TOKENS)]
+LINES = f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n"
+"""An empty line is no prompt."""
+
+
+def printed_by_ranks(*arguments: object, stdin: str = "") -> str:
+    """What the ranks of the script print, in the environment that its launcher and torchrun make."""
+    argv = [str(SCRIPT), *map(str, arguments), "--max-new-tokens", str(NEW_TOKENS)]
     port = free_port()
     quiet = {"TORCHELASTIC_RUN_ID": "test", "TRANSFORMERS_VERBOSITY": "error"}
     envs = [{**os.environ, **torchrun_env(rank, 2, port), **quiet} for rank in range(2)]
-    ranks = [Forked(run_script, SCRIPT, argv=argv, env=env) for env in envs]
+    ranks = [Forked(run_script, SCRIPT, argv=argv, env=env, stdin=stdin) for env in envs]
     (text, errors), (nothing, other_errors) = (rank.communicate(TIMEOUT_S) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], errors + other_errors
-    assert text.split() == converted.texts[0].split()
     assert nothing == ""
+    return text
+
+
+def test_a_prompt(converted: Converted) -> None:
+    assert printed_by_ranks(converted.out, PROMPTS[0]).split() == converted.texts[0].split()
 
 
 def test_prompts_until_the_end_of_the_input(converted: Converted) -> None:
-    """An empty line is no prompt."""
-    lines = f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n"
-    done = generate(converted.out, "--interactive", "--max-new-tokens", NEW_TOKENS, stdin=lines)
+    lines = printed_by_ranks(converted.out, "--interactive", stdin=LINES).splitlines()
+    assert [line.split() for line in lines] == [text.split() for text in converted.texts]
+
+
+@pytest.mark.slow
+def test_from_a_terminal(converted: Converted) -> None:
+    """With the launcher and torchrun."""
+    done = generate(converted.out, "--interactive", "--max-new-tokens", NEW_TOKENS, stdin=LINES)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split() for line in done.stdout.splitlines()] == [text.split() for text in converted.texts]
 

@@ -92,7 +92,15 @@ def test_a_push_to_a_silent_server_ends(hub: HubServer, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["/tree/", "/api/repos/create", "/info/lfs", "PUT /upload", "/preupload/", "/commit/"]
+    "place",
+    [
+        pytest.param("/tree/", marks=pytest.mark.slow),
+        "/api/repos/create",
+        pytest.param("/info/lfs", marks=pytest.mark.slow),
+        "PUT /upload",
+        pytest.param("/preupload/", marks=pytest.mark.slow),
+        "/commit/",
+    ],
 )
 def test_a_push_ends_wherever_the_server_falls_silent(
     hub: HubServer, out: Path, capsys: pytest.CaptureFixture[str], place: str

@@ -115,6 +115,8 @@ MODELS = {
     "encoder and decoder": lambda: of_the_zoo("t5", "seq2seq"),
     "images": lambda: of_the_zoo("qwen2_vl", "other"),
 }
+SHOWN_BY_OTHERS = ("tied", "fused projections", "experts one by one")
+"""Slow tests: a mechanism of theirs is met in another model, beside more."""
 
 
 def save(
@@ -146,7 +148,9 @@ class TestModels:
         shardconv.convert(model, tmp_path / "direct", 3, check=False)
         assert contents(tmp_path / "3") == contents(tmp_path / "direct")
 
-    @pytest.mark.parametrize("kind", MODELS)
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(k, marks=pytest.mark.slow) if k in SHOWN_BY_OTHERS else k for k in MODELS]
+    )
     def test_the_files_come_back(self, kind: str, tmp_path: Path) -> None:
         self.require_round_trip(save(tmp_path / "model", *MODELS[kind]()), tmp_path)
 

@@ -42,7 +42,7 @@ def dense(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("kind", ["experts", "dense"])
+@pytest.mark.parametrize("kind", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
 def test_each_rank_has_the_factors_of_its_values(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -78,7 +78,7 @@ def test_with_a_dtype_the_factors_are_multiplied_in(experts: Path, tmp_path: Pat
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("kind", ["experts", "dense"])
+@pytest.mark.parametrize("kind", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
 def test_few_blocks_for_many_ranks(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Widths of 2, 5 and 6 blocks for 4 ranks."""
     model = request.getfixturevalue(kind)
