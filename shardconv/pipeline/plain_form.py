@@ -57,7 +57,7 @@ def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution]
         if problem.expert_parallel:
             notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
             plan = replace(plan, experts="ep", notes=notes)
-        obstacle = retrace(plan, solution.layouts, problem.model, problem.inputs)
+        obstacle = retrace(plan, solution.layouts, problem.model, problem.inputs, problem.bypassed)
     return obstacle or (plan, solution)
 
 

@@ -23,6 +23,7 @@ from ..solving.gradients import solve_gradients
 from ..solving.solve import Assignment
 from ..tracing.fold import Folded
 from ..tracing.inputs import TraceInputs
+from ..verifying.simulation.layer_bypass import Bypass
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class PlanProblem:
     analysis: Analysis
     expert_parallel: ExpertParallel | None
     blocks: BlockSizes
+    bypassed: Mapping[str, Bypass]
+    """Layers that others stand for, and how to leave them out."""
 
     def with_calls_alike(self, fqns: Collection[str]) -> PlanProblem:
         """The problem of a plan in which the calls of these modules have the same steps."""

@@ -70,7 +70,8 @@ def _attempt(
     parameters = _stored_alike(problem, plan, parameter_plans(solution, problem.model))
     sequence = SequencePlan(modules, gradient_plans(parameters), draw_plans(solution, problem.model))
     plan = replace(plan, training=replace(training, sequence=sequence))
-    return retrace(of_sequence(plan), solution.layouts, problem.model, problem.inputs) or plan
+    given = solution.layouts, problem.model, problem.inputs, problem.bypassed
+    return retrace(of_sequence(plan), *given) or plan
 
 
 def _stored_alike(

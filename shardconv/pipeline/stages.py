@@ -88,10 +88,10 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
         folded = isolate_experts(folded, model)
     analysis = analyze(folded.tape, folded.ties)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
-    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks)
+    bypassed = find_bypasses(tape, traced.representatives())
+    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks, bypassed)
     plan, solution = plain_form(problem)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
-    bypassed = find_bypasses(tape, traced.representatives())
     if options.measure:
         tell("measuring caches and activations")
         plan = _with_memory(plan, model, inputs, bypassed)

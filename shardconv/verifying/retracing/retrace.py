@@ -8,7 +8,7 @@ the expected local shape, every position the expected local position, every numb
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ from ...planning.obstacle import Obstacle
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Op
 from ...tracing.trace import trace
+from ..simulation.layer_bypass import Bypass, bypass, planned_alike
 from .tape_comparison import compare_tapes
 
 
@@ -41,7 +42,13 @@ class _ShapeCommunicator(Communicator):
         return x.new_empty((len(self.group(axes)) * x.shape[0], *x.shape[1:]))
 
 
-def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs) -> Obstacle | None:
+def retrace(
+    plan: Plan,
+    layouts: Layouts,
+    model: nn.Module,
+    inputs: TraceInputs,
+    bypassed: Mapping[str, Bypass] | None = None,
+) -> Obstacle | None:
     """Compare the tapes of ranks' models, one for each kind of rank, with the global one.
 
     Args:
@@ -49,6 +56,8 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
         layouts: expected dims of every tensor of the global tape.
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
+        bypassed: layers that need not be run where the plan says of them what it says of those that stand
+            for them; the global tape has these alone. Those whose inner tensors are read outside are run.
 
     Returns:
         An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
@@ -57,11 +66,14 @@ def retrace(plan: Plan, layouts: Layouts, model: nn.Module, inputs: TraceInputs)
     Raises:
         PlanError: a parameter has another dtype in the plan than in the model.
     """
+    closed = {fqn: how for fqn, how in (bypassed or {}).items() if not how.is_read_inside}
+    alike = planned_alike(plan, closed)
     for rank in _unlike_ranks(plan):
         local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
         _require_dtypes(model, local)
         changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
         changed |= leave_out(local, layouts.analysis.tape)
+        bypass(local, alike)
         try:
             tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
         except SolveError as error:

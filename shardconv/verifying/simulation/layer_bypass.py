@@ -7,7 +7,7 @@ bypassed by returning these arguments. It is bypassed if it is planned as the la
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import nn
 
-from ...tracing.tape import Mark, Tape, prefixes
+from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Bypass:
     """Number of items of the tuple that it returns."""
     like: str
     """FQN of the layer that stands for it, and is run."""
+    is_read_inside: bool = False
+    """Whether code outside reads more than its results, as a loss the logits of its router."""
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
@@ -51,6 +53,7 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     read = set(tape.outputs)
     for event in tape.events:
         read.update((event.source,) if isinstance(event, Mark) else event.inputs)
+    open_layers = _read_inside(tape, layers)
     out: dict[str, Bypass] = {}
     failed: set[str] = set()
     for fqn, like in layers.items():
@@ -64,10 +67,31 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
         results = [slot for mark in exits.get(fqn, ()) if mark.target in read for slot in mark.slots]
         if results and all(slot in passed and _is_plain(slot) for slot in results):
             length = tape.result_lengths.get(exits[fqn][0].call, 0)
-            out[fqn] = Bypass(tuple((slot, passed[slot]) for slot in results), length, like)
+            arguments = tuple((slot, passed[slot]) for slot in results)
+            out[fqn] = Bypass(arguments, length, like, is_read_inside=fqn in open_layers)
         else:
             failed.add(stack)
     return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+
+
+def _read_inside(tape: Tape, layers: Collection[str]) -> set[str]:
+    """Those of the layers that make a tensor, beside their results, that is read outside of them."""
+    inside = {index: _layer_of(call.fqn, layers) for index, call in enumerate(tape.calls)}
+    made_in: dict[int, str] = {}
+    found: set[str] = set()
+    for event in tape.events:
+        layer = inside.get(event.call, "")
+        read, made = reads_and_writes(event)
+        found.update(made_in[tid] for tid in read if made_in.get(tid, layer) != layer)
+        if layer and not (
+            isinstance(event, Mark) and event.is_output and tape.calls[event.call].fqn == layer
+        ):
+            made_in.update(dict.fromkeys(made, layer))
+    return found
+
+
+def _layer_of(fqn: str, layers: Collection[str]) -> str:
+    return next((name for name in prefixes(fqn) if name in layers), "")
 
 
 def _is_plain(slot: str) -> bool:

@@ -147,7 +147,7 @@ class Solved:
         assert plan_json.loads(plan_json.dumps(plan)) == plan
 
     def _retrace(self, plan: Plan) -> None:
-        assert retrace(plan, self.layouts, self.model, self.inputs) is None
+        assert retrace(plan, self.layouts, self.model, self.inputs, self.check.bypassed) is None
 
     def _simulate(self, plan: Plan) -> None:
         outcome = simulate(self.check.case(plan), gradients=plan.training is not None, calls=2)
@@ -171,7 +171,7 @@ def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
         patch.setattr(plain_form, "retrace", kept)
         patch.setattr(stages, "NumericCheck", made)
         plan = solve_plan(spec, SolveOptions(tp, experts=experts))
-    _, layouts, model, inputs = retraced[-1]
+    _, layouts, model, inputs, _ = retraced[-1]
     return Solved(plan, layouts, model, inputs, checks[-1])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,20 @@ import pytest
 from boundaries import boundary
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
-from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans
 from torch import nn
 
 from shardconv.pipeline import plain_form
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
+from shardconv.tracing.tape import Tape
+from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import Case, simulate
+from shardconv.verifying.retracing import retrace as retracing
 from shardconv.verifying.retracing.retrace import retrace
+from shardconv.verifying.simulation.layer_bypass import Bypass
 from shardconv.verifying.simulation.model_runs import TOLERANCE
 
 
@@ -31,9 +36,10 @@ class Checked:
     layouts: Layouts
     model: nn.Module
     inputs: TraceInputs
+    bypassed: Mapping[str, Bypass]
 
     def retrace(self, plan: Plan) -> Obstacle | None:
-        return retrace(plan, self.layouts, self.model, self.inputs)
+        return retrace(plan, self.layouts, self.model, self.inputs, self.bypassed)
 
     def simulate(self, plan: Plan) -> float:
         return simulate(Case(plan, self.model, self.inputs)).worst
@@ -185,6 +191,29 @@ def test_retrace_catches_edits_of_another_rank(uneven: Checked) -> None:
     """Ranks 0 and 2 differ: 4, 2 and 2 heads."""
     wrong = change_module(uneven.plan, ".mixer", lambda e: with_edit(e, "many", (4, 2, 4)))
     _retrace_rejects(uneven, wrong)
+
+
+def test_layers_that_are_planned_alike_are_retraced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them is wrong: it is run, and the obstacle names it."""
+    calls: list[set[str]] = []
+
+    def kept(*given: Any) -> Tape:
+        tape = trace(*given)
+        calls.append({call.fqn for call in tape.calls})
+        return tape
+
+    monkeypatch.setattr(retracing, "trace", kept)
+    deep = solved(models.FusedModel, repeats=6)
+    assert len(deep.bypassed) == 4
+    assert deep.retrace(deep.plan) is None
+    assert {f"stack.{i}.mixer" for i in range(6)} & calls[-1] == {"stack.0.mixer", "stack.1.mixer"}
+    entry = module_plans(deep.plan)["stack.4.chewer"]
+    rest = replace(entry, names=tuple(name for name in expand_all(entry.names) if name != "stack.4.chewer"))
+    odd = with_edit(replace(entry, names=("stack.4.chewer",)), "half", (40,))
+    wrong = replace(deep.plan, modules=tuple(m for m in deep.plan.modules if m.names != entry.names))
+    obstacle = deep.retrace(replace(wrong, modules=(*wrong.modules, rest, odd)))
+    assert obstacle is not None
+    assert obstacle.where.startswith("stack.4.chewer")
 
 
 def test_a_slice_at_a_wrong_start_of_the_right_length_is_caught(fused: Checked) -> None:
