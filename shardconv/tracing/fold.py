@@ -61,15 +61,21 @@ class Folded:
 def fold(tape: Tape, first_apart: bool = False) -> Folded:
     """Fold every stack of numbered layers whose layers read the tensors of the layer before them alone.
 
+    Of stacks in the layers of a stack, the outermost one that can be folded is.
+
     Args:
         tape: of the model.
         first_apart: the first layer of a stack is of a kind of its own, so that its inputs may be laid
             out in another way than the inputs of the others.
     """
     result = Folded(tape)
+    members: set[int] = set()
     for calls in _stacks(tape):
+        if _is_inside(tape, calls[0], members):
+            continue
         folded = _fold_stack(result.tape, segments_of(result.tape, calls), first_apart)
         if folded is not None:
+            members.update(calls)
             shorter, ties, instances, weights = folded
             result = Folded(
                 shorter,
@@ -84,18 +90,17 @@ def fold(tape: Tape, first_apart: bool = False) -> Folded:
 
 
 def _stacks(tape: Tape) -> list[list[int]]:
-    """Calls of numbered siblings, three or more; outermost only."""
+    """Calls of numbered siblings, three or more; outer stacks before those in their layers."""
     groups: dict[tuple[int, str], list[int]] = {}
     for index, call in enumerate(tape.calls):
         match = _NUMBERED.fullmatch(call.fqn)
         if match and call.index == 0:
             groups.setdefault((call.parent, match[1]), []).append(index)
-    large = {key: calls for key, calls in groups.items() if len(calls) > 2}
-    members = {c for calls in large.values() for c in calls}
-    return [calls for (parent, _), calls in large.items() if not _is_inside(tape, parent, members)]
+    return [calls for calls in groups.values() if len(calls) > 2]
 
 
 def _is_inside(tape: Tape, call: int, members: set[int]) -> bool:
+    """Whether a call is one of these, or in one."""
     while call >= 0:
         if call in members:
             return True

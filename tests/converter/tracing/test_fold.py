@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.names import expand_all
@@ -95,6 +96,32 @@ def test_layers_of_which_the_model_returns_the_same_are_of_one_kind(
     assert [layer for layer, weight in folded.weights.items() if weight == 1] == alone
     made = {t for e in folded.tape.events for t in reads_and_writes(e)[1]}
     assert set(folded.tape.outputs) <= made
+
+
+STAGES = ((12, 4), (14, 5), (16, 7))
+"""The width of each stage, and how many layers it has."""
+
+
+class Staged(nn.Module):
+    """Three stages of which no two are alike, and stacks of layers that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Sequential(*(nn.Linear(n, n) for _ in range(depth)))) for n, depth in STAGES
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = F.pad(stage(x), (0, 2))
+        return x
+
+
+def test_stacks_in_stages_that_cannot_be_folded_are() -> None:
+    folded = fold(trace(Staged().to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    both_kept = {layer: weight for layer, weight in folded.weights.items() if weight > 1}
+    expected = {f"stages.{i}.0.{j}": depth / 2 for i, (_, depth) in enumerate(STAGES) for j in (0, 1)}
+    assert both_kept == expected
 
 
 def test_routers_of_many_layers_are_no_majority() -> None:
