@@ -28,6 +28,8 @@ OPAQUE = "opaque"
 """Name of the operator that stands for a module."""
 MAX_ELEMENTS = 1 << 30
 """A module with more parameters takes too long on a CPU to be tried."""
+_DRAWN = 65_537
+"""So many random numbers are drawn, and repeated in a larger parameter; a prime: rows are not alike."""
 
 
 class TooLarge(Exception):
@@ -154,7 +156,9 @@ def _random(tensor: Tensor) -> Tensor:
         return torch.full((), 1e-3, dtype=tensor.dtype).expand(tensor.shape)
     if tensor.dim() < 2:
         return (torch.rand(tensor.shape) + 0.5).to(tensor.dtype)
-    return torch.randn(tensor.shape).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
+    drawn = torch.randn(min(_DRAWN, tensor.numel())).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
+    repeated = drawn.repeat(-(-tensor.numel() // _DRAWN))
+    return repeated[: tensor.numel()].reshape(tensor.shape)
 
 
 def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:
