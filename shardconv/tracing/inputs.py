@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import re
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from .trace import trace
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
 """Arguments that ask for further outputs, of which losses are made."""
+DECODER_IDS = "decoder_input_ids"
 _LONGEST = 4096
 """Larger numbers in errors are not tried as sizes."""
 
@@ -73,9 +75,11 @@ def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tupl
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]
-    attempts = [(each, choice) for choice in maker.choices() for each in makers]
-    if maker.tokens:
-        attempts.append((_InputMaker(model, keep, seed, batch=1, cache=False, extras=()), _Choice()))
+    lone = _InputMaker(model, keep, seed, batch=1, cache=False, extras=())
+    attempts = itertools.chain(
+        ((each, choice) for choice in maker.choices() for each in makers),
+        [(lone, _Choice())] if maker.tokens else [],
+    )
     problems: list[tuple[_Choice, Exception]] = []
     for each, choice in attempts:
         found = _attempt(each, choice, problems)
@@ -91,12 +95,14 @@ class _Choice:
     """Which inputs to call the model with."""
 
     forms: tuple[Form, ...] = ()
-    placeholders: tuple[tuple[str, int], ...] | None = None
-    """(kind of input, placeholders in each row); None: as many as there are features."""
+    placeholders: tuple[tuple[str, int], ...] = ()
+    """(kind of input, placeholders in each row)."""
     length: int | None = None
     """Of the text; None: any."""
     repeats: bool = False
     """The decoder is given the same ids, which end as texts do: some heads look for the end."""
+    streams: int = 0
+    """Ids at each position of what is generated, as codes of a sound have; 0: one, and no dim for it."""
 
 
 def _attempt(
@@ -110,6 +116,7 @@ def _attempt(
             inputs = maker.inputs(current)
             tape = maker.run(inputs, current.forms)
         except Exception as error:
+            _release(error)
             problems.append((current, error))
             if current is choice:
                 todo = list(maker.resized(choice, error))
@@ -147,25 +154,33 @@ class _InputMaker:
         self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
 
     def choices(self) -> Iterator[_Choice]:
-        """Combinations of the forms of the inputs beside tokens: all kinds, one, none."""
-        maker = FormMaker(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed)
+        """Combinations of the forms of the inputs beside tokens: all kinds, one, none.
+
+        There are as many placeholders as the model makes features of a form.
+        """
+        sizes = {n for p in self.model.parameters() for n in p.shape}
+        maker = FormMaker(
+            list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes
+        )
         kinds = maker.kinds()
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
             combinations = itertools.product(*(list(maker.forms(kind)) for kind in subset))
-            yield from (_Choice(forms) for forms in combinations)
+            yield from (_Choice(forms, self._placeholders(forms)) for forms in combinations)
         if self.tokens:
             yield _Choice()
-        if self.tokens and "decoder_input_ids" in self.parameters:
+        if self.tokens and DECODER_IDS in self.parameters:
             yield _Choice(repeats=True)
 
     def resized(self, choice: _Choice, error: Exception) -> Iterator[_Choice]:
-        """The same with other sizes: numbers of placeholders, or lengths of the text.
+        """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
 
         They are those that the model's error names and, if it complains of tokens, the rows of the forms
         and quotients of their longest dim.
         """
         numbers = _numbers(error)
+        if self.tokens and not choice.forms and not choice.repeats:
+            yield from (replace(choice, streams=n) for n in numbers if n > 1)
         if choice.forms and _is_about_tokens(error):
             shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
             numbers += [math.prod(shape[:-1]) for shape in shapes]
@@ -175,7 +190,7 @@ class _InputMaker:
         ]
         for n in numbers if choice.forms and self.tokens else ():
             for kind in with_placeholders:
-                counted = dict(self._placeholders(choice))
+                counted = dict(choice.placeholders)
                 yield from (
                     replace(choice, placeholders=tuple((counted | {kind: m}).items()))
                     for m in dict.fromkeys((n // self.batch, n))
@@ -189,12 +204,16 @@ class _InputMaker:
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
             length = choice.length or self.length
-            tensors = {**self.token_maker.tensors(self._placeholders(choice), length), **tensors}
+            tensors = {**self.token_maker.tensors(choice.placeholders, length), **tensors}
         if choice.repeats:
             self.token_maker.end(tensors[self.tokens])
-            tensors["decoder_input_ids"] = tensors[self.tokens].clone()
-        elif "decoder_input_ids" in self.parameters:
-            tensors["decoder_input_ids"] = self.token_maker.ids(self.length - 5, self.seed + 1)
+            tensors[DECODER_IDS] = tensors[self.tokens].clone()
+        elif DECODER_IDS in self.parameters:
+            tensors[DECODER_IDS] = self.token_maker.ids(self.length - 5, self.seed + 1)
+        if choice.streams:
+            generated = DECODER_IDS if DECODER_IDS in self.parameters else self.tokens
+            length = tensors[generated].shape[1]
+            tensors[generated] = self.token_maker.codes(length, choice.streams, self.seed)
         missing = [
             n
             for n, p in self.parameters.items()
@@ -234,11 +253,9 @@ class _InputMaker:
                 raise SolveError(f"{name} is not read")
         return tape
 
-    def _placeholders(self, choice: _Choice) -> tuple[tuple[str, int], ...]:
-        """How many placeholders of each form every row has."""
-        if choice.placeholders is not None:
-            return choice.placeholders
-        counts = ((form.kind, self._num_features(form) // self.batch) for form in choice.forms)
+    def _placeholders(self, forms: Sequence[Form]) -> tuple[tuple[str, int], ...]:
+        """How many placeholders of each form every row has: as many as the model makes features."""
+        counts = ((form.kind, self._num_features(form) // self.batch) for form in forms)
         return tuple((kind, n) for kind, n in counts if n)
 
     def _num_features(self, form: Form) -> int:
@@ -255,7 +272,8 @@ class _InputMaker:
             tensors = form.tensors  # the signature is *args, **kwargs
         try:
             tape = trace(_Features(self.model, method), tensors, self.keep)
-        except SolveError:
+        except SolveError as error:
+            _release(error)
             return 0
         return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
 
@@ -283,6 +301,13 @@ def _is_read(tape: Tape, tid: int) -> bool:
         elif names & set(event.inputs):
             return True
     return False
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: copies of modules with parameters, among others."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _numbers(error: Exception) -> list[int]:

@@ -40,6 +40,8 @@ _MERGES = (
     "adapter_merge_size",
 )
 _NUM_STATES = 11
+_SECOND = 16_000
+"""Samples of a sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class FormMaker:
     dtype: torch.dtype
     batch: int
     seed: int
+    sizes: Collection[int] = ()
+    """Of the model's parameters: likely numbers of bins."""
 
     def kinds(self) -> list[str]:
         """The kinds of input, beside tokens, that the model may be given."""
@@ -133,19 +137,24 @@ class FormMaker:
     # Sounds -----------------------------------------------------------------------------------
 
     def _sounds(self) -> Iterator[dict[str, Tensor]]:
-        name = self._first(SOUNDS)
-        bins = first_int(self.config, _MEL_BINS)
-        if name == "input_values":
-            samples = _num_samples(self.config, self.seed)
-            yield {name: self._random(self.batch, samples), **self._masks(samples)}
-            yield {name: self._random(self.batch, 1, samples), **self._masks(samples)}
-            longest = first_int(self.config, ("max_length",))
-            if bins and longest:
-                yield {name: self._random(self.batch, longest, bins)}
-        elif bins:
-            frames = _num_frames(self.config, self.seed)
+        for name in (n for n in SOUNDS if n in self.parameters):
+            yield from self._samples(name) if name == "input_values" else self._spectra(name)
+
+    def _samples(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """As few samples as may do, without and with a channel; a spectrum; a second of samples."""
+        samples = _num_samples(self.config, self.seed)
+        yield {name: self._random(self.batch, samples), **self._masks(samples)}
+        yield {name: self._random(self.batch, 1, samples), **self._masks(samples)}
+        longest = first_int(self.config, ("max_length",))
+        for bins in all_ints(self.config, _MEL_BINS)[:1] if longest else ():
+            yield {name: self._random(self.batch, longest, bins)}
+        yield {name: self._random(self.batch, _SECOND - 1000 * bool(self.seed))}
+
+    def _spectra(self, name: str) -> Iterator[dict[str, Tensor]]:
+        frames = _num_frames(self.config, self.seed)
+        masks = self._masks(frames)
+        for bins in sorted(all_ints(self.config, _MEL_BINS), key=lambda n: n not in self.sizes):
             shapes = (self.batch, bins, frames), (self.batch, frames, bins)
-            masks = self._masks(frames)
             yield from ({name: self._random(*shape), **masks} for shape in shapes)
             yield from ({name: self._random(*shape)} for shape in shapes if masks)
 
@@ -232,7 +241,13 @@ def nodes(config: Any) -> list[Any]:
 
 def first_int(config: Any, names: Collection[str]) -> int:
     """The first positive int under one of the names, outer configs and earlier names first; else 0."""
-    return next((value for n in nodes(config) for name in names if (value := _int(n, name)) > 0), 0)
+    return next(iter(all_ints(config, names)), 0)
+
+
+def all_ints(config: Any, names: Collection[str]) -> list[int]:
+    """The positive ints under these names, each once, outer configs and earlier names first."""
+    found = (_int(n, name) for n in nodes(config) for name in names)
+    return list(dict.fromkeys(value for value in found if value > 0))
 
 
 def _has(node: Any, name: str) -> bool:

@@ -22,9 +22,9 @@ def token_parameter(model: nn.Module, parameters: Collection[str]) -> str:
     if "input_ids" in parameters:
         return "input_ids"
     main: str = getattr(model, "main_input_name", "input_ids")
-    known = main in (*IMAGES, *SOUNDS, *STATES)
+    takes_others = main in STATES or any(name in parameters for name in (*IMAGES, *SOUNDS))
     has_words = first_int(getattr(model, "config", None), ("vocab_size",)) > 0
-    return main if main in parameters and not known and has_words else ""
+    return main if main in parameters and not takes_others and has_words else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,13 @@ class TokenMaker:
         for special in self._placeholder_ids():
             ids[ids == special] = min(3, rows - 1)
         return ids
+
+    def codes(self, length: int, streams: int, seed: int) -> Tensor:
+        """Random ids of several streams, int64 ``[B, S, streams]``, which are in each of the vocabularies."""
+        known = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
+        rows = min([n for n in known if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(min(3, rows - 1), rows, (self.batch, length, streams), generator=generator)
 
     def end(self, ids: Tensor) -> None:
         """Put one end of text in each row of ``ids`` ``[B, S]``, at its end, in place."""

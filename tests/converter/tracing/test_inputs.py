@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -184,6 +186,35 @@ def test_streams_of_ids_are_stacked_in_the_batch() -> None:
     assert make_inputs(on_meta(Streams())).tensors["input_ids"].shape[0] % 4 == 0
 
 
+@pytest.mark.parametrize("decodes", [False, True])
+def test_positions_of_several_ids_are_found_by_what_the_model_says(decodes: bool) -> None:
+    """Codes of sounds: a row of a table for each of them, and one number of codes in the shared part."""
+
+    @dataclass
+    class Codes(Config):
+        codebook_vocab_size: int = 16
+
+    class Speaks(Text):
+        def __init__(self) -> None:
+            super().__init__(Codes())
+            self.register_buffer("offsets", torch.arange(3) * 16)
+
+        def forward(  # type: ignore[override]
+            self, input_ids: Tensor, decoder_input_ids: Tensor | None = None
+        ) -> Tensor:
+            ids = input_ids if decoder_input_ids is None else decoder_input_ids
+            return self.speak(self.embed(ids + self.offsets).sum(2))
+
+    class Listens(Speaks):
+        def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids)
+
+    tensors = make_inputs(on_meta(Speaks() if decodes else Listens())).tensors
+    codes = tensors["decoder_input_ids" if decodes else "input_ids"]
+    assert codes.shape[2] == 3
+    assert int(codes.max()) < 16
+
+
 def test_a_decoder_gets_ids_of_its_own() -> None:
     class Both(Text):
         def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:  # type: ignore[override]
@@ -346,6 +377,85 @@ def test_spectra(bins_first: bool) -> None:
     shape = tensors["input_features"].shape[1:]
     assert shape == ((10, 30) if bins_first else (30, 10))
     assert tensors["input_features_mask"].shape[1] == 30
+
+
+def test_bins_that_are_a_size_of_a_parameter_come_first() -> None:
+    @dataclass
+    class Stacked(Sounds):
+        input_size: int = 40
+
+    class Ears(nn.Module):
+        main_input_name = "input_features"
+        tried: ClassVar[list[tuple[int, ...]]] = []
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config(sounds=Stacked())
+            self.hear = nn.Linear(40, WIDTH)
+
+        def forward(self, input_features: Tensor) -> Tensor:
+            self.tried.append(tuple(input_features.shape[1:]))
+            return self.hear(input_features)
+
+    assert make_inputs(on_meta(Ears())).tensors["input_features"].shape[1:] == (30, 40)
+    assert {10, 40} & {n for shape in Ears.tried for n in shape} == {40}
+
+
+def test_samples_are_a_second_if_fewer_will_not_do() -> None:
+    """The parameter that is the main one takes any form of a sound, and no tokens."""
+
+    class Ears(nn.Module):
+        main_input_name = "inputs"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config(sounds=Sounds())
+            self.hear = nn.Conv1d(1, WIDTH, 700, stride=500)
+
+        def forward(
+            self,
+            inputs: Tensor | None = None,
+            input_features: Tensor | None = None,
+            input_values: Tensor | None = None,
+        ) -> Tensor:
+            if inputs is not None or input_features is not None:
+                raise ValueError("samples, please")
+            assert input_values is not None
+            return self.hear(input_values[:, None])
+
+    tensors = make_inputs(on_meta(Ears())).tensors
+    assert list(tensors) == ["input_values"]
+    assert tensors["input_values"].shape[1] == 16_000
+
+
+def test_errors_of_earlier_attempts_hold_no_tensors() -> None:
+    """A module that cannot be traced is run on numbers; the copy is gone when the next attempt begins."""
+    held: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    class Picky(nn.Module):
+        def forward(self, ids: Tensor) -> Tensor:
+            if ids.device.type == "cpu":
+                gc.collect()
+                left.append(sum(ref() is not None for ref in held))
+                held.append(weakref.ref(ids))
+            if len(ids) > 1:
+                raise ValueError("one row, please")
+            return ids
+
+    class Wants(Text):
+        def __init__(self) -> None:
+            super().__init__()
+            self.picky = Picky()
+
+        def forward(  # type: ignore[override]
+            self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True
+        ) -> Tensor:
+            return super().forward(self.picky(input_ids))
+
+    make_inputs(on_meta(Wants()))
+    assert len(left) > 1
+    assert not any(left)
 
 
 def test_states_for_a_decoder() -> None:
