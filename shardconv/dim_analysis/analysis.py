@@ -98,6 +98,8 @@ class Analysis:
     handed_back: list[tuple[int, int]] = field(default_factory=list)
     """(tensor that the code made, what the call returns of it): the next call reads the second in place of
     the first, so that both have one layout."""
+    encoded: list[int] = field(default_factory=list)
+    """What the model's encoder returns. A caller may hand it out, and in again, so it is replicated."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""
     from_stack: set[int] = field(default_factory=set)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from shardconv_runtime.parallel.boundary import forward_signature
+from torch import nn
 
 from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
@@ -86,6 +88,24 @@ def with_calls_alike(analysis: Analysis, fqns: Collection[str]) -> Analysis:
     out = replace(analysis, repeats=list(analysis.repeats))
     _link_repeats(out, fqns)
     return out
+
+
+def with_encoder(analysis: Analysis, model: nn.Module) -> Analysis:
+    """The analysis under which what the encoder returns is replicated, if the model takes it as an argument.
+
+    Args:
+        analysis: of the model.
+        model: on meta.
+    """
+    if "encoder_outputs" not in forward_signature(model).parameters:
+        return analysis
+    encoder = model.get_encoder()  # type: ignore[operator]  # a method of transformers' models
+    names = {name for name, module in model.named_modules() if module is encoder and name}
+    tape = analysis.tape
+    first = ("output", "output.0", "output.last_hidden_state")
+    marks = [e for e in tape.events if isinstance(e, Mark) and tape.calls[e.call].fqn in names]
+    encoded = [e.target for e in marks if e.slots[0] in first and e.target in analysis.dims]
+    return replace(analysis, encoded=encoded)
 
 
 def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:

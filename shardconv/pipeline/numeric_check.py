@@ -14,6 +14,7 @@ from torch import nn
 
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
+from ..verifying.plans.given_embeddings import proven_arguments
 from ..verifying.plans.implementations import notes_on_others
 from ..verifying.plans.simulate import Case, may_be_padded, simulate
 from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
@@ -54,6 +55,7 @@ class NumericCheck:
             plan = inference_only(plan, outcome.gradients)
         if plan.tp > 1:
             plan = replace(plan, notes=(*plan.notes, *notes_on_others(case)))
+            plan = replace(plan, proven_arguments=proven_arguments(self.case(plan)))
         return plan
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:

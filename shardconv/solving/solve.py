@@ -10,7 +10,7 @@ Constraints:
 - a product y of x1, x2 that contracts dims c: p(y) = p(x1) + p(x2) + sum of s(c), of which at most one is 1;
   all segments of a contracted dim are sharded, or none (``_contraction``);
 - a mark from x to y: p(y) <= p(x), since nothing makes a replicated value partial (``_mark``);
-- outputs of the model: s = p = 0 (``_must_be_replicated``);
+- outputs of the model and of its encoder: s = p = 0 (``_must_be_replicated``);
 - tensors of folded layers, of one module that is called again, or that the next call reads in place of each
   other: equal variables (``_tie``, ``_repeat``).
 

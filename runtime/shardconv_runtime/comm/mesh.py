@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..format.dims import axes_of
-from ..format.plan import AllGatherStep, AllReduceStep, ModulePlan, Plan, ReduceScatterStep
+from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
 from .collectives import AllReduce, Communicator, ProcessCommunicator
 
@@ -147,7 +147,8 @@ def connect(
         LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for axes in sorted(used_axes(plan, more_axes)):
+    all_axes = range(len(plan.mesh))  # over which ranks compare what they have
+    for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
             groups[axes] = _axes_group(start.group, members)
@@ -171,7 +172,7 @@ def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
     for boundary in (*entry.inputs, *entry.outputs):
         if isinstance(boundary, AllReduceStep):
             yield boundary.axes
-        elif isinstance(boundary, AllGatherStep | ReduceScatterStep):
+        elif isinstance(boundary, AllGatherStep | ReduceScatterStep | LocalRowsStep):
             yield axes_of(boundary.layout)
     if entry.norm is not None:
         yield entry.norm.axes

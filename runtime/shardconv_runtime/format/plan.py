@@ -337,6 +337,8 @@ class Plan:
     """None: for inference only."""
     inference_only: str = ""
     """Why the model cannot be trained; empty where it can."""
+    proven_arguments: tuple[str, ...] = ()
+    """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
     memory: MemoryPlan | None = None
     """What a rank needs beside its weights; None where it could not be measured."""
     notes: tuple[str, ...] = ()

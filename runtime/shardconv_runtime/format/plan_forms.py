@@ -45,4 +45,6 @@ def of_sequence(plan: Plan) -> Plan:
     )
     assert plan.training is not None
     training = replace(plan.training, draws=sequence.draws)
-    return replace(plan, modules=sequence.modules, parameters=parameters, training=training)
+    return replace(
+        plan, modules=sequence.modules, parameters=parameters, training=training, proven_arguments=()
+    )

@@ -34,7 +34,7 @@ from ..format.plan import (
 )
 from .boundary import RowIds, TensorStep, attach, forward_signature, in_use, step
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .refusals import WHY_NO_ATTENTIONS, WHY_NO_LABELS, refuse
+from .refusals import WHY_NO_LABELS, refuse
 
 
 def parallelize(
@@ -93,12 +93,14 @@ def apply_plan(
         PlanError: the plan does not fit the model.
     """
     parameters = parameter_plans(plan)
-    if plan.modules and plan.tp > 1:
-        refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
     _check_names(model, plan, parameters)
     _convert_modules(model, plan, modules, parameters, comm, training)
     _shrink(model, parameters, comm, training)
     retie(model, plan)
+    if plan.modules and plan.tp > 1:
+        from .guards import attach_guards
+
+        attach_guards(model, plan, modules, parameters, comm)
 
 
 def _convert_modules(

@@ -23,6 +23,10 @@ WHY_NO_ATTENTIONS = (
     "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
     "to look at attention weights"
 )
+WHY_NO_EMBEDDINGS = (
+    "whose plan was not proven with it; pass ids. `shardconv replan` proves it where the unsharded model "
+    "runs on random embeddings; a sequence-parallel model takes ids only"
+)
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:

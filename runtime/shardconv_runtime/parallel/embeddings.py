@@ -1,0 +1,222 @@
+"""Embeddings that a user looks up, or gives to the model in place of ids.
+
+Where that saves a collective, a plan reduces what an embedding returns not at the embedding but later, behind
+a sum or a dropout. So what leaves the embedding in a forward pass may be a term of a sum over ranks, or a
+shard. A user sees neither: an embedding that is called by itself returns full rows, and embeddings that enter
+the model as ``inputs_embeds`` are made what the plan expects there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Communicator, Gather, Reduce, Slice
+from ..errors import PlanError
+from ..format.dims import Dim, Leaf, axes_of, size
+from ..format.plan import (
+    AllGatherStep,
+    AllReduceStep,
+    LocalRowsStep,
+    ModulePlan,
+    ParameterPlan,
+    ReduceScatterStep,
+    SliceStep,
+)
+from .boundary import RowIds, forward_signature, renumber, zero_out_of_shard
+
+ARGUMENT = "inputs_embeds"
+"""What the modules of transformers' models call embeddings that are given in place of ids."""
+
+_WHY_NO_GRADIENT = (
+    f"{ARGUMENT} that require gradients were given to a model whose ranks each have a part of that gradient; "
+    f"pass input_ids, or {ARGUMENT}.detach() where only the model is trained"
+)
+_WHY_SEQUENCE = "the ranks keep their parts of the sequence; load without sequence_parallel=True"
+
+
+def attach_embeddings(
+    model: nn.Module,
+    modules: Mapping[str, ModulePlan],
+    parameters: Mapping[str, ParameterPlan],
+    tied: Mapping[str, str],
+    comm: Communicator,
+) -> None:
+    """Have embeddings return full rows outside of a forward pass, and forward passes take full embeddings.
+
+    Args:
+        model: all of it, with its steps attached.
+        modules: entries of the plan, by FQN.
+        parameters: the same of parameters.
+        tied: alias -> name of tied parameters.
+        comm: this rank.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in _input_embeddings(model):
+        name = names.get(module)
+        weight = None if name is None else parameters.get(tied.get(f"{name}.weight", f"{name}.weight"))
+        if name is None or weight is None or len(weight.dims) != 2 or any(module.children()):
+            continue  # modules inside of it have steps of their own
+        entry = modules.get(name, ModulePlan((), "boundary"))
+        if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):
+            _attach_unused(module, weight, comm)
+        else:
+            _attach(model, name, module, _left(entry, weight), comm)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """What an embedding returns in a forward pass."""
+
+    partial: frozenset[int]
+    """Mesh axes over which it is a term of a sum."""
+    width: Dim
+    """Layout of its last dim."""
+    is_sequence: bool = False
+    """Whether it is sharded over the sequence."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether each rank has all of it."""
+        return not (self.partial or axes_of(self.width) or self.is_sequence)
+
+
+def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """What the model and its parts say embeds their inputs, each once."""
+    found: dict[nn.Module, None] = {}
+    for part in model.modules():
+        try:
+            found[part.get_input_embeddings()] = None  # type: ignore[operator]
+        except Exception:  # a part without one says so in ways of its own
+            continue
+    return (module for module in found if isinstance(module, nn.Module))
+
+
+def _left(entry: ModulePlan, weight: ParameterPlan) -> _Placement:
+    """What the steps at its boundary make of the rows that an embedding looks up."""
+    partial, width, is_sequence = set(axes_of(weight.dims[0])), weight.dims[1], False
+    for step in entry.outputs:
+        if isinstance(step, AllReduceStep):
+            partial -= set(step.axes)
+        elif isinstance(step, AllGatherStep):
+            width = Leaf(size(step.layout))
+        elif isinstance(step, SliceStep | ReduceScatterStep):
+            partial -= axes_of(step.layout) if isinstance(step, ReduceScatterStep) else frozenset()
+            if size(step.layout) == size(width):
+                width = step.layout
+            else:
+                is_sequence = True
+    return _Placement(frozenset(partial), width, is_sequence)
+
+
+def _attach(model: nn.Module, name: str, module: nn.Module, left: _Placement, comm: Communicator) -> None:
+    """Watch the modules around an embedding that returns less than full rows."""
+    if left.is_full:
+        return
+    parents = [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)] + [""]
+    state = _Embedding(left, comm)
+    renumber(module, module.register_forward_hook(state.finish))
+    for parent in map(model.get_submodule, parents):
+        names = list(forward_signature(parent).parameters)
+        is_entrance = ARGUMENT in names and f"decoder_{ARGUMENT}" not in names  # which has two embeddings
+        before = _Before(state, names.index(ARGUMENT) if is_entrance else None)
+        renumber(parent, parent.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        renumber(parent, parent.register_forward_hook(state.leave, always_call=True))
+
+
+class _Embedding:
+    """Forward hooks of one embedding and of the modules around it."""
+
+    def __init__(self, left: _Placement, comm: Communicator) -> None:
+        self._is_sequence = left.is_sequence
+        self._keeps = all(comm.group((axis,))[0] == comm.rank for axis in left.partial)
+        self._slice = Slice(comm, -1, left.width)
+        self._gather = Gather(comm, -1, left.width, ())
+        self._reduce = Reduce(comm, left.partial, ())
+        self._running: list[nn.Module] = []
+        self._is_placed = False
+
+    def enter(self, module: nn.Module) -> None:
+        """A module around the embedding begins."""
+        if not self._running:
+            self._is_placed = False
+        self._running.append(module)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """It returns, or raises."""
+        if module in self._running:
+            del self._running[self._running.index(module) :]
+
+    def finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Full rows, for whoever calls the embedding by itself."""
+        if self._running or not isinstance(output, Tensor):
+            self._is_placed = True
+            return None
+        if self._is_sequence:
+            raise PlanError(f"the embedding was called by itself: {_WHY_SEQUENCE}")
+        return self._reduce(self._gather(output))
+
+    def placed(self, embeds: Tensor) -> Tensor:
+        """Full embeddings ``[..., H]`` as the plan has them there: a shard, and zeros but on one rank.
+
+        Those that the embedding has made in this forward pass, or that an outer module was given, are so.
+
+        Raises:
+            PlanError: they require a gradient, or are sharded over the sequence.
+        """
+        if self._is_placed:
+            return embeds
+        if self._is_sequence:
+            raise PlanError(f"{ARGUMENT} were given: {_WHY_SEQUENCE}")
+        if embeds.requires_grad and torch.is_grad_enabled():
+            raise PlanError(_WHY_NO_GRADIENT)
+        self._is_placed = True
+        own = self._slice(embeds)
+        return own if self._keeps else torch.zeros_like(own)
+
+
+class _Before:
+    """Forward pre-hook of a module around an embedding, which may take embeddings in place of ids."""
+
+    def __init__(self, state: _Embedding, position: int | None) -> None:
+        self._state = state
+        self._position = position
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._state.enter(module)
+        i = self._position
+        if i is not None and isinstance(kwargs.get(ARGUMENT), Tensor):
+            kwargs = {**kwargs, ARGUMENT: self._state.placed(kwargs[ARGUMENT])}
+        elif i is not None and i < len(args) and isinstance(args[i], Tensor):
+            args = (*args[:i], self._state.placed(args[i]), *args[i + 1 :])
+        return args, kwargs
+
+
+def _attach_unused(module: nn.Module, weight: ParameterPlan, comm: Communicator) -> None:
+    """An embedding that no forward pass calls, though others share its rows: it returns full ones."""
+    rows, width = weight.dims
+    lookup = _UnusedLookup(RowIds(comm, rows), Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
+    module.register_forward_pre_hook(lookup.before)
+    module.register_forward_hook(lookup.after)
+
+
+class _UnusedLookup:
+    """Forward hooks: global ids to local ones, and the rows of this rank to full ones."""
+
+    def __init__(self, rows: RowIds, gather: Gather, reduce: Reduce) -> None:
+        self._rows, self._gather, self._reduce = rows, gather, reduce
+        self._out_of_shard: Tensor | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        local, self._out_of_shard = self._rows(args[0])
+        return (local, *args[1:])
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert self._out_of_shard is not None
+        return self._reduce(self._gather(zero_out_of_shard(output, self._out_of_shard)))

@@ -1,0 +1,40 @@
+"""What a user may do with a sharded model beside plain forward passes: made right, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..comm.collectives import Communicator
+from ..format.plan import ModulePlan, ParameterPlan, Plan
+from .embeddings import attach_embeddings
+from .inner_states import check_hidden_states
+from .refusals import WHY_NO_ATTENTIONS, WHY_NO_EMBEDDINGS, refuse
+
+EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
+"""Arguments that are given in place of ids."""
+
+
+def attach_guards(
+    model: nn.Module,
+    plan: Plan,
+    modules: Mapping[str, ModulePlan],
+    parameters: Mapping[str, ParameterPlan],
+    comm: Communicator,
+) -> None:
+    """Guard a model of several ranks, in place.
+
+    Args:
+        model: all of it, with its steps attached.
+        plan: of it.
+        modules: entries of the plan that were applied, by FQN.
+        parameters: the same of parameters.
+        comm: this rank.
+    """
+    refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
+    for argument in EMBEDDINGS:
+        if argument not in plan.proven_arguments:
+            refuse(model, argument, WHY_NO_EMBEDDINGS)
+    attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
+    check_hidden_states(model, comm)

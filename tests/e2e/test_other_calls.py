@@ -1,0 +1,196 @@
+"""Calls beside a forward pass on ids, in real processes: as of the unsharded model, or refused everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+from distributed import run_errors, run_processes
+from shardconv_runtime import PlanError
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+from zoo.measure import difference, random_weight
+from zoo.models import build
+
+import shardconv
+
+QUICK = ("causal gpt2", "seq2seq bart")
+TYPES = (*QUICK, "causal cohere", "causal llama", "masked bert", "seq2seq t5")
+"""Some reduce embeddings behind a sum, a dropout or a norm; some have an embedding that is not called."""
+PARTS = "causal cohere"
+"""Its hidden states stay terms of a sum from layer to layer."""
+TOLERANCE = 1e-9
+
+
+def save(name: str, path: Path) -> Any:
+    """Write a checkpoint in float64, every parameter random; the model, loaded from it."""
+    zoo = build(*name.split())
+    model = zoo.model_class(zoo.config).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(random_weight(parameter, generator))
+    model.save_pretrained(path)
+    return zoo.model_class.from_pretrained(path, dtype=torch.float64).eval()
+
+
+def ids(length: int = 7) -> Tensor:
+    """Two rows of ids from the whole vocabulary of the zoo's models."""
+    return torch.randint(3, 250, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def embeddings(width: int, length: int = 7) -> Tensor:
+    """Embeddings that no table has ``[2, length, width]``."""
+    rng = torch.Generator().manual_seed(5)
+    return torch.randn(2, length, width, generator=rng, dtype=torch.float64)
+
+
+def calls(model: Any, encoded: Tensor | None = None) -> dict[str, list[Tensor]]:
+    """What each way of calling a model gives.
+
+    Args:
+        model: unsharded, or of one rank.
+        encoded: what the unsharded encoder returns, if there is one.
+    """
+    table = model.get_input_embeddings()
+    width = model.config.hidden_size
+    given = {"inputs_embeds": embeddings(width)}
+    out = {"embedding": [table(ids())]}
+    if model.config.is_encoder_decoder:
+        encoder, decoder = model.get_encoder(), model.get_decoder()
+        own = encoder(input_ids=ids()).last_hidden_state
+        hidden = BaseModelOutput(last_hidden_state=own if encoded is None else encoded)
+        given = {"decoder_input_ids": ids(5), "inputs_embeds": embeddings(width)}
+        target = {"input_ids": ids(), "decoder_inputs_embeds": embeddings(width, 5)}
+        out |= {
+            "encoder": [own],
+            "encoder, embeddings": [encoder(inputs_embeds=embeddings(width)).last_hidden_state],
+            "encoder outputs": [model(encoder_outputs=hidden, decoder_input_ids=ids(5)).logits],
+            "decoder embeddings": [model(**target).logits],
+            "embedding of the encoder": [encoder.get_input_embeddings()(ids())],
+            "embedding of the decoder": [decoder.get_input_embeddings()(ids())],
+        }
+    else:
+        out["base model"] = [model.base_model(inputs_embeds=embeddings(width))[0]]
+    out["embeddings"] = [model(**given).logits]
+    given["inputs_embeds"] = table(ids())
+    out["embeddings of ids"] = [model(**given).logits]
+    if model.can_generate():
+        out["generated"] = [_generated(model, embeddings(width))]
+    out["embedding, again"] = [table(ids())]
+    return out
+
+
+def _generated(model: Any, embeds: Tensor) -> Tensor:
+    given: dict[str, Any] = {"inputs_embeds": embeds, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    if model.config.is_encoder_decoder:
+        given["decoder_start_token_id"] = 0
+    tokens: Tensor = model.generate(**given, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    return tokens
+
+
+def calls_on_rank(path: Path, encoded: Tensor | None) -> dict[str, list[Tensor]]:
+    with torch.no_grad():
+        return calls(shardconv_runtime.load(path, timeout_s=60), encoded)
+
+
+def converted(name: str, path: Path, **options: Any) -> tuple[Any, Path]:
+    """The unsharded model, and its conversion for two ranks."""
+    unsharded = save(name, path / "in")
+    shardconv.convert(path / "in", path / "out", tp=2, **options)
+    return unsharded, path / "out"
+
+
+@pytest.mark.parametrize(
+    "name", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TYPES]
+)
+def test_embeddings_and_encoder(tmp_path: Path, name: str) -> None:
+    unsharded, out = converted(name, tmp_path)
+    with torch.no_grad():
+        want = calls(unsharded)
+    encoded = want["encoder"][0] if "encoder" in want else None
+    for got in run_processes(2, calls_on_rank, out, encoded):
+        assert {way: difference(got[way], want[way]) <= TOLERANCE for way in want} == dict.fromkeys(
+            want, True
+        )
+
+
+def embedding_after_error(path: Path) -> Tensor:
+    """What the embedding gives when a forward pass has failed."""
+    model = shardconv_runtime.load(path, timeout_s=60)
+    with pytest.raises(RuntimeError):
+        model(ids(), attention_mask=torch.ones(5, 5, 5))
+    with torch.no_grad():
+        found: Tensor = model.get_input_embeddings()(ids())
+    return found
+
+
+def test_a_failed_forward_pass_leaves_the_embedding_right(tmp_path: Path) -> None:
+    unsharded, out = converted("causal gpt2", tmp_path)
+    want = unsharded.get_input_embeddings()(ids())
+    for got in run_processes(2, embedding_after_error, out):
+        assert torch.equal(got, want)
+
+
+def given_embeddings(path: Path) -> None:
+    shardconv_runtime.load(path, timeout_s=60)(inputs_embeds=embeddings(64))
+
+
+def given_embeddings_with_gradient(path: Path) -> None:
+    model = shardconv_runtime.load(path, training=True, timeout_s=60)
+    model(inputs_embeds=embeddings(64).requires_grad_())
+
+
+def test_embeddings_are_refused_without_a_proof(tmp_path: Path) -> None:
+    out = converted("causal gpt2", tmp_path, check=False)[1]
+    for error in run_errors(2, given_embeddings, out):
+        assert isinstance(error, PlanError)
+        assert "inputs_embeds" in str(error)
+        assert "shardconv replan" in str(error)
+
+
+def test_embeddings_with_partial_gradients_are_refused(tmp_path: Path) -> None:
+    out = converted("causal gpt2", tmp_path)[1]
+    for error in run_errors(2, given_embeddings_with_gradient, out):
+        assert isinstance(error, PlanError)
+        assert "detach" in str(error)
+
+
+def hidden_states(model: Any) -> list[Tensor]:
+    """All hidden states of a call, and of the steps of a generation."""
+    with torch.no_grad():
+        states = list(model(ids(), output_hidden_states=True).hidden_states)
+        states += model(ids(), output_hidden_states=True, return_dict=False)[-1]
+        made = model.generate(
+            ids(), max_new_tokens=3, do_sample=False, output_hidden_states=True, return_dict_in_generate=True
+        )
+    return states + [x for step in made.hidden_states for x in step]
+
+
+def hidden_states_on_rank(path: Path) -> list[Tensor]:
+    return hidden_states(shardconv_runtime.load(path, timeout_s=60))
+
+
+def hidden_states_by_config(path: Path) -> None:
+    model = shardconv_runtime.load(path, timeout_s=60)
+    model.config.output_hidden_states = True
+    with torch.no_grad():
+        model(ids())
+
+
+def test_hidden_states(tmp_path: Path) -> None:
+    unsharded, out = converted("causal llama", tmp_path)
+    want = hidden_states(unsharded)
+    for got in run_processes(2, hidden_states_on_rank, out):
+        assert difference(got, want) <= TOLERANCE
+
+
+def test_parts_of_hidden_states_are_refused(tmp_path: Path) -> None:
+    out = converted(PARTS, tmp_path)[1]
+    for function in (hidden_states_on_rank, hidden_states_by_config):
+        for error in run_errors(2, function, out):
+            assert isinstance(error, PlanError)
+            assert "output_hidden_states" in str(error)
