@@ -25,10 +25,9 @@ from shardconv.reporting.summary import all_notes
 
 from .measure import plan_facts
 from .models import is_part
-from .releases import RELEASES, Release
+from .releases import DTYPE, RELEASES, Release
 from .shrink import config_class
 
-DTYPE = "bfloat16"
 SMALL = 1000
 """Models of a smaller hidden size are said to be small."""
 
@@ -152,7 +151,8 @@ def _specification(model: Sized) -> ModelSpec:
     if cls.config_class is not own and is_part(cls.config_class, own):
         own, arguments = cls.config_class, _arguments_of_part(own, cls.config_class, arguments)
     config = own(**arguments)
-    return ModelSpec(name=model.type, config=config, model_class=cls, dtype=DTYPE)
+    dtype = model.release.dtype if model.release else DTYPE
+    return ModelSpec(name=model.type, config=config, model_class=cls, dtype=dtype)
 
 
 def _arguments_of_part(

@@ -28,7 +28,8 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         f"Written by `scripts/coverage --full-size`: every type of transformers {transformers.__version__} "
-        f"(torch {torch.__version__.partition('+')[0]}), planned in bfloat16 without weights. "
+        f"(torch {torch.__version__.partition('+')[0]}), planned without weights in bfloat16, or "
+        "in float32 where its code needs that. "
         "Sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the config. "
         f"Plans are retraced{'' if all(r['checked'] for r in rows) else ', but not proven on numbers'}."
     )

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+DTYPE = "bfloat16"
+"""That models are planned in, unless a release says another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -17,6 +20,8 @@ class Release:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the config's class; a mapping is a sub-config."""
+    dtype: str = DTYPE
+    """Another one where the model's own code cannot compute in that."""
 
 
 def _decoder(
@@ -151,6 +156,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             },
         ),
     ),
+    "deberta": (Release("DeBERTa XLarge", _bert(1024, 4096, 48, 16), dtype="float32"),),
     "deberta-v2": (Release("DeBERTa-v2 xxlarge", _bert(1536, 6144, 48, 24, vocab_size=128100)),),
     "deepseek_v2": (
         Release(
@@ -178,6 +184,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "electra": (Release("ELECTRA large", _LARGE | {"embedding_size": 1024}),),
+    "esm": (
+        Release("ESM-2 15B", _bert(5120, 20480, 48, 40, vocab_size=33, pad_token_id=1, mask_token_id=32)),
+    ),
     "falcon": (
         Release(
             "Falcon-180B",
@@ -196,6 +205,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             | {"mamba_d_head": 128, "mamba_n_groups": 2, "mamba_d_state": 256},
         ),
     ),
+    "fnet": (Release("FNet large", {"hidden_size": 1024, "num_hidden_layers": 24}, dtype="float32"),),
     "gemma2": (Release("Gemma-2-27B", _GEMMA2_27B),),
     "gemma3": (Release("Gemma-3-27B", {"text_config": _GEMMA3_27B, "vision_config": _SIGLIP_SO400M}),),
     "gemma3_text": (Release("Gemma-3-27B", _GEMMA3_27B),),
@@ -271,6 +281,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "m2m_100": (Release("M2M-100-12B", _bart(4096, 16384, 24, 16, vocab_size=128112)),),
     "mamba": (Release("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}),),
+    "ministral": (Release("Ministral-8B", _decoder(4096, 12288, 36, 32, 8, 131072, head_dim=128)),),
     "mistral": (Release("Mistral-Small-24B", _SMALL_24B),),
     "mistral3": (
         Release(
@@ -289,6 +300,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             {"d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24, "vocab_size": 250112},
         ),
     ),
+    "nemotron": (Release("Minitron-8B", _decoder(4096, 16384, 32, 48, 8, 256000, head_dim=128)),),
     "nemotron_h": (Release("Nemotron-H-8B", _NEMOTRON_H_8B),),
     "nllb-moe": (Release("NLLB-MoE-54B", _bart(2048, 8192, 24, 16, vocab_size=256206)),),
     "olmo2": (Release("OLMo-2-32B", _decoder(5120, 27648, 64, 40, 8, 100352, pad_token_id=100277)),),
@@ -329,6 +341,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "qwen3": (Release("Qwen3-32B", _decoder(5120, 25600, 64, 64, 8, 151936, head_dim=128)),),
     "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
+    "reformer": (Release("defaults of a decoder", {"is_decoder": True}),),
     "rembert": (Release("RemBERT"),),
     "roberta": (Release("RoBERTa large", _LARGE | {"vocab_size": 50265, "max_position_embeddings": 514}),),
     "rwkv": (Release("RWKV-4-14B", {"hidden_size": 5120, "num_hidden_layers": 40, "vocab_size": 50277}),),
@@ -376,5 +389,11 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "xlm-roberta": (Release("XLM-R large", _LARGE | {"vocab_size": 250002, "max_position_embeddings": 514}),),
     "xlm-roberta-xl": (Release("XLM-R XXL", _bert(4096, 16384, 48, 32)),),
+    "xlnet": (Release("XLNet large", dtype="float32"),),
+    "xmod": (
+        Release(
+            "X-MOD base", {"vocab_size": 250002, "max_position_embeddings": 514, "default_language": "en_XX"}
+        ),
+    ),
 }
 """By model type."""

@@ -57,7 +57,7 @@ def retrace(
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
         bypassed: layers that need not be run where the plan says of them what it says of those that stand
-            for them; the global tape has these alone. Those whose inner tensors are read outside are run.
+            for them; the global tape has these alone. Those that are read elsewhere, too, are run.
 
     Returns:
         An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
@@ -66,7 +66,7 @@ def retrace(
     Raises:
         PlanError: a parameter has another dtype in the plan than in the model.
     """
-    closed = {fqn: how for fqn, how in (bypassed or {}).items() if not how.is_read_inside}
+    closed = {fqn: how for fqn, how in (bypassed or {}).items() if not how.is_read_elsewhere}
     alike = planned_alike(plan, closed)
     for rank in _unlike_ranks(plan):
         local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))

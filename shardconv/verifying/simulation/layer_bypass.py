@@ -29,8 +29,9 @@ class Bypass:
     """Number of items of the tuple that it returns."""
     like: str
     """FQN of the layer that stands for it, and is run."""
-    is_read_inside: bool = False
-    """Whether code outside reads more than its results, as a loss the logits of its router."""
+    is_read_elsewhere: bool = False
+    """Whether more than its result is read, as by a loss from the logits of routers, or its result together
+    with those of other layers, as by an encoder that returns all hidden states."""
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
@@ -53,7 +54,7 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     read = set(tape.outputs)
     for event in tape.events:
         read.update((event.source,) if isinstance(event, Mark) else event.inputs)
-    open_layers = _read_inside(tape, layers)
+    elsewhere = _read_elsewhere(tape, layers)
     out: dict[str, Bypass] = {}
     failed: set[str] = set()
     for fqn, like in layers.items():
@@ -68,26 +69,29 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
         if results and all(slot in passed and _is_plain(slot) for slot in results):
             length = tape.result_lengths.get(exits[fqn][0].call, 0)
             arguments = tuple((slot, passed[slot]) for slot in results)
-            out[fqn] = Bypass(arguments, length, like, is_read_inside=fqn in open_layers)
+            out[fqn] = Bypass(arguments, length, like, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
     return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
 
 
-def _read_inside(tape: Tape, layers: Collection[str]) -> set[str]:
-    """Those of the layers that make a tensor, beside their results, that is read outside of them."""
+def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
+    """Those of the layers of which other tensors than their results are read, or these by a collector."""
     inside = {index: _layer_of(call.fqn, layers) for index, call in enumerate(tape.calls)}
     made_in: dict[int, str] = {}
+    result_of: dict[int, str] = {}
+    readers: dict[tuple[int, bool], set[str]] = {}
     found: set[str] = set()
     for event in tape.events:
         layer = inside.get(event.call, "")
         read, made = reads_and_writes(event)
         found.update(made_in[tid] for tid in read if made_in.get(tid, layer) != layer)
-        if layer and not (
-            isinstance(event, Mark) and event.is_output and tape.calls[event.call].fqn == layer
-        ):
-            made_in.update(dict.fromkeys(made, layer))
-    return found
+        if isinstance(event, Mark) and event.source in result_of:
+            readers.setdefault((event.call, event.is_output), set()).add(result_of[event.source])
+        is_result = isinstance(event, Mark) and event.is_output and tape.calls[event.call].fqn == layer
+        if layer:
+            (result_of if is_result else made_in).update(dict.fromkeys(made, layer))
+    return found.union(*(several for several in readers.values() if len(several) > 1))
 
 
 def _layer_of(fqn: str, layers: Collection[str]) -> str:

@@ -8,14 +8,18 @@ from typing import Any
 
 import models
 import pytest
+import transformers
 from boundaries import boundary
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans
 from torch import nn
 
+from shardconv.arguments import SolveOptions
 from shardconv.pipeline import plain_form
+from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
 from shardconv.tracing.inputs import TraceInputs
@@ -214,6 +218,20 @@ def test_layers_that_are_planned_alike_are_retraced_once(monkeypatch: pytest.Mon
     obstacle = deep.retrace(replace(wrong, modules=(*wrong.modules, rest, odd)))
     assert obstacle is not None
     assert obstacle.where.startswith("stack.4.chewer")
+
+
+def test_layers_whose_results_are_collected_are_all_retraced() -> None:
+    """An encoder returns all hidden states: those of layers that are left out would be one tensor."""
+    config = transformers.DebertaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4, vocab_size=120
+    )
+    seen: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
+        solve_plan(ModelSpec("model", config, transformers.DebertaForMaskedLM, "float32"), SolveOptions(2))
+    checked = Checked(*seen[-1])
+    assert checked.bypassed
+    assert checked.retrace(checked.plan) is None
 
 
 def test_a_slice_at_a_wrong_start_of_the_right_length_is_caught(fused: Checked) -> None:
