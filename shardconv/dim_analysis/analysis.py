@@ -84,6 +84,8 @@ class Analysis:
     """Tensor -> the trees of its dims; their sizes are its global shape."""
     partial: dict[int, Partial] = field(default_factory=dict)
     """Tensor -> its partial state; ``find_partial`` gives the one that it shares."""
+    returned: set[int] = field(default_factory=set)
+    """Results of modules that return their input: one that is replicated may become a term of a sum there."""
     contractions: list[Contraction] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     norms: list[NormUse] = field(default_factory=list)

@@ -179,7 +179,9 @@ class Builder:
             else:
                 dim_trees.link(dim, twin)
             after.append(twin)
-        state = Partial(zero=self.partial(mark.source).zero)
+        if is_returned_input(self.mark_of.get(mark.source), mark):
+            self.result.returned.add(mark.target)
+        state = Partial(zero=self.partial(mark.source).zero and mark.target not in self.result.returned)
         self.set(mark.target, after, state)
         self.mark_of[mark.target] = mark
 
@@ -214,16 +216,30 @@ def owning_modules(tape: Tape) -> set[str]:
 def passive_calls(tape: Tape) -> frozenset[int]:
     """Calls of modules without parameters that are called in several forms: their marks change no placement.
 
-    One dropout may serve scores and states; a step of the module would run at each of its calls.
+    One dropout may serve scores and states; a step of the module would run at each of its calls. A module
+    that returns its input may be given any number of rows: those of some tokens.
     """
     forms: dict[str, dict[tuple[str, ...], set[tuple[int, ...]]]] = {}
+    identities = {tape.calls[mark.call].fqn for mark in returned_inputs(tape)}
     for event in tape.events:
         if isinstance(event, Mark):
-            slots = forms.setdefault(tape.calls[event.call].fqn, {})
-            slots.setdefault(event.slots, set()).add(tape.tensors[event.source].shape)
+            fqn, shape = tape.calls[event.call].fqn, tape.tensors[event.source].shape
+            form = shape[1:] if fqn in identities and len(shape) == 2 else shape
+            forms.setdefault(fqn, {}).setdefault(event.slots, set()).add(form)
     several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
     passive = several - owning_modules(tape) - {""}
     return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
+
+
+def is_returned_input(entered: Mark | None, mark: Mark) -> bool:
+    """Whether a mark is where a module returns the tensor that entered it at another mark, as it is."""
+    return entered is not None and mark.is_output and not entered.is_output and entered.call == mark.call
+
+
+def returned_inputs(tape: Tape) -> list[Mark]:
+    """The marks where modules return an input."""
+    marks = {event.target: event for event in tape.events if isinstance(event, Mark)}
+    return [mark for mark in marks.values() if is_returned_input(marks.get(mark.source), mark)]
 
 
 def pure_lookups(tape: Tape) -> dict[int, str]:

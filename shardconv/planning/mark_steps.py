@@ -11,21 +11,23 @@ from shardconv_runtime.format.plan import (
     Boundary,
     GradAllReduceStep,
     GradDivideStep,
+    KeepOnFirstStep,
     ReduceScatterStep,
     SliceStep,
 )
 
-from ..solving.gradients import REPLICATED
+from ..solving.gradients import PARTIAL, REPLICATED
 from ..tracing.tape import Mark
 from .solution import Solution
 
 
 def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
-    """Reduce, then gather, then slice: what a mark does to its tensor; none if its placement stays."""
+    """Reduce, then gather, then slice, or leave it to one rank: what a mark does to its tensor; none if its
+    placement stays."""
     analysis, layouts = solution.analysis, solution.layouts
     width = solution.per_token(mark.source)
     out: list[Boundary] = []
-    reduced = solution.reduced_axes(mark)
+    reduced, kept = solution.reduced_axes(mark), solution.kept_axes(mark)
     before_axes, after_axes = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     pairs = [
         (i, layouts.open_dim(x), layouts.open_dim(y))
@@ -44,6 +46,8 @@ def steps_at(solution: Solution, mark: Mark) -> list[Boundary]:
             full = (*before_axes, *_among(after_axes, reduced))
             out += [_step(AllGatherStep, slot, *each, width, after_axes, before_axes) for each in gathered]
             out += [_step(SliceStep, slot, *each, width, full, after_axes) for each in sliced]
+        if kept:
+            out.append(KeepOnFirstStep(slot, kept, width))
         out += _gradient_steps(solution, mark, slot, width)
     return out
 
@@ -66,12 +70,13 @@ def _among(some: Collection[int], others: Collection[int]) -> tuple[int, ...]:
 
 
 def _gradient_steps(solution: Solution, mark: Mark, slot: str, per_token: int) -> list[Boundary]:
-    """Where a tensor stays replicated, and its gradient is partial on one side of the mark only."""
+    """Where a tensor stays replicated, or one rank keeps it, and its gradient is partial on one side only."""
     before, after = (solution.gradients.axes(t) for t in (mark.source, mark.target))
     kept = [
         axis
         for axis in range(len(solution.layouts.mesh))
-        if all(solution.placement(t, axis) == REPLICATED for t in (mark.source, mark.target))
+        if solution.placement(mark.source, axis) == REPLICATED
+        and solution.placement(mark.target, axis) in (REPLICATED, PARTIAL)
     ]
     summed = _among([a for a in after if a not in before], kept)
     divided = _among([a for a in before if a not in after], kept)

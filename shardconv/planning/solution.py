@@ -54,6 +54,12 @@ class Solution:
         after = assignment.partial_axes(partial[mark.target])
         return tuple(a for a in assignment.partial_axes(partial[mark.source]) if a not in after)
 
+    def kept_axes(self, mark: Mark) -> tuple[int, ...]:
+        """Mesh axes over which a mark makes its tensor a term of a sum."""
+        assignment, partial = self.layouts.assignment, self.analysis.partial
+        before = assignment.partial_axes(partial[mark.source])
+        return tuple(a for a in assignment.partial_axes(partial[mark.target]) if a not in before)
+
     def sharded(self, nodes: Iterable[Node]) -> tuple[Node, ...]:
         """Those of some leaves that are sharded, each once."""
         return tuple(x for x in dict.fromkeys(nodes) if self.layouts.assignment.axes(x))

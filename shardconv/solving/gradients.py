@@ -207,6 +207,8 @@ class _AxisGradients:
             self.costs.append(((before, after), [[0.0, reduce], [divide, 0.0]]))
         elif change == (PARTIAL, REPLICATED):
             self.costs.append(((after,), [0.0, reduce]))
+        elif change == (REPLICATED, PARTIAL):
+            self.costs.append(((before,), [0.0, divide]))
         elif change == (SHARDED, REPLICATED):
             self.costs.append(((after,), [0.0, move]))
         elif change == (REPLICATED, SHARDED):

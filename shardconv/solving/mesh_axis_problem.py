@@ -180,7 +180,8 @@ class AxisProblem(AxisVariables):
         return known
 
     def _mark(self, mark: Mark) -> None:
-        """p(after) <= p(before); an all_reduce, or an all_gather or a slice of each dim, for each change."""
+        """p(after) <= p(before), but where a module returns its input; an all_reduce, or an all_gather or a
+        slice of each dim, for each change."""
         analysis = self.given.analysis
         weight = self._weight(mark.call)
         volume = math.prod(analysis.tape.tensors[mark.source].shape) * self.moved
@@ -190,16 +191,23 @@ class AxisProblem(AxisVariables):
             if after is None:
                 self._charge(before, reduce)
             else:
-                self._add((before, after), np.array([[0.0, np.inf], [reduce, 0.0]]))
+                self._add((before, after), np.array([[0.0, self._keep(mark)], [reduce, 0.0]]))
             for dim in analysis.dims[mark.target]:
                 scattered = self.leaf(dim) if find(dim) in self.given.sequence else None
                 if scattered is not None:  # a reduce_scatter moves half as much
                     self._add((before, scattered), np.array([[0.0, 0.0], [0.0, -weight * volume]]))
         elif after is not None:
-            self.zero.add(after)
+            self._add((after,), np.array([0.0, self._keep(mark)]))
         gather = weight * (volume + self.latency)
         for x, y in zip(analysis.dims[mark.source], analysis.dims[mark.target], strict=True):
             self._mark_dim(x, y, gather)
+
+    def _keep(self, mark: Mark) -> float:
+        """The cost of a replicated tensor that becomes a term of a sum: one rank keeps it, others have zeros.
+
+        It is almost free where a module returns its input, and cannot be done at other marks.
+        """
+        return 100 * EPSILON * self.latency if mark.target in self.given.analysis.returned else math.inf
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
         """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing is almost free."""

@@ -9,7 +9,8 @@ Constraints:
 - leaf l of tensor t: s(l) + p(t) <= 1 (``_exclusions``);
 - a product y of x1, x2 that contracts dims c: p(y) = p(x1) + p(x2) + sum of s(c), of which at most one is 1;
   all segments of a contracted dim are sharded, or none (``_contraction``);
-- a mark from x to y: p(y) <= p(x), since nothing makes a replicated value partial (``_mark``);
+- a mark from x to y: p(y) <= p(x), but where a module returns its input: there one rank may keep a replicated
+  value, and the others zeros (``_mark``);
 - outputs of the model and of its encoder: s = p = 0 (``_must_be_replicated``);
 - tensors of folded layers, of one module that is called again, or that the next call reads in place of each
   other: equal variables (``_tie``, ``_repeat``).

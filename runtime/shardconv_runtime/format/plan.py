@@ -121,6 +121,16 @@ class ReduceScatterStep:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepOnFirstStep:
+    """Replicate to Partial over ``axes``: the first rank along them keeps the value, others have zeros."""
+
+    slot: str
+    op: Literal["keep_on_first"] = field(default="keep_on_first", init=False)
+    axes: tuple[int, ...]
+    per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GradAllReduceStep:
     """The value passes; its gradient, Partial over ``axes``, is summed."""
 
@@ -182,6 +192,7 @@ ReshardingStep = AllGatherStep | SliceStep | ReduceScatterStep
 Boundary = (
     AllReduceStep
     | ReshardingStep
+    | KeepOnFirstStep
     | GradAllReduceStep
     | GradDivideStep
     | LocalRowsStep

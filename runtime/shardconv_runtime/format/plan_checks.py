@@ -17,6 +17,7 @@ from .plan import (
     Edit,
     GradAllReduceStep,
     GradDivideStep,
+    KeepOnFirstStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
     LogitsInfo,
@@ -244,7 +245,7 @@ def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
     _check_slot(f"{where}.slot", step.slot, side)
     if step.per_token < 0:
         fail(f"{where}.per_token", "must not be negative")
-    if isinstance(step, AllReduceStep | GradAllReduceStep | GradDivideStep):
+    if isinstance(step, AllReduceStep | KeepOnFirstStep | GradAllReduceStep | GradDivideStep):
         if not step.axes:
             fail(f"{where}.axes", f"{step.op} needs a mesh axis")
         check_axes(f"{where}.axes", step.axes, mesh)

@@ -26,6 +26,7 @@ from ..format.plan import (
     Boundary,
     GradAllReduceStep,
     GradDivideStep,
+    KeepOnFirstStep,
     LocalRowsOrEndStep,
     LocalRowsStep,
     ModulePlan,
@@ -68,6 +69,10 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Tens
     match boundary:
         case AllReduceStep():
             return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
+        case KeepOnFirstStep():
+            from ..comm.terms import KeepOnFirst
+
+            return KeepOnFirst(comm, boundary.axes, training)
         case GradAllReduceStep() | GradDivideStep():
             from ..comm.gradient_steps import GradDivide, GradReduce
 

@@ -97,6 +97,7 @@ def test_a_reduction_and_its_conjugate() -> None:
         boundary("output", "all_reduce", axes=(0,), grad_axes=(0,)): lambda gs, r: sum(gs),
         boundary("output", "grad_all_reduce", axes=(0,)): lambda gs, r: sum(gs),
         boundary("output", "grad_divide", axes=(0,)): lambda gs, r: gs[r] / 3,
+        boundary("output", "keep_on_first", axes=(0,)): lambda gs, r: gs[r],
     }
     for each, expected in both.items():
         made = run((3,), each, lambda c: random(2, 2, seed=c.rank), same=False)
@@ -179,3 +180,12 @@ def test_a_parameter_that_is_exchanged_inside_of_its_gate_is_an_error() -> None:
 
     with pytest.raises(PlanError, match=r"0\.weight was replaced"):
         run_ranks((2,), rank)
+
+
+@pytest.mark.parametrize(("axes", "keep"), [((0,), {0, 1, 2}), ((1,), {0, 3}), ((0, 1), {0})])
+def test_the_first_rank_keeps_what_becomes_a_term(axes: tuple[int, ...], keep: set[int]) -> None:
+    each = boundary("output", "keep_on_first", axes=axes)
+    made = run((2, 3), each, lambda c: random(2, 2, seed=1), same=True)
+    for rank, (x, y, gradient, found) in enumerate(made):
+        assert torch.equal(y, x if rank in keep else torch.zeros_like(x))
+        assert torch.equal(found, gradient)
