@@ -57,9 +57,11 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
         layer = next((p for p in prefixes(replay.fqn) if p in names), None)
         if layer is not None:
             replays.setdefault(layer, []).append(replay)
-    signatures = [_LayerSignature(tape, s).compute(replays.get(s.fqn, ())) for s in segments]
+    numbers: dict[Any, int] = {}
+    computed = (_LayerSignature(tape, s).compute(replays.get(s.fqn, ())) for s in segments)
+    signatures = [numbers.setdefault(signature, len(numbers)) for signature in computed]
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
-    passed: dict[Any, set[int]] = {}
+    passed: dict[int, set[int]] = {}
     for signature, segment in zip(signatures, segments, strict=True):
         passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
     alike = _interchangeable(tape)
