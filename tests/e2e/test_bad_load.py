@@ -6,6 +6,7 @@ that need a second conversion.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import shardconv_runtime
 import torch
 from checkpoints import save_causal
 from distributed import run_errors
-from shardconv_runtime import CheckpointError, PlanError, ShardconvError
+from safetensors.torch import load_file, save_file
+from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format.manifest import rank_directory
 
 import shardconv
@@ -24,12 +26,16 @@ import shardconv
 
 @pytest.fixture(scope="module")
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories ``llama-2``, ``llama-4`` and ``qwen2-2``."""
+    """Directories ``llama-2``, ``llama-4``, ``qwen2-2``, and ``tuned-2``, a llama of other weights."""
     root = tmp_path_factory.mktemp("conversions")
     for model_type, sizes in (("llama", (2, 4)), ("qwen2", (2,))):
         path = save_causal(model_type, root / model_type)
         for tp in sizes:
             shardconv.convert(path, root / f"{model_type}-{tp}", tp=tp)
+    shutil.copytree(root / "llama", root / "tuned")
+    weights = root / "tuned" / "model.safetensors"
+    save_file({n: 2 * t for n, t in load_file(weights).items()}, weights, {"format": "pt"})
+    shardconv.convert(root / "tuned", root / "tuned-2", tp=2)
     return root
 
 
@@ -111,3 +117,56 @@ def test_a_plan_for_inference_is_not_trained(conversions: Path) -> None:
     for error in run_errors(2, train, conversions / "llama-2"):
         assert isinstance(error, PlanError)
         assert "inference" in str(error)
+
+
+def load_by_rank(paths: tuple[Path, Path], dtypes: tuple[str | None, str | None] = (None, None)) -> None:
+    rank = int(os.environ["RANK"])
+    shardconv_runtime.load(paths[rank], dtype=dtypes[rank])
+
+
+def test_ranks_that_load_different_models_raise(conversions: Path) -> None:
+    """The plans are equal, and so are all sizes and headers."""
+    for error in run_errors(2, load_by_rank, (conversions / "llama-2", conversions / "tuned-2")):
+        assert isinstance(error, LaunchError)
+        assert "the same conversion" in str(error)
+        assert "of tuned" in str(error)
+
+
+def test_ranks_that_load_in_different_forms_raise(conversions: Path) -> None:
+    out = conversions / "llama-2"
+    for error in run_errors(2, load_by_rank, (out, out), ("float32", None)):
+        assert isinstance(error, LaunchError)
+        assert "dtype" in str(error)
+
+
+def test_copies_in_different_directories_are_one_conversion(conversions: Path, tmp_path: Path) -> None:
+    shutil.copytree(conversions / "llama-2", tmp_path / "copy")
+    assert run_errors(2, load_by_rank, (conversions / "llama-2", tmp_path / "copy")) == [None, None]
+
+
+def verified(path: Path) -> None:
+    shardconv_runtime.load(path, verify=True)
+
+
+def flip(file: Path) -> None:
+    """Change the last byte."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("directory", [rank_directory(1, 2), "common"])
+def test_verifying_finds_a_changed_byte(conversions: Path, tmp_path: Path, directory: str) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(conversions / "llama-2", out)
+    assert run_errors(2, verified, out) == [None, None]
+    flip(next((out / directory).iterdir()))
+    for error in run_errors(2, verified, out):
+        assert isinstance(error, ShardconvError)
+        assert f"{directory}/" in str(error)
+        assert "checksum" in str(error)
+
+
+def test_an_ordinary_checkpoint_has_no_checksums_to_verify(conversions: Path) -> None:
+    with pytest.raises(PlanError, match="verify=True"):
+        shardconv_runtime.load(conversions / "llama", plan=conversions / "llama-2" / "plan.json", verify=True)

@@ -56,6 +56,7 @@ def load(
     local_files_only: bool = False,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
+    verify: bool = False,
 ) -> Any:
     """Load this rank's part of a converted model; every rank of the job calls it.
 
@@ -99,6 +100,7 @@ def load(
         cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
             set, all files are read from the cache.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
+        verify: read this rank's files once before, and compare their checksums with those in the manifest.
 
     Returns:
         The transformers model in eval mode, with the class that it had when converted.
@@ -125,6 +127,7 @@ def load(
         training,
         sequence_parallel,
         gather_logits,
+        verify,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -133,6 +136,10 @@ def load(
         start = _launch(group, device, timeout_s, error)
         agreement.agree(start, error)
         assert checked is not None, "agree has raised the error"
+        if start.control is not None:
+            from .same_model import require_same
+
+            require_same(start, checked.manifest, wanted)
         if checked.repository is not None:
             fetched, error = _attempt(lambda: _with_files(checked, start.rank))
             agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
@@ -165,6 +172,7 @@ class _Wanted:
     training: bool
     sequence_parallel: bool
     gather_logits: bool | None
+    verify: bool
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,8 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
         )
     fingerprint.check_code(solved)
     _check_form(solved, wanted)
+    if wanted.verify and found.checkpoint is not None:
+        raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
     if found.repository is None and found.checkpoint is None and rank < solved.tp:
@@ -267,6 +277,10 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     except Exception as error:
         raise building_failed(directory, error) from error
     _parallelize(model, plan, comm, wanted)
+    if wanted.verify:
+        from .file_checksums import verify_checksums
+
+        verify_checksums(directory, checked.manifest, start.rank)
     rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
@@ -302,13 +316,9 @@ def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
     if not plan.model.trust_remote_code:
         return find_class(plan.model.class_name)
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from .remote_code import remote_class
 
-    reference = plan.model.class_name.replace(":", ".")
-    if "--" in reference:
-        raise PlanError(f"{directory}: the model class {reference!r} is code of another repository")
-    found: type[nn.Module] = get_class_from_dynamic_module(reference, str(directory), local_files_only=True)
-    return found
+    return remote_class(directory, plan.model.class_name)
 
 
 def _launch(

@@ -10,8 +10,16 @@ from ..comm.collectives import Communicator
 from ..format.plan import ModulePlan, ParameterPlan, Plan
 from .embeddings import attach_embeddings
 from .inner_states import check_hidden_states
-from .refusals import WHY_NO_ATTENTIONS, WHY_NO_EMBEDDINGS, refuse
+from .refusals import refuse
 
+WHY_NO_ATTENTIONS = (
+    "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
+    "to look at attention weights"
+)
+WHY_NO_EMBEDDINGS = (
+    "whose plan was not proven with it; pass ids. `shardconv replan` proves it where the unsharded model "
+    "runs on random embeddings; a sequence-parallel model takes ids only"
+)
 EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 """Arguments that are given in place of ids."""
 

@@ -15,18 +15,6 @@ WHY_NO_LABELS = (
     "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
     "with gather_logits=True"
 )
-WHY_NO_STATES = (
-    "whose inner activations, or their gradients, may be sharded: a loss of them would train the model "
-    "wrongly; use its outputs alone"
-)
-WHY_NO_ATTENTIONS = (
-    "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
-    "to look at attention weights"
-)
-WHY_NO_EMBEDDINGS = (
-    "whose plan was not proven with it; pass ids. `shardconv replan` proves it where the unsharded model "
-    "runs on random embeddings; a sequence-parallel model takes ids only"
-)
 
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:

@@ -9,12 +9,17 @@ from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module
 from ..format.plan_forms import of_sequence, require_training
 from ..parallel.boundary import attach_output
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule, without_logits_gather
-from ..parallel.refusals import WHY_NO_LABELS, WHY_NO_STATES, refuse
+from ..parallel.refusals import WHY_NO_LABELS, refuse
 from .bypassed import watch_first_pass
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
 from .sequence import FLAT_OUTPUTS, attach_sequence
+
+WHY_NO_STATES = (
+    "whose inner activations, or their gradients, may be sharded: a loss of them would train the model "
+    "wrongly; use its outputs alone"
+)
 
 
 def parallelize_for_training(

@@ -1,0 +1,37 @@
+"""Whether all ranks load the same model: ranks of different ones would run, and compute nothing of use."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from ..comm.agreement import exchange
+from ..comm.mesh import Launch
+from ..errors import LaunchError
+from ..format.manifest import Manifest
+
+FORM = ("dtype", "training", "sequence_parallel", "gather_logits")
+"""Arguments of ``load`` that decide what the ranks compute."""
+
+
+def require_same(start: Launch, manifest: Manifest, wanted: object) -> None:
+    """Compare what the ranks load; every rank calls it.
+
+    Args:
+        start: the ranks.
+        manifest: of this rank's directory. Copies of it in other places have the same checksums.
+        wanted: has the arguments of ``load``.
+
+    Raises:
+        LaunchError: a rank loads another conversion, or the same one in another form.
+    """
+    content = sha256(repr((manifest.plan_sha256, manifest.files, manifest.source.revision)).encode())
+    form = ", ".join(f"{name}={getattr(wanted, name)}" for name in FORM)
+    own = {"conversion": f"{content.hexdigest()[:12]} of {manifest.source.name}", "form": form}
+    found = exchange(start, own)
+    for what in own:
+        for rank, theirs in enumerate(found):
+            if theirs[what] != found[0][what]:
+                raise LaunchError(
+                    f"the ranks must load the same {what}: rank 0 loads {found[0][what]}, and rank {rank} "
+                    f"loads {theirs[what]}; give all ranks the same files and arguments"
+                )
