@@ -284,6 +284,10 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
+    if start.group is not None and plan.tp > 1:
+        from ..parallel.model_changes import refuse_changes
+
+        refuse_changes(model, dist.get_process_group_ranks(start.group))
     return model.eval()
 
 

@@ -7,7 +7,7 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ..format.plan import (
     AllReduceStep,
     Boundary,
     LocalRowsStep,
-    LogitsInfo,
     ModulePlan,
     ParameterPlan,
     Plan,
@@ -34,7 +33,6 @@ from ..format.plan import (
 )
 from .boundary import RowIds, TensorStep, attach, forward_signature, in_use, step
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .refusals import WHY_NO_LABELS, refuse
 
 
 def parallelize(
@@ -56,6 +54,9 @@ def parallelize(
     require_mesh(plan, comm)
     modules = module_plans(plan)
     if gather_logits is False:
+        from .local_logits import WHY_NO_LABELS, without_logits_gather
+        from .refusals import refuse
+
         modules = without_logits_gather(modules, plan.logits)
         refuse(model, "labels", WHY_NO_LABELS)
     apply_plan(model, plan, comm, modules)
@@ -311,23 +312,6 @@ def _check_entry(entry: ModulePlan) -> None:
 
 def _sums(entry: ModulePlan) -> bool:
     return any(isinstance(step, AllReduceStep | ReduceScatterStep) for step in entry.outputs)
-
-
-def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | None) -> dict[str, ModulePlan]:
-    """The modules without the gather of the logits.
-
-    Raises:
-        PlanError: the plan gathers none.
-    """
-    entry = modules.get(logits.module) if logits else None
-    if logits is None or entry is None:
-        raise PlanError("gather_logits=False: the plan does not shard the logits")
-    outputs = tuple(
-        step for step in entry.outputs if not (step.slot == logits.slot and isinstance(step, AllGatherStep))
-    )
-    if len(outputs) == len(entry.outputs):
-        raise PlanError(f"{logits.module}: the plan gathers no logits at slot {logits.slot!r}")
-    return {**modules, logits.module: replace(entry, outputs=outputs, gather_output=False)}
 
 
 def _check_names(model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan]) -> None:

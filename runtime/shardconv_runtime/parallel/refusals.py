@@ -11,11 +11,6 @@ from torch import nn
 from ..errors import PlanError
 from .boundary import forward_signature
 
-WHY_NO_LABELS = (
-    "that was loaded with gather_logits=False: its loss would be that of a shard of the vocabulary; load "
-    "with gather_logits=True"
-)
-
 
 def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = False) -> None:
     """Have a model refuse to be called with an argument, given or set in its config.

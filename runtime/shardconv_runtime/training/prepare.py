@@ -8,8 +8,9 @@ from ..comm.collectives import Communicator
 from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_forms import of_sequence, require_training
 from ..parallel.boundary import attach_output
-from ..parallel.build import apply_plan, owner_of, require_mesh, submodule, without_logits_gather
-from ..parallel.refusals import WHY_NO_LABELS, refuse
+from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
+from ..parallel.local_logits import WHY_NO_LABELS, without_logits_gather
+from ..parallel.refusals import refuse
 from .bypassed import watch_first_pass
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss

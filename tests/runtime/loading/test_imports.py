@@ -20,7 +20,6 @@ MODULES = """
     inference inference.generation
     loading loading.load loading.rank_files loading.read_ahead loading.reading
     parallel parallel.boundary parallel.build parallel.layers parallel.meta_model parallel.model_config
-    parallel.refusals
 """
 """Of the runtime: those that one rank imports that loads a local directory, and generates."""
 

@@ -1,0 +1,93 @@
+"""Changes of a loaded model that its plan does not hold for: refused when they are made.
+
+The plan is for the modules that were converted. A module that takes the place of one of them has the global
+sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
+rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache, partial
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import PlanError
+
+_SAVE = (
+    "each rank has its part of the parameters; call shardconv_runtime.save(model, OUT) on all ranks, then "
+    "`shardconv merge OUT FULL` makes an ordinary checkpoint"
+)
+_BEFORE = "change the unsharded model, save it, and convert it again"
+REFUSED_METHODS = {
+    "save_pretrained": _SAVE,
+    "push_to_hub": f"{_SAVE}, and `shardconv push OUT` puts it on the Hub",
+    "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
+    "add_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
+    "load_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
+}
+"""Methods of transformers' models that would take this rank's part for the model -> the remedy."""
+
+_PARTS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""Modules of loaded models -> the ranks, of the default group, that hold parts of the model together."""
+
+
+@cache
+def _watch_registrations() -> None:
+    register_module_module_registration_hook(_check_registration)
+
+
+def refuse_changes(model: nn.Module, ranks: Collection[int]) -> None:
+    """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank.
+
+    Args:
+        model: one rank's, complete.
+        ranks: of the default process group, those that hold parts of the model together.
+    """
+    for name, remedy in REFUSED_METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, partial(_refuse, name, remedy))
+    _watch_registrations()
+    _PARTS.update(dict.fromkeys(model.modules(), frozenset(ranks)))
+
+
+def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
+
+
+def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> None:
+    """Called by torch whenever a module becomes an attribute of another one."""
+    if new is None:
+        return
+    if isinstance(parent, DistributedDataParallel) and new in _PARTS:
+        _check_replicas(parent, _PARTS[new])
+    if parent not in _PARTS:
+        return
+    old = parent._modules.get(name)
+    if old is None or old is new or _keeps(new, old):
+        return
+    raise PlanError(
+        f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
+        f"parameters are sharded over ranks: the plan is for the modules that were converted; {_BEFORE}"
+    )
+
+
+def _keeps(new: nn.Module, old: nn.Module) -> bool:
+    """Whether a wrapper has the old module in it, and no parameters of its own."""
+    return old in new.modules() and set(new.parameters()) == set(old.parameters())
+
+
+def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> None:
+    """Check that the processes of a wrapper hold replicas: it makes their parameters and gradients equal."""
+    others = set(dist.get_process_group_ranks(wrapper.process_group)) & ranks - {dist.get_rank()}
+    if others:
+        raise PlanError(
+            f"DistributedDataParallel would make the parts of ranks {', '.join(map(str, sorted(ranks)))} "
+            "equal; pass process_group=, the processes that hold the same part, or use "
+            "shardconv_runtime.data_parallel"
+        )
