@@ -15,6 +15,7 @@ from shardconv_runtime.format.gathering import gather_index
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.format.samples import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, group_of
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.tensors import lazy_tensor as lazy
@@ -83,8 +84,12 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
     return found
 
 
-def read(directory: str | os.PathLike[str]) -> Converted:
+def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
     """Open a converted directory.
+
+    Args:
+        directory: as ``convert`` writes it.
+        may_be_damaged: open files of right headers and sizes whatever bytes they have.
 
     Raises:
         CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
@@ -99,6 +104,8 @@ def read(directory: str | os.PathLike[str]) -> Converted:
     tensors: dict[int | None, dict[str, LazyTensor]] = {None: {}, **{rank: {} for rank in range(plan.tp)}}
     for entry in found.files:
         if entry.path.endswith(".safetensors"):
+            if entry.sample and not may_be_damaged:
+                check_sample(manifest.resolve(path, entry.path), entry.sample)
             for name, tensor in _read_file(path, entry, found.tp, layout):
                 if name in tensors[entry.rank]:
                     raise CheckpointError(f"{path}: {entry.path} has {name}, and so has another file")

@@ -26,6 +26,7 @@ from shardconv_runtime.format.manifest import (
     rank_directory,
 )
 from shardconv_runtime.format.plan import ParameterPlan, Plan
+from shardconv_runtime.format.samples import sample_checksum
 from shardconv_runtime.format.shard_files import PlannedShard, shard_files
 from shardconv_runtime.format.small_files import entry_of, files_to_copy, plain_config
 from shardconv_runtime.format.stored_layout import stored_plans
@@ -192,7 +193,13 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [
-        FileEntry(path, sizes[path], f"crc32:{crc:08x}", _rank_of(path, plan.tp))
+        FileEntry(
+            path,
+            sizes[path],
+            f"crc32:{crc:08x}",
+            _rank_of(path, plan.tp),
+            sample_checksum(workspace.path / path),
+        )
         for path, crc in checksums.items()
     ]
     entries += origin.copy_small_files(workspace.path)

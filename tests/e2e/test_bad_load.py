@@ -170,3 +170,22 @@ def test_verifying_finds_a_changed_byte(conversions: Path, tmp_path: Path, direc
 def test_an_ordinary_checkpoint_has_no_checksums_to_verify(conversions: Path) -> None:
     with pytest.raises(PlanError, match="verify=True"):
         shardconv_runtime.load(conversions / "llama", plan=conversions / "llama-2" / "plan.json", verify=True)
+
+
+def take_rank_of_other_weights(out: Path, root: Path) -> None:
+    """Names, sizes and headers are equal."""
+    shutil.rmtree(out / rank_directory(1, 2))
+    shutil.copytree(root / "tuned-2" / rank_directory(1, 2), out / rank_directory(1, 2))
+
+
+def test_a_file_of_another_conversion_is_noticed(conversions: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(conversions / "llama-2", out)
+    take_rank_of_other_weights(out, conversions)
+    for error in run_errors(2, shardconv_runtime.load, out):
+        assert isinstance(error, ShardconvError)
+        assert f"{rank_directory(1, 2)}/" in str(error)
+        assert "is not the file that was written" in str(error)
+    for function in (shardconv.merge, shardconv.reshard):
+        with pytest.raises(CheckpointError, match="is not the file that was written"):
+            function(out, tmp_path / "made", **({"tp": 4} if function is shardconv.reshard else {}))

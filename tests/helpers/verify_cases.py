@@ -14,6 +14,7 @@ from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile, read_header
 from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.samples import sample_checksum
 from torch import Tensor
 
 
@@ -37,7 +38,8 @@ def describe_again(out: Path, path: str) -> None:
     def fitting(entry: FileEntry) -> FileEntry:
         if entry.path != path:
             return entry
-        return dataclasses.replace(entry, num_bytes=len(data), checksum=f"crc32:{zlib.crc32(data):08x}")
+        checksum, sample = f"crc32:{zlib.crc32(data):08x}", sample_checksum(out / path)
+        return dataclasses.replace(entry, num_bytes=len(data), checksum=checksum, sample=sample)
 
     manifest_writing.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)
 

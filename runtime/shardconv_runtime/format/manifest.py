@@ -61,6 +61,8 @@ class FileEntry:
     """
     rank: int | None = None
     """The rank that reads it; None: every rank does."""
+    sample: str = ""
+    """Of a shard: the checksum of some blocks, see ``samples``; empty in older directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,8 @@ def _check_entry(where: str, entry: FileEntry, tp: int) -> None:
         raise MalformedError(
             f"{where}.checksum", "expected crc32: or sha256: and 8 or 64 hex digits in lower case"
         )
+    if entry.sample and not _CHECKSUM.fullmatch(entry.sample):
+        raise MalformedError(f"{where}.sample", "expected crc32: and 8 hex digits in lower case")
     if entry.rank is not None and not 0 <= entry.rank < tp:
         raise MalformedError(f"{where}.rank", f"{entry.rank} is not one of {tp} ranks")
     top = entry.path.split("/")[0]

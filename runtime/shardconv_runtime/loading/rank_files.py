@@ -66,6 +66,10 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     for entry in filter(_is_shard, manifest.files_of(rank)):
         path = resolve(directory, entry.path)
         shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
+        if entry.sample:
+            from ..format.samples import check_sample
+
+            check_sample(path, entry.sample)
         for name, tensor in shards[-1].tensors.items():
             if name in found:
                 raise CheckpointError(

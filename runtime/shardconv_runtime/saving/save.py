@@ -27,6 +27,7 @@ from ..errors import CheckpointError, PlanError
 from ..format import manifest, manifest_writing, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
+from ..format.samples import sample_checksum
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
 from ..format.stored_layout import holds_values
@@ -161,7 +162,7 @@ def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> Fil
         os.fsync(target.fileno())
         num_bytes = target.tell()
     assert num_bytes == file.layout.num_bytes, "the tensors have the shapes and dtypes of the plan"
-    return FileEntry(file.path, num_bytes, f"crc32:{crc:08x}", file.rank)
+    return FileEntry(file.path, num_bytes, f"crc32:{crc:08x}", file.rank, sample_checksum(path))
 
 
 def _bytes(tensor: Tensor) -> Any:
