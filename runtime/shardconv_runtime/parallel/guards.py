@@ -17,8 +17,8 @@ WHY_NO_ATTENTIONS = (
     "to look at attention weights"
 )
 WHY_NO_EMBEDDINGS = (
-    "whose plan was not proven with it; pass ids. `shardconv replan` proves it where the unsharded model "
-    "runs on random embeddings; a sequence-parallel model takes ids only"
+    "whose plan was not proven with it; pass ids. `shardconv replan`, or `plan --check`, proves it where "
+    "the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
 )
 EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 """Arguments that are given in place of ids."""
