@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: of the file system in which the kernel's files are.
     """
     return min([_of_machine(root), *_of_cgroups(root)])
+
+
+def return_freed_memory() -> None:
+    """Give the system back what the C library keeps of freed tensors, where it can: ranks that were threads
+    leave much of it."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # another C library
 
 
 def _of_machine(root: Path) -> int:

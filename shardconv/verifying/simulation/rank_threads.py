@@ -12,6 +12,8 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.slices import Mesh
 from torch import Tensor
 
+from .available_memory import return_freed_memory
+
 T = TypeVar("T")
 
 BESIDE = -1
@@ -234,6 +236,7 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join()
+    return_freed_memory()
     if errors:
         raise _first_cause(errors)
     return [results[rank] for rank in range(num_ranks)]
