@@ -16,7 +16,7 @@ from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
 from ..verifying.plans.given_embeddings import proven_arguments
 from ..verifying.plans.implementations import notes_on_others
-from ..verifying.plans.simulate import Case, may_be_padded, simulate
+from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
 from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
@@ -82,7 +82,11 @@ class NumericCheck:
         skipped = planned_alike(plan, self.bypassed)
         small = self._small.get(frozenset(skipped))
         if small is None:
-            small = shrink(self.full, plan.tp, skipped, lambda small: small_plan(plan, small, skipped))
+
+            def case(small: SmallModel) -> Case:
+                return Case(small_plan(plan, small, skipped), small.model, small.inputs)
+
+            small = shrink(self.full, plan.tp, skipped, case, lambda small: runs(case(small)))
             self._small[frozenset(skipped)] = small
         return Case(small_plan(plan, small, skipped), small.model, small.inputs)
 

@@ -69,6 +69,15 @@ def simulate(case: Case, *, gradients: bool = False, calls: int = 1) -> Outcome:
     return outcome
 
 
+def runs(case: Case) -> bool:
+    """Whether the unsharded model runs on random weights."""
+    try:
+        case.simulation().run_unsharded()
+    except Unprovable:
+        return False
+    return True
+
+
 def may_be_padded(case: Case) -> bool:
     """Whether padding at the end of sequences, as the runtime adds it, changes the results of no token."""
     inputs = case.inputs

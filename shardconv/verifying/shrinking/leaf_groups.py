@@ -2,7 +2,7 @@
 
 A leaf, the leaves that marks and ties link to it, and those of other calls of a module are one **group**. A
 group is kept where its size means something else as well: the input decides it, code picks positions along it
-by number, a constant of the code has values for each position, or it counts the matrices of a stack.
+by number, or a constant of the code has values for each position.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.expert_sites import find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
 from ...tracing.tape import Mark, Op
+from .hashed_tables import HashedTable, hashed_tables
 from .token_tables import token_tables
 
 _PICKING = frozenset(
@@ -54,6 +55,10 @@ class LeafGroup:
     """Whether they are the rows of a table that is looked up by token ids."""
     times: int = 1
     """The dims of parameters that have such a leaf are at least so many times as large."""
+    hashed: HashedTable | None = None
+    """Where the rows of a table are looked up by hashes: how these are made."""
+    experts: bool = False
+    """Whether they count experts, which shrink after everything else."""
 
 
 def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[LeafGroup]:
@@ -74,7 +79,9 @@ def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[Lea
         for head in heads:
             if head.size == row.size:
                 union.join(row, head)
-    kept = {union.find(x) for x in _kept(analysis, rows)}
+    hashed = {x: h for t, h in hashed_tables(analysis.tape).items() for x in leaves(analysis.dims[t][0])}
+    experts = _experts(analysis)
+    kept = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}
     members: dict[Node, set[Node]] = {}
     times: dict[Node, int] = {}
     for tid, dims in analysis.dims.items():
@@ -84,9 +91,12 @@ def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[Lea
                 members.setdefault(root, set()).add(leaf)
                 if analysis.tape.tensors[tid].kind == "parameter":
                     times[root] = min(times.get(root, dim.size), dim.size // leaf.size)
-    rows = {union.find(x) for x in rows}
+    rows, experts = ({union.find(x) for x in some} for some in (rows, experts))
+    how = {union.find(x): h for x, h in hashed.items()}
     return [
-        LeafGroup(root.size, frozenset(found), root in rows, times.get(root, 1))
+        LeafGroup(
+            root.size, frozenset(found), root in rows, times.get(root, 1), how.get(root), root in experts
+        )
         for root, found in members.items()
         if root not in kept
     ]
@@ -120,8 +130,22 @@ def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tupl
             yield a, b
 
 
-def _kept(analysis: Analysis, rows: set[Node]) -> Iterator[Node]:
-    """The leaves that keep their size."""
+def _experts(analysis: Analysis) -> set[Node]:
+    """The leaves of dims that count the matrices of a stack, and of scores of as many experts.
+
+    Code picks positions along these by number, but computes the numbers from the scores.
+    """
+    stacks = [analysis.dims[stack.parameter][0] for stack in find_stacks(analysis.tape)]
+    counts = {dim.size for dim in stacks}
+    long = {x for d in analysis.dims.values() for dim in d if dim.size in counts for x in leaves(dim)}
+    ops = (event for event in analysis.tape.events if isinstance(event, Op))
+    return {x for dim in stacks for x in leaves(dim)} | {
+        x for op in ops for x in _picked(analysis, op) if x in long
+    }
+
+
+def _kept(analysis: Analysis, picked: set[Node]) -> Iterator[Node]:
+    """The leaves that keep their size: those along which code picks positions, but for ``picked``."""
     tape = analysis.tape
     yield from frozen_leaves(analysis)
     for tid, dims in analysis.dims.items():
@@ -130,9 +154,7 @@ def _kept(analysis: Analysis, rows: set[Node]) -> Iterator[Node]:
             yield from (x for dim in dims for x in leaves(dim))
     for event in tape.events:
         if isinstance(event, Op):
-            yield from (x for x in _picked(analysis, event) if x not in rows)
-    for stack in find_stacks(tape):
-        yield from leaves(analysis.dims[stack.parameter][0])
+            yield from (x for x in _picked(analysis, event) if x not in picked)
     for use in analysis.norms:
         if use.site.groups > 1:
             yield from leaves(use.groups)

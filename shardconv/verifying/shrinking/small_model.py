@@ -8,7 +8,6 @@ keeps its size, and the rest is tried again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,12 +34,12 @@ from ..retracing.tape_comparison import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from .leaf_groups import LeafGroup, leaf_groups
-from .small_shapes import SmallShapes, choose_sizes
+from .small_shapes import SmallShapes, activation_elements, choose_sizes
 from .token_tables import FewerTokens, fewer_tokens, special_ids, token_inputs, token_tables
 
 Changes = Mapping[Attribute, Change]
-_LARGE = 1 << 22
-"""Elements of an activation."""
+_LARGE = 1 << 25
+"""Elements of all activations."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,23 @@ class SmallModel:
 
 
 def shrink(
-    full: FullModel, tp: int, skipped: Mapping[str, Bypass], fits: Callable[[SmallModel], object]
+    full: FullModel,
+    tp: int,
+    skipped: Mapping[str, Bypass],
+    fits: Callable[[SmallModel], object],
+    runs: Callable[[SmallModel], bool],
 ) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
-    Of the groups that may be to blame for a failure, the smallest one keeps its size.
+    Of the groups that may be to blame for a failure, experts keep their number first, else the smallest one.
 
     Args:
         full: the model.
         tp: number of ranks: sizes keep their remainders by it.
         skipped: layers to leave out.
         fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
+        runs: whether a smaller model runs on numbers: asked where it has fewer experts or fewer rows for
+            hashes, whose ids are not known before. If it does not, these keep their size.
 
     Raises:
         PlanError: the plan does not fit the full model either.
@@ -98,9 +103,13 @@ def shrink(
                     raise
                 found = Obstacle((), "the plan")
             else:
-                return found
+                computed = {group for group in sizes if group.experts or group.hashed}
+                if not computed or runs(found):
+                    return found
+                kept |= computed
+                continue
         blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
-        kept.add(min(blamed or sizes, key=lambda g: g.size))
+        kept.add(min(blamed or sizes, key=lambda g: (not g.experts, g.size)))
 
 
 class _Attempt:
@@ -125,7 +134,7 @@ class _Attempt:
         tokens = self._tokens()
         if isinstance(tokens, Obstacle):
             return tokens
-        given = {**self._mapped_ids(tokens), **self._paddings(tokens), **self._norm_sizes()}
+        given = {**self._mapped_ids(tokens), **self._paddings(tokens), **self._norm_sizes(), **self._hashes()}
         found = localized(self.shapes, given={a: c.local for a, c in given.items()})
         if isinstance(found, Obstacle):
             return found
@@ -142,9 +151,8 @@ class _Attempt:
 
     def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
         """One row of inputs whose activations are large, as those of images and sounds; else all."""
-        shapes = (self.shapes.local_shape(tid) for tid in self.full.analysis.dims)
         rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in inputs.tensors.values()}
-        if len(rows) > 1 or max(map(math.prod, shapes)) <= _LARGE:
+        if len(rows) > 1 or activation_elements(self.shapes) <= _LARGE:
             return inputs
         first = replace(inputs, tensors={name: tensor[:1] for name, tensor in inputs.tensors.items()})
         try:
@@ -190,6 +198,16 @@ class _Attempt:
             (fqn, "padding_idx"): Change(padding, tokens.ids[padding])
             for fqn, padding in self._padding_ids().items()
             if tokens.ids.get(padding, padding) != padding
+        }
+
+    def _hashes(self) -> dict[Attribute, Change]:
+        """Attributes that hashes are reduced by."""
+        return {
+            (group.hashed.fqn, group.hashed.attribute): Change(
+                group.hashed.value, size * group.hashed.value // group.size
+            )
+            for group, size in self.sizes.items()
+            if group.hashed is not None
         }
 
     def _norm_sizes(self) -> dict[Attribute, Change]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ...dim_analysis.analysis import Analysis
-from ...dim_analysis.dim_trees import LEAF, PRODUCT, Node, find, leaves
+from ...dim_analysis.dim_trees import LEAF, PRODUCT, SUM, Node, find, leaves
+from ...tracing.tape import Op
 from .leaf_groups import LeafGroup
 
 ENOUGH = 1 << 23
 """Elements at which nothing more is shrunk."""
-_LARGE = 1 << 20
+_COUNTED = 1 << 20
 """Elements of an activation that count."""
 _LEAST = 17
 """Smaller sizes let mistakes cancel each other."""
@@ -127,10 +128,11 @@ def _parts(node: Node) -> Iterator[Node]:
 def choose_sizes(
     analysis: Analysis, groups: Collection[LeafGroup], tp: int, *, kept: Collection[LeafGroup] = ()
 ) -> dict[LeafGroup, int]:
-    """Which groups shrink, until what is left is small: first those in which most elements are.
+    """Which groups shrink, until what is left is small: first those in which most elements are, experts last.
 
     A size keeps its remainder by the number of ranks, so that uneven shares stay uneven; equal sizes stay
-    equal, different ones different, and where there is a choice they are none of those that stay.
+    equal, also to sums and products of others, different ones different, and where there is a choice they are
+    none of those that stay.
 
     Args:
         analysis: of the model.
@@ -138,28 +140,72 @@ def choose_sizes(
         tp: number of ranks.
         kept: groups that may not after all.
     """
-    by_leaf = {leaf: group for group in groups if group not in kept for leaf in group.leaves}
-    tensors = _costs(analysis)
-    inside: dict[LeafGroup, int] = {}
-    for dims, numel in tensors:
-        for group in {by_leaf[x] for dim in dims for x in leaves(dim) if x in by_leaf}:
-            inside[group] = inside.get(group, 0) + numel
-    infos = analysis.tape.tensors
-    taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
-    smaller: dict[int, int] = {}
-    out: dict[LeafGroup, int] = {}
-    for group in sorted(inside, key=lambda g: (-inside[g], g.size)):
-        if _total(analysis, tensors, out) <= ENOUGH:
-            break
-        others = {n * g.times for g, n in out.items()}
-        avoided = others if group.times > 1 else taken | others
-        small = smaller.get(group.size) or _small_size(group, tp, avoided)
+    return _Choice(analysis, [group for group in groups if group not in kept], tp).sizes()
+
+
+class _Choice:
+    """Sizes, chosen one after the other."""
+
+    def __init__(self, analysis: Analysis, groups: Collection[LeafGroup], tp: int) -> None:
+        self.analysis = analysis
+        self.tp = tp
+        self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
+        self.tensors = _costs(analysis)
+        infos = analysis.tape.tensors
+        self.taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
+        self.smaller: dict[tuple[int, bool], int] = {}
+        """Size, and whether it counts experts -> what all such groups shrink to."""
+        self.out: dict[LeafGroup, int] = {}
+        self.made_of: dict[tuple[int, bool], Node] = {}
+        """Size of a group, and whether it counts experts -> a dim of that size, made of others."""
+        sizes = {group.size for group in groups}
+        for part in (p for dims in analysis.dims.values() for dim in dims for p in _parts(dim)):
+            if part.kind != LEAF and part.size in sizes:
+                experts = any(g.experts for g in self._groups([part]))
+                self.made_of.setdefault((part.size, experts), part)
+
+    def sizes(self) -> dict[LeafGroup, int]:
+        """The groups that shrink, and their sizes."""
+        inside: dict[LeafGroup, int] = {}
+        for dims, numel in self.tensors:
+            for group in self._groups(dims):
+                inside[group] = inside.get(group, 0) + numel
+        for group in sorted(inside, key=lambda g: (g.experts, -inside[g], g.size)):
+            if _total(self.analysis, self.tensors, self.out) <= ENOUGH:
+                break
+            self._shrink(group)
+        return self.out
+
+    def _groups(self, dims: Iterable[Node]) -> set[LeafGroup]:
+        return {self.by_leaf[x] for dim in dims for x in leaves(dim) if x in self.by_leaf}
+
+    def _shrink(self, group: LeafGroup) -> None:
+        key = group.size, group.experts
+        small = self.smaller.get(key) or self._size(group)
         if small <= group.size // 2:
-            out[group] = smaller[group.size] = small
-    return out
+            self.out[group] = self.smaller[key] = small
+
+    def _size(self, group: LeafGroup) -> int:
+        whole = self.made_of.get((group.size, group.experts))
+        if whole is None:
+            return self._own_size(group)
+        if whole.kind == SUM or group.experts:  # sums such as the halves of a head
+            for part in sorted(self._groups([whole]), key=lambda g: -g.size)[: 1 if group.experts else None]:
+                if part not in self.out:
+                    self._shrink(part)
+        shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
+        small = shapes.size(whole)
+        return small if small < whole.size else self._own_size(group)
+
+    def _own_size(self, group: LeafGroup) -> int:
+        others = {n * g.times for g, n in self.out.items()}
+        return _small_size(group, self.tp, others if group.times > 1 else self.taken | others)
 
 
 def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
+    if group.hashed is not None:
+        value = group.hashed.value
+        return (-(-_LEAST_ROWS // tp) * tp + value % tp) * (group.size // value)
     least = _LEAST_ROWS if group.rows else max(_LEAST // group.times, _LEAST_FACTOR)
     size = -(-least // tp) * tp + group.size % tp
     while size * group.times in taken:
@@ -174,7 +220,7 @@ def _costs(analysis: Analysis) -> list[tuple[tuple[Node, ...], int]]:
     out = []
     for tid, dims in analysis.dims.items():
         numel = math.prod(tensors[tid].shape)
-        if numel > _LARGE or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
+        if numel > _COUNTED or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
             out.append((dims, numel))
     return out
 
@@ -184,3 +230,15 @@ def _total(
 ) -> int:
     shapes = SmallShapes(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
     return sum(math.prod(map(shapes.size, dims)) for dims, _ in tensors)
+
+
+def activation_elements(shapes: SmallShapes) -> int:
+    """Elements of all that is computed in a forward pass, with the scores of attention."""
+    tape = shapes.analysis.tape
+    total = 0
+    for op in (e for e in tape.events if isinstance(e, Op)):
+        total += sum(math.prod(shapes.local_shape(t)) for t in op.outputs)
+        if op.name.startswith("aten.scaled_dot_product_attention."):
+            query, key = map(shapes.local_shape, op.inputs[:2])
+            total += math.prod(query[:-1]) * key[-2]
+    return total

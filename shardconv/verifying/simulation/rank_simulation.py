@@ -105,6 +105,14 @@ class Simulation:
             problem = self._wrong_gradient(precision, want.gradients)
         return Outcome(worst, precision.tolerance, precision.dtype, problem)
 
+    def run_unsharded(self) -> list[Tensor]:
+        """The outputs of the unsharded model.
+
+        Raises:
+            Unprovable: it fails.
+        """
+        return self._reference(False)[1].outputs
+
     def agrees_when_padded(self) -> bool:
         """Whether the unsharded model computes the same for each token with padding at the end as without it.
 

@@ -17,10 +17,13 @@ from torch import nn
 from shardconv.arguments import SolveOptions
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.dim_trees import Node, concatenation, leaf, product
+from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline import stages
 from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
 from shardconv.tracing.tape import Tape
+from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.shrinking.hashed_tables import hashed_tables
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
 from shardconv.verifying.shrinking.small_shapes import SmallShapes
 from shardconv.verifying.shrinking.token_tables import fewer_tokens
@@ -177,3 +180,75 @@ def owner(size: int, parts: int, row: int) -> int:
 
 def test_too_many_tokens_for_a_rank() -> None:
     assert fewer_tokens(range(40), 1000, 64, 4) is None
+
+
+# Sizes -----------------------------------------------------------------------------------------------
+
+
+def test_heads_and_halves_of_heads_shrink_together() -> None:
+    """Rotary halves of 64 make a head of 128, which the values have as one leaf."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=512,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 16)
+        plan, check = proven(config, 2)
+    attention = check.case(plan).model.get_submodule("model.layers.0.self_attn")
+    assert attention.q_proj.weight.shape[0] == attention.v_proj.weight.shape[0] < 1024
+
+
+def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=64,
+        vocab_size=512,
+    )
+    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    monkeypatch.setattr("shardconv.pipeline.numeric_check.runs", lambda case: False)
+    plan, check = proven(config, 2)
+    experts = check.case(plan).model.get_submodule("model.layers.0.mlp.experts")
+    assert experts.gate_up_proj.shape[0] == 64
+
+
+class Hashing(nn.Module):
+    """Looks rows up by hashes of its input."""
+
+    def __init__(self, buckets: int, parts: int) -> None:
+        super().__init__()
+        self.buckets = buckets
+        self.parts = parts
+        self.table = nn.Embedding(buckets * parts, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = [
+            self.table((ids * 7919 + part) % self.buckets + part * self.buckets) for part in range(self.parts)
+        ]
+        return torch.stack(found).sum(0)
+
+
+def test_a_table_that_is_looked_up_by_hashes_is_found() -> None:
+    with torch.device("meta"):
+        model = Hashing(1001, 3)
+    tape = trace(model, {"ids": torch.arange(10).reshape(2, 5)}, RULES)
+    (how,) = hashed_tables(tape).values()
+    assert (how.attribute, how.value) == ("buckets", 1001)
+
+
+def test_a_table_that_tokens_look_up_too_is_not() -> None:
+    class Both(Hashing):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) + self.table(ids)
+
+    with torch.device("meta"):
+        model = Both(1001, 3)
+    assert not hashed_tables(trace(model, {"ids": torch.arange(10).reshape(2, 5)}, RULES))
