@@ -74,7 +74,24 @@ class Identities:
         if key in self._stale:
             self._refresh(tensor)
         tid = self._tids.get(key)
+        if tid is None:
+            tid = self._same_memory(tensor)
         return self.add_constant(tensor) if tid is None else tid
+
+    def _same_memory(self, tensor: Tensor) -> int | None:
+        """The identity of a tensor with the same elements of the same memory, as of what a ``Parameter`` was
+        made of; None if there is none."""
+        if tensor.device != META:
+            return None
+        storage, layout = storage_key(tensor), _layout(tensor)
+        for other in self._on_storage.get(storage, ()):
+            if other.device == META and tensor_key(other) in self._tids and _layout(other) == layout:
+                tid = self.tid(other)
+                self.become(tensor, tid)
+                self._alive.append(tensor)
+                self._on_storage[storage].append(tensor)
+                return tid
+        return None
 
     def add_constant(
         self, tensor: Tensor, kind: str = "constant", name: str = "", is_weight: bool = False
@@ -153,6 +170,11 @@ class IdentitiesPoint:
 
     tids: int
     stale: int
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    """Which elements of its memory a tensor has."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _storage_size(tensor: Tensor) -> int:

@@ -497,6 +497,16 @@ def test_a_buffer_that_is_written_through_a_view_has_a_new_value() -> None:
     assert add.inputs == writes[0].outputs
 
 
+def test_parameters_that_code_casts_are_those_that_were_cast() -> None:
+    """``Module.to`` makes new parameters on the memory of what it cast; afterwards the old ones are back."""
+    model = Call(lambda inner, x: inner.to(torch.float32)(x), nn.Linear(3, 5, device="meta").half())
+    tape = tape_of(model)
+    (linear,) = [e for e in tape.events if isinstance(e, Op) and e.name == "aten.linear.default"]
+    casts = {e.outputs[0]: e.inputs[0] for e in tape.events if isinstance(e, Op) and ".to." in e.name}
+    assert [tape.tensors[casts[t]].name for t in linear.inputs[1:]] == ["inner.0.weight", "inner.0.bias"]
+    assert model.inner[0].weight.dtype == torch.float16
+
+
 def test_operators_that_draw_random_numbers() -> None:
     def forward(x: Tensor) -> Tensor:
         x = nn.functional.dropout(x, 0.5, training=False)
