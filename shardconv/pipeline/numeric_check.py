@@ -80,15 +80,15 @@ class NumericCheck:
     def case(self, plan: Plan) -> Case:
         """What is simulated for a plan: the smaller model, and what the plan says of it."""
         skipped = planned_alike(plan, self.bypassed)
+
+        def of(small: SmallModel) -> Case:
+            return Case(small_plan(plan, small, skipped), small.model, small.inputs)
+
         small = self._small.get(frozenset(skipped))
         if small is None:
-
-            def case(small: SmallModel) -> Case:
-                return Case(small_plan(plan, small, skipped), small.model, small.inputs)
-
-            small = shrink(self.full, plan.tp, skipped, case, lambda small: runs(case(small)))
+            small = shrink(self.full, plan.tp, skipped, of, lambda small: runs(of(small)))
             self._small[frozenset(skipped)] = small
-        return Case(small_plan(plan, small, skipped), small.model, small.inputs)
+        return of(small)
 
     def _with_proven_loss(self, plan: Plan) -> Plan:
         """The plan without the loss of sharded logits, if that is not the model's own."""

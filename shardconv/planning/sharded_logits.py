@@ -13,24 +13,28 @@ from ..tracing.tape import Mark
 from .mark_steps import steps_at
 from .solution import Solution
 
+_Holders = defaultdict[Node, set[int]]
+"""Leaf -> the tensors that have it."""
+
 
 def logits_info(solution: Solution) -> LogitsInfo | None:
     """The one gather at a module's output that nothing but the model's own output needs."""
+    holders = _holders(solution.analysis)
     for event in reversed(solution.analysis.tape.events):
         if not isinstance(event, Mark) or not event.is_output:
             continue
         gathered = [step.dim for step in steps_at(solution, event) if isinstance(step, AllGatherStep)]
-        if len(gathered) == 1 and _may_stay_sharded(solution.analysis, event, gathered[0]):
+        if len(gathered) == 1 and _may_stay_sharded(solution.analysis, holders, event, gathered[0]):
             return LogitsInfo(solution.fqn(event), event.slots[0])
     return None
 
 
-def _may_stay_sharded(analysis: Analysis, mark: Mark, dim: int) -> bool:
+def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: int) -> bool:
     """Whether a dim, if left sharded after this mark, reaches only outputs of the model."""
     tape = analysis.tape
     if dim != len(tape.tensors[mark.target].shape) - 1:
         return False
-    reached, region = _region(analysis, set(leaves(analysis.dims[mark.target][dim])))
+    reached, region = _region(analysis, holders, set(leaves(analysis.dims[mark.target][dim])))
     if any(tape.tensors[t].kind != "value" for t in region):
         return False  # for example, what it is added to is replicated
     contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
@@ -40,12 +44,16 @@ def _may_stay_sharded(analysis: Analysis, mark: Mark, dim: int) -> bool:
     return not blocked and not replayed and not contracted & reached and slots == {("output.logits",)}
 
 
-def _region(analysis: Analysis, reached: set[Node]) -> tuple[set[Node], set[int]]:
-    """The leaves that these become behind marks, and all tensors that have one of them."""
-    holders: dict[Node, set[int]] = defaultdict(set)
+def _holders(analysis: Analysis) -> _Holders:
+    found: _Holders = defaultdict(set)
     for tensor, dims in analysis.dims.items():
         for leaf in chain.from_iterable(map(leaves, dims)):
-            holders[leaf].add(tensor)
+            found[leaf].add(tensor)
+    return found
+
+
+def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[set[Node], set[int]]:
+    """The leaves that these become behind marks, and all tensors that have one of them."""
     region = set().union(*(holders[leaf] for leaf in reached))
     for event in analysis.tape.events:
         if isinstance(event, Mark) and event.source in region and event.target not in region:
