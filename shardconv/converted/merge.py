@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardconv_runtime.format.small_files import config_in_dtype
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
@@ -142,6 +143,8 @@ def _finish(workspace: Workspace, found: Converted, layout: _Layout) -> None:
     """Move everything to ``hf_dir``: ``config.json``, without which nothing loads a directory, last."""
     assert workspace.checksums() is not None, "all of it was written"
     paths = [*layout.files, *(entry.path for entry in derived.copy_small_files(found, workspace.path))]
+    config = workspace.path / CONFIG_NAME
+    write_durably(config, config_in_dtype(config.read_text(encoding="utf-8"), found.plan.model.dtype))
     if layout.index:
         text = json.dumps(layout.index, indent=2, sort_keys=True) + "\n"
         write_durably(workspace.path / INDEX_NAME, text)

@@ -12,6 +12,7 @@ import pytest
 import shardconv_runtime
 import torch
 from distributed import run_processes
+from shardconv_runtime import PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.training.repeated_layers import repeated_layers
 from torch import Tensor, nn
@@ -167,7 +168,19 @@ def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
     found = [shardconv_runtime.grad_norm(model, norm_type=order).item() for order in ORDERS]
     before = shardconv_runtime.clip_grad_norm(model, 0.1, norm_type=3.0, foreach=wrapper != "ddp")
     assert before.item() == pytest.approx(found[-1], rel=1e-12)  # of one tensor after the other, or of all
+    found.append(shardconv_runtime.grad_norm(model).item())
+    assert clip_by_torch(model, 0.01) == pytest.approx(found[-1], rel=1e-12)
     return [*found, shardconv_runtime.grad_norm(model).item()]
+
+
+def clip_by_torch(model: nn.Module, max_norm: float) -> float:
+    """The norm before clipping; another model's gradients among them are refused."""
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    with pytest.raises(PlanError, match="clip these apart"):
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), other], max_norm)
+    assert torch.nn.utils.get_total_norm([other.grad]).item() == pytest.approx(2**0.5)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
 
 
 WRAPPED = [
@@ -189,6 +202,8 @@ def test_every_element_counts_once(model_type: str, wrapper: str, outs: Callable
     gradients = [p.grad for p in unsharded.parameters() if p.grad is not None]
     want = [torch.nn.utils.get_total_norm(gradients, order).item() for order in ORDERS]
     torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1, norm_type=3.0)
+    want.append(torch.nn.utils.get_total_norm(gradients).item())
+    torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
     want.append(torch.nn.utils.get_total_norm(gradients).item())
     found = run_processes(4, norms, path, wrapper, wrapper != "ddp")
     assert all(each == found[0] for each in found)

@@ -29,6 +29,8 @@ COPIED = (
 )
 """Files of a model's directory that are copied along with its weights, as glob patterns."""
 
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
 COPIED_CODE = ("*.py",)
 """Copied too where the model runs its repository's code."""
 
@@ -89,4 +91,17 @@ def plain_config(text: str) -> str:
     config = json.loads(text)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
+    return json.dumps(config, indent=2) + "\n"
+
+
+def config_in_dtype(text: str, dtype: str) -> str:
+    """The ``config.json`` of weights that were cast; unchanged where it says nothing of a dtype."""
+    config = json.loads(text)
+    said = [config.get(key) for key in _DTYPE_KEYS if config.get(key) is not None]
+    if not said or set(said) == {dtype}:
+        return text
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in _DTYPE_KEYS:
+            if part.get(key) in said:
+                part[key] = dtype
     return json.dumps(config, indent=2) + "\n"

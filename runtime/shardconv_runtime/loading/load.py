@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -284,11 +285,23 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
     if start.group is not None and plan.tp > 1:
         from ..parallel.model_changes import refuse_changes
 
         refuse_changes(model, dist.get_process_group_ranks(start.group))
+        if wanted.training:
+            from ..training.torch_clipping import count_gradients_of
+
+            count_gradients_of(model)
     return model.eval()
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    from ..saving.ordinary_checkpoint import save_pretrained
+
+    save_pretrained(model, *args, **kwargs)
 
 
 def _parallelize(model: nn.Module, plan: Plan, comm: Communicator, wanted: _Wanted) -> None:

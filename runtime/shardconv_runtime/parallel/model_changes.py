@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PlanError
 
-_SAVE = (
-    "each rank has its part of the parameters; call shardconv_runtime.save(model, OUT) on all ranks, then "
-    "`shardconv merge OUT FULL` makes an ordinary checkpoint"
-)
 _BEFORE = "change the unsharded model, save it, and convert it again"
 REFUSED_METHODS = {
-    "save_pretrained": _SAVE,
-    "push_to_hub": f"{_SAVE}, and `shardconv push OUT` puts it on the Hub",
+    "push_to_hub": (
+        "each rank has a part of the parameters; call save_pretrained(DIR) or "
+        "shardconv_runtime.save(model, OUT) on all ranks, then `hf upload` or "
+        "`shardconv push OUT`"
+    ),
     "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
     "add_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
     "load_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -108,11 +108,22 @@ def grad_norm(model: nn.Module, *, norm_type: float = 2.0) -> Tensor:
         PlanError: ``load`` did not return the model, the plan lacks one of its parameters, or ``norm_type``
             is not above 0.
     """
+    return norm_of_gradients(model, [p.grad for p in model.parameters() if p.grad is not None], norm_type)
+
+
+def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
+    """The norm of some gradients of the full model; otherwise as ``grad_norm``.
+
+    Args:
+        model: see ``grad_norm``.
+        gradients: of its parameters, local; the same parameters' on all processes.
+        norm_type: see ``grad_norm``.
+    """
     order = float(norm_type)
     if not order > 0:
         raise PlanError(f"norm_type={norm_type} should be above 0, or inf")
-    source = loaded(model)
-    shares = list(_shares(model))
+    source, counted = loaded(model), set(gradients)  # tensors are hashed by identity
+    shares = list(_shares(model, counted))
     norms = [norm for share in shares for norm in share.norms(order)]
     local = torch.stack([norm.double() for norm in norms]) if norms else None
     total = torch.zeros(2, dtype=torch.float64, device=source.launch.device)
@@ -138,7 +149,7 @@ class _Share:
                 yield torch.linalg.vector_norm(taken, order, dtype=dtype)
 
 
-def _shares(model: nn.Module) -> Iterator[_Share]:
+def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
     source = loaded(model)
     entries, aliases = parameter_plans(source.plan), dict(source.plan.tied)
     mesh = mesh_of(model)
@@ -152,7 +163,7 @@ def _shares(model: nn.Module) -> Iterator[_Share]:
                 "all ranks is undefined; use the model as it was loaded"
             )
         window, is_first = local_window(name, parameter)
-        if parameter.grad is not None:
+        if parameter.grad is not None and parameter.grad in counted:
             counts = is_first if isinstance(parameter, DTensor) else first
             cells = owned_cells(entries[name], source.plan.mesh, source.launch.rank, window) if counts else ()
             yield _Share(local_tensor(parameter.grad.detach()), cells)

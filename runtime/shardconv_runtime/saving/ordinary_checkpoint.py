@@ -1,0 +1,140 @@
+"""``save_pretrained`` of a loaded model: an ordinary checkpoint of the full model, written by all ranks.
+
+The ranks save a converted directory beside the checkpoint's, which one process merges, tensor by tensor, and
+removes. So no process holds more than its part of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..comm import agreement
+from ..errors import CheckpointError, PlanError
+from ..format.small_files import plain_config
+from ..loaded import loaded, unwrapped
+from ..parallel.model_config import CONFIG
+from .replicas import mesh_of, replicas_of
+from .save import save
+
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+"""Files of an earlier checkpoint, which would be loaded in place of, or beside, the new ones."""
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    **other: Any,
+) -> None:
+    """Write the full model as transformers' method of this name does; every process of the model calls it.
+
+    ``save_directory`` may exist; files of other names stay, and ``config.json`` is written last. It needs
+    room for the model twice, on a file system that all processes share.
+
+    Args:
+        model: returned by ``load``, see ``save``.
+        save_directory: directory to make, or to write to.
+        is_main_process: ignored, as all processes take part.
+        state_dict: None, since the values are those of the model.
+        push_to_hub: False.
+        max_shard_size: bytes of a file, or text as ``"5GB"``.
+        other: options that are refused, unless they are False or None.
+
+    Raises:
+        PlanError: an option is not supported, or the model is not as it was loaded; on all processes.
+        CheckpointError: a file cannot be written; on all processes.
+        LaunchError: another process failed, or did not call it.
+    """
+    if loaded(model).plan.tp == 1 and mesh_of(model) is None:
+        arguments = {"state_dict": state_dict, "push_to_hub": push_to_hub, "max_shard_size": max_shard_size}
+        type(model).save_pretrained(model, save_directory, is_main_process, **arguments, **other)  # type: ignore[attr-defined]
+        return
+    _check_options(model, state_dict=state_dict, push_to_hub=push_to_hub, **other)
+    target = Path(save_directory).expanduser().resolve()
+    sharded = _beside(target, "sharded")
+    holders = replicas_of(model)
+    holders.agree(_not_a_directory(target))
+    save(model, sharded, overwrite=True)
+    error = None
+    if holders.is_leader:
+        error = _merge(model, sharded, target, max_shard_size)
+    holders.agree(error, agreement.READ_TIMEOUT_S)
+
+
+def _check_options(model: nn.Module, **options: Any) -> None:
+    allowed = {"save_peft_format": (True,), "save_original_format": (True,), "token": (options.get("token"),)}
+    for name, value in options.items():
+        if value is None or value is False or any(value is one for one in allowed.get(name, ())):
+            continue
+        remedy = "shardconv merge" if name != "push_to_hub" else "the hf command uploads the directory"
+        raise PlanError(
+            f"save_pretrained({name}=...) is not supported for a {type(model).__name__} whose parameters are "
+            f"sharded over ranks; leave it out ({remedy}), or use shardconv_runtime.save"
+        )
+
+
+def _not_a_directory(target: Path) -> Exception | None:
+    if target.exists() and not target.is_dir():
+        return CheckpointError(f"{target} is a file; name a directory")
+    return None
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}")
+
+
+def _merge(model: nn.Module, sharded: Path, target: Path, max_shard_size: int | str) -> Exception | None:
+    """Merge the converted directory into ``target``, and remove it; return the error, if any."""
+    merged, plan = _beside(target, "merged"), loaded(model).plan
+    try:
+        shutil.rmtree(merged, ignore_errors=True)
+        # The converter is imported here alone, as no other call of the runtime needs it.
+        merge = import_module("shardconv.converted.merge").merge
+        trust = plan.model.trust_remote_code
+        merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
+        _write_configs(unwrapped(model), plan.model.class_name, merged)
+        _place(merged, target)
+    except OSError as failure:
+        return CheckpointError(f"{target} cannot be written: {failure.strerror or failure}")
+    except Exception as failure:
+        return failure
+    finally:
+        for made in (sharded, merged):
+            shutil.rmtree(made, ignore_errors=True)
+    return None
+
+
+def _write_configs(model: Any, class_name: str, directory: Path) -> None:
+    """Write the configs of the model as they are now, with the dtype of the weights in ``directory``."""
+    path = directory / CONFIG
+    config = copy.deepcopy(model.config)
+    config.dtype = json.loads(path.read_text(encoding="utf-8")).get("dtype", config.dtype)
+    config.architectures = [class_name]
+    config.save_pretrained(directory)
+    path.write_text(plain_config(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(directory)
+
+
+def _place(merged: Path, target: Path) -> None:
+    """Move all files of ``merged`` to ``target``: the config, without which nothing loads it, last."""
+    target.mkdir(parents=True, exist_ok=True)
+    (target / CONFIG).unlink(missing_ok=True)
+    for pattern in _WEIGHTS:
+        for file in target.glob(pattern):
+            file.unlink()
+    files = sorted(file.relative_to(merged) for file in merged.rglob("*") if file.is_file())
+    for file in sorted(files, key=lambda file: file.name == CONFIG):
+        (target / file).parent.mkdir(exist_ok=True)
+        (merged / file).replace(target / file)
