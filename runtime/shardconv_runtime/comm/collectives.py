@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,12 @@ class Communicator(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model communicates with the same ranks."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise PlanError(
+            "a model whose parameters are sharded over ranks cannot be pickled; call save_pretrained or "
+            "shardconv_runtime.save on all ranks, or torch.save(model.state_dict()) for this rank's part"
+        )
 
     def group(self, axes: Iterable[int]) -> tuple[int, ...]:
         """The ranks that differ from this one in ``axes`` only, in coordinate order."""

@@ -77,7 +77,7 @@ def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None
-    digests = {name: _digest(value) for name, value in given.items()}
+    digests = {name: digest(value) for name, value in given.items()}
     calls = exchange(start, (digests, is_streamed), start.timeout_s)
     first = calls[0][0]
     for rank, (call, _) in enumerate(calls):
@@ -91,16 +91,16 @@ def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, 
     return any(streams for _, streams in calls)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     """A short text that is equal for equal values; for objects of unknown classes, the class."""
     if isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest = hashlib.sha256(content.tobytes()).hexdigest()
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {digest[:12]}"
+        content_digest = hashlib.sha256(content.tobytes()).hexdigest()
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {content_digest[:12]}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_digest(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {digest(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(_digest, value))})"
+        return f"{type(value).__name__}({', '.join(map(digest, value))})"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return repr(value)
     if hasattr(value, "to_diff_dict"):

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -58,6 +57,8 @@ def load(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     verify: bool = False,
+    check_inputs: bool = False,
+    **other: Any,
 ) -> Any:
     """Load this rank's part of a converted model; every rank of the job calls it.
 
@@ -102,6 +103,9 @@ def load(
             set, all files are read from the cache.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
         verify: read this rank's files once before, and compare their checksums with those in the manifest.
+        check_inputs: compare the inputs of every call between the ranks; so does the environment variable
+            ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
+        other: no others; those of ``from_pretrained`` are refused by name.
 
     Returns:
         The transformers model in eval mode, with the class that it had when converted.
@@ -115,6 +119,10 @@ def load(
         >>> model = shardconv_runtime.load("user/model-tp", revision="0123abc...")
         >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
+    if other:
+        from .other_options import refuse_options
+
+        refuse_options(other)
     if mesh is not None:
         from ..comm.tp_dim import tp_group
 
@@ -158,6 +166,10 @@ def load(
         from ..inference.compiling import compile_model
 
         compile_model(model, cuda_graphs=launching.can_capture(start))
+    if start.world_size > 1 or mesh is not None:
+        from .several_ranks import guard
+
+        guard(model, start, training=training, check_inputs=check_inputs)
     return model
 
 
@@ -285,23 +297,7 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
-    if start.group is not None and plan.tp > 1:
-        from ..parallel.model_changes import refuse_changes
-
-        refuse_changes(model, dist.get_process_group_ranks(start.group))
-        if wanted.training:
-            from ..training.torch_clipping import count_gradients_of
-
-            count_gradients_of(model)
     return model.eval()
-
-
-def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    from ..saving.ordinary_checkpoint import save_pretrained
-
-    save_pretrained(model, *args, **kwargs)
 
 
 def _parallelize(model: nn.Module, plan: Plan, comm: Communicator, wanted: _Wanted) -> None:

@@ -7,7 +7,7 @@ rank. Wrappers that keep the module and its parameters, as those of ``torch.comp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -20,12 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PlanError
 
 _BEFORE = "change the unsharded model, save it, and convert it again"
+_RANDOM = "`shardconv convert --random-init` draws those of the full model"
 REFUSED_METHODS = {
     "push_to_hub": (
         "each rank has a part of the parameters; call save_pretrained(DIR) or "
         "shardconv_runtime.save(model, OUT) on all ranks, then `hf upload` or "
         "`shardconv push OUT`"
     ),
+    "init_weights": f"each rank would draw other weights; {_RANDOM}",
+    "initialize_weights": f"each rank would draw other weights; {_RANDOM}",
     "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
     "add_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
     "load_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
@@ -51,12 +54,25 @@ def refuse_changes(model: nn.Module, ranks: Collection[int]) -> None:
     for name, remedy in REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, partial(_refuse, name, remedy))
+    model.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
     _watch_registrations()
     _PARTS.update(dict.fromkeys(model.modules(), frozenset(ranks)))
 
 
 def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
+
+
+def _check_state(model: nn.Module, state: Mapping[str, Any], *rest: Any) -> None:
+    """Called by ``load_state_dict``, which would say only that sizes differ."""
+    own = model.state_dict()
+    for name, value in state.items():
+        shapes = [tuple(getattr(x, "shape", ())) for x in (value, own.get(name, value))]
+        if shapes[0] != shapes[1]:
+            raise PlanError(
+                f"load_state_dict: {name} has shape {shapes[0]}, and this rank's part of it {shapes[1]}; "
+                "convert the checkpoint and load that, or give each rank its part, as state_dict() returns it"
+            )
 
 
 def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> None:
@@ -88,5 +104,6 @@ def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> 
         raise PlanError(
             f"DistributedDataParallel would make the parts of ranks {', '.join(map(str, sorted(ranks)))} "
             "equal; pass process_group=, the processes that hold the same part, or use "
-            "shardconv_runtime.data_parallel"
+            "shardconv_runtime.data_parallel (accelerate and a plain Trainer wrap the model so; "
+            "docs/training.md has a Trainer that does not)"
         )

@@ -1,0 +1,81 @@
+"""Whether the ranks of a model get the same inputs: with different ones they would compute nothing of use.
+
+To compare them costs a message between the ranks, so only the calls 1, 2, 4, 8 ... of a model are compared: a
+data loader that shares its samples out over all processes is found in the first, and tokens that each process
+draws for itself in the second or soon after. To compare all calls is an option.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ..comm.agreement import exchange
+from ..comm.mesh import Launch
+from ..errors import LaunchError
+from ..inference.generation import digest
+
+VARIABLE = "SHARDCONV_CHECK_INPUTS"
+"""Environment variable that has all calls compared."""
+
+
+def compare_inputs(model: nn.Module, start: Launch, *, always: bool) -> None:
+    """Compare the inputs of a model's calls between its ranks, in place.
+
+    Args:
+        model: of this rank, complete.
+        start: the ranks.
+        always: compare those of every call; the environment variable has the same effect.
+
+    A call that Dynamo traces compares nothing, except that of ``load(compile=True)``.
+    """
+    comparison = _Comparison(start, always or os.environ.get(VARIABLE, "0") not in ("", "0"))
+    compiled = model._compiled_call_impl
+    if compiled is None:
+        model.register_forward_pre_hook(comparison, prepend=True, with_kwargs=True)
+        return
+
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        comparison(model, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = compared
+
+
+class _Comparison:
+    """Forward pre-hook of a model."""
+
+    def __init__(self, start: Launch, always: bool) -> None:
+        self._start = start
+        self._always = always
+        self._num_calls = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model has the same ranks."""
+        return self
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._num_calls += 1
+        if self._always or self._num_calls.bit_count() == 1:
+            _compare(self._start, args, kwargs)
+
+
+def _compare(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ``LaunchError``, on all ranks, if the arguments differ or a rank did not come."""
+    given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+    calls = exchange(start, {name: digest(value) for name, value in given.items()}, start.timeout_s)
+    for rank, call in enumerate(calls):
+        for name in sorted(call.keys() | calls[0].keys()):
+            if call.get(name) != calls[0].get(name):
+                raise LaunchError(
+                    f"the model was called with another {name} on rank {rank} ({call.get(name)}) than on "
+                    f"rank 0 ({calls[0].get(name)}); its ranks compute one result together: give all of them "
+                    "the same (a sampler shares data out over replicas, not over the ranks of one; "
+                    "shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+                )

@@ -1,0 +1,57 @@
+"""What a loaded model needs where it is one of several ranks, so that calls are right on all, or refused."""
+
+from __future__ import annotations
+
+import math
+from types import MethodType
+
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.mesh import Launch
+from ..format.plan import global_shape, parameter_plans
+from ..loaded import loaded
+from ..parallel.model_changes import refuse_changes
+from ..saving.ordinary_checkpoint import save_pretrained
+from ..saving.stored_model import named_tensors
+from .same_inputs import compare_inputs
+
+
+def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool) -> None:
+    """Guard a model, in place.
+
+    Args:
+        model: of this rank, complete, compiled if it is to be.
+        start: the ranks.
+        training: it was loaded for training.
+        check_inputs: compare the inputs of each call.
+    """
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+    if start.world_size == 1:
+        return
+    assert start.group is not None, "several ranks have one"
+    if hasattr(model, "num_parameters"):
+        model.num_parameters = MethodType(_num_parameters, model)  # type: ignore[assignment]
+    refuse_changes(model, dist.get_process_group_ranks(start.group))
+    compare_inputs(model, start, always=check_inputs)
+    if training:
+        from ..training.torch_clipping import count_gradients_of
+        from ..training.whole_tensor_optimizers import refuse_whole_tensor_optimizers
+
+        count_gradients_of(model)
+        refuse_whole_tensor_optimizers(model)
+
+
+def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Of the full model; arguments as of transformers' method."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    shapes = {name: global_shape(entry) for name, entry in parameter_plans(loaded(model).plan).items()}
+    return sum(
+        math.prod(shapes[name])
+        for name, parameter in named_tensors(model).items()
+        if name in shapes
+        and isinstance(parameter, nn.Parameter)
+        and (parameter.requires_grad or not only_trainable)
+        and (parameter not in tables or not exclude_embeddings)
+    )
