@@ -7,6 +7,7 @@ that need a second conversion.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -165,6 +166,24 @@ def test_verifying_finds_a_changed_byte(conversions: Path, tmp_path: Path, direc
         assert isinstance(error, ShardconvError)
         assert f"{directory}/" in str(error)
         assert "checksum" in str(error)
+
+
+def test_every_changed_bit_is_found(tmp_path: Path) -> None:
+    """Of the weights, the plan, the configs and the manifest, whatever its meaning."""
+    out = tmp_path / "out"
+    shardconv.convert(save_causal("llama", tmp_path / "llama"), out, tp=1, check=False)
+    files = sorted(file for file in out.rglob("*") if file.is_file())
+    rng = random.Random(5)
+    for number in range(60):
+        file = files[number % len(files)]
+        data = file.read_bytes()
+        position = rng.randrange(len(data))
+        changed = bytes([data[position] ^ 1 << rng.randrange(8)])
+        file.write_bytes(data[:position] + changed + data[position + 1 :])
+        with pytest.raises(ShardconvError):
+            verified(out)
+        file.write_bytes(data)
+    verified(out)
 
 
 def test_an_ordinary_checkpoint_has_no_checksums_to_verify(conversions: Path) -> None:

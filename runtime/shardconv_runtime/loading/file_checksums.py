@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..format.manifest import FileEntry, Manifest, resolve, sha256_checksum
+from ..format.manifest import MANIFEST_NAME, FileEntry, Manifest, resolve, sha256_checksum
+from ..format.manifest_writing import is_intact
 
 BLOCK_BYTES = 1 << 22
 """Read at once."""
@@ -17,11 +18,15 @@ MAX_THREADS = 8
 
 
 def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
-    """Read all files of a rank, ``common/`` included, and compare their checksums.
+    """Read all files of a rank, ``common/`` included, and compare their checksums; the manifest has its own.
 
     Raises:
         CheckpointError: a file has other bytes than were written, or cannot be read.
     """
+    if not is_intact((directory / MANIFEST_NAME).read_text(encoding="utf-8")):
+        raise CheckpointError(
+            f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
+        )
     entries = list(manifest.files_of(rank))
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         found = list(pool.map(lambda entry: _checksum(directory, entry), entries))
