@@ -14,6 +14,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+# Private, but nothing public keeps these messages out of the counts of CommDebugMode and its kin.
+from torch.utils._python_dispatch import _disable_current_modes
+
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
 from ..errors import LaunchError
@@ -69,7 +72,8 @@ class _Comparison:
 def _compare(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises ``LaunchError``, on all ranks, if the arguments differ or a rank did not come."""
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
-    calls = exchange(start, {name: digest(value) for name, value in given.items()}, start.timeout_s)
+    with _disable_current_modes():
+        calls = exchange(start, {name: digest(value) for name, value in given.items()}, start.timeout_s)
     for rank, call in enumerate(calls):
         for name in sorted(call.keys() | calls[0].keys()):
             if call.get(name) != calls[0].get(name):
