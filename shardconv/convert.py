@@ -7,7 +7,7 @@ seconds, and ``--help`` and every error of the arguments must come at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,22 +120,29 @@ def convert(
         need_weights=not random_init,
         stream=ranks is not None if stream is None else stream,
     )
-    origin, found = _initialized(spec, seed or 0, progress) if random_init else _read(spec, progress)
+    remarks: list[str] = []
+    if random_init:
+        origin, found = _initialized(spec, seed or 0, progress)
+    else:
+        origin, found = _read(spec, progress, remarks.append)
     solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
-    solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
+    solved = replace(solved, notes=(*solved.notes, *remarks))
+    solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     write(solved, weights, output, origin, write_options, progress)
     return solved
 
 
-def _read(spec: ModelSpec, progress: Progress) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
-    """The weights of a checkpoint, and where they come from."""
+def _read(
+    spec: ModelSpec, progress: Progress, tell: Callable[[str], object]
+) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
+    """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
 
     from .writing.writer import origin_of
 
     origin = origin_of(spec)
     progress.stage("finding the weights in the checkpoint")
-    return origin, lazy_weights(spec)
+    return origin, lazy_weights(spec, tell)
 
 
 def _initialized(

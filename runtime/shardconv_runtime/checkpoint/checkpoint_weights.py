@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,18 +32,22 @@ _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE
 """A row of transformers' loading report."""
 
 
-def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
+def lazy_weights(
+    spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None
+) -> dict[str, LazyTensor | Scaled]:
     """The global tensors of all parameters and persistent buffers.
 
     Args:
         spec: a model with a directory.
+        tell: is called with a remark about tensors of the checkpoint that the model does not use.
 
     Returns:
         By FQN, tied tensors under each of their names. Parameters of a block-scaled checkpoint are values
         with factors, unless the checkpoint is to be dequantized.
 
     Raises:
-        SourceError: a tensor is missing from the checkpoint, not used by the model, or of another shape.
+        SourceError: a tensor is missing from the checkpoint, or of another shape, or the model does not use
+            one that belongs to a module of which it uses others.
     """
     tensors = lazy_tensors(spec.weight_files)
     factors = {} if spec.blocks is None else factors_in(tensors, spec.blocks)
@@ -51,7 +55,14 @@ def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
     model, info = _load(spec, plain)
     _require_shapes(spec, info["mismatched_keys"])
     _require_all(spec, info["missing_keys"])
-    _refuse_extra(spec, info["unexpected_keys"])
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of old buffers
+    known = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
+    _refuse_extra(spec, info["unexpected_keys"], known)
+    if extra := sorted(info["unexpected_keys"], key=natural_key):
+        tell(
+            f"the checkpoint has {_count(extra)} that {spec.model_class.__name__} does not use; left out: "
+            f"{_some(extra)}"
+        )
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state: dict[str, torch.Tensor] = model.state_dict()
     drawn = _drawn(spec, plain, {name: state[name] for name in parameters & state.keys()})
@@ -65,13 +76,28 @@ def lazy_weights(spec: ModelSpec) -> dict[str, LazyTensor | Scaled]:
 
 
 def select(
-    spec: ModelSpec, weights: Mapping[str, LazyTensor | Scaled], names: Collection[str]
+    spec: ModelSpec,
+    weights: Mapping[str, LazyTensor | Scaled],
+    names: Collection[str],
+    tied: Iterable[tuple[str, str]] = (),
 ) -> dict[str, LazyTensor | Scaled]:
     """The weights that a plan names.
 
+    Args:
+        spec: of the model.
+        weights: of all names.
+        names: of the plan.
+        tied: its tied tensors, each with the name under which it is stored.
+
     Raises:
-        SourceError: the model lacks one.
+        SourceError: the model lacks one, or the checkpoint has different values of tied ones.
     """
+    for alias, name in tied:
+        if alias in weights and name in weights and weights[alias] != weights[name]:
+            raise SourceError(
+                f"{alias} and {name} are tied by the config of {spec.name}, and its checkpoint has different "
+                "values of them; set tie_word_embeddings to false in config.json, or remove one of them"
+            )
     absent = sorted(set(names) - weights.keys())
     if absent:
         raise SourceError(
@@ -189,13 +215,20 @@ def _require_all(spec: ModelSpec, missing: Iterable[str]) -> None:
         )
 
 
-def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str]) -> None:
-    names = sorted(unexpected, key=natural_key)
+def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collection[str]) -> None:
+    """Refuse tensors without which others are incomplete: biases, scales and the like.
+
+    transformers leaves out whatever the model does not use. Whole modules may be left out, such as another
+    task's head; but a part of a module says that the config, or the code, is not that of the checkpoint.
+    """
+    extra = set(unexpected)
+    used = {name.rpartition(".")[0] for name in tensors if name not in extra}
+    names = sorted((name for name in extra if name.rpartition(".")[0] in used), key=natural_key)
     if names:
         pronoun = "it" if len(names) == 1 else "them"
         raise SourceError(
             f"the checkpoint of {spec.name} holds {_count(names)} that {spec.model_class.__name__} does not "
-            f"use: {_some(names)}; remove {pronoun}, or correct architectures in config.json"
+            f"use, beside others of the same module: {_some(names)}; remove {pronoun}, or correct config.json"
         )
 
 

@@ -79,6 +79,8 @@ class RecordedTensor(torch.Tensor):
             raise InPlaceError(f"{func} changes a tensor of the checkpoint in place")
         if func.overloadpacket in _NEW:
             return _new(func, args, kwargs)
+        if func.overloadpacket is aten.equal:
+            return _equal(*args)
         if any(tensor.absent for tensor in recorded):
             return _like(func, args, kwargs, _absent)
         if func.overloadpacket in _COPIES:
@@ -158,6 +160,26 @@ def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor |
     return {
         name: read_tensor(lazy) if math.prod(lazy.shape) < LARGE else lazy for name, lazy in tensors.items()
     }
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, recorded or real, have the same elements; recorded ones are read in bands."""
+    if x.shape != y.shape or x.dtype != y.dtype or any(getattr(t, "absent", False) for t in (x, y)):
+        return False
+    if isinstance(x, RecordedTensor) and isinstance(y, RecordedTensor) and x.lazy == y.lazy:
+        return True
+    if x.numel() == 0 or x.dim() == 0:
+        return torch.equal(*(_band(t, None) for t in (x, y)))
+    rows = max(1, LARGE * x.shape[0] // x.numel())
+    bands = ((start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows))
+    return all(torch.equal(_band(x, band), _band(y, band)) for band in bands)
+
+
+def _band(x: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
+    """Some rows of a tensor, or all of it, read."""
+    if not isinstance(x, RecordedTensor):
+        return x if rows is None else x[rows[0] : rows[1]]
+    return read_tensor(x.lazy if rows is None else take(x.lazy, 0, [rows]))
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

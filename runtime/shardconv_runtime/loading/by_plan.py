@@ -77,7 +77,7 @@ def ordinary(
         )
     with without_library_logging():  # transformers would log of a model that is not loaded yet
         found = lazy_weights(spec)
-    planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys()))
+    planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     if has_blocks and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(f"the plan is for other float8 blocks than those of {spec.name}; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"

@@ -317,7 +317,6 @@ ANSWERS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0, 0].item(),
     "bool": lambda x: bool((x > 0).any()),
     "tolist": lambda x: x.tolist(),
-    "equal": lambda x: torch.equal(x, x + 1),
     "nonzero": lambda x: x.nonzero(),
     "masked": lambda x: x[x > 0],
     "numpy": lambda x: x.numpy(),
@@ -330,6 +329,20 @@ def test_questions_about_values_are_not_guessed(tmp_path: Path, case: str) -> No
     both = recorded(tmp_path, 4, 6)
     with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
         ANSWERS[case](both.recorded)
+
+
+def test_tensors_are_compared_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bands; transformers asks so whether weights that are stored twice may be tied."""
+    both = recorded(tmp_path, 5, 6)
+    x, real = both.recorded, both.real
+    for large in (1, 7, 1 << 20):
+        monkeypatch.setattr("shardconv_runtime.checkpoint.recorded.LARGE", large)
+        assert torch.equal(x, x)
+        assert torch.equal(x, real)
+        assert torch.equal(x * 1, x.clone())
+        assert not torch.equal(x, x + 1)
+        assert not torch.equal(x, x.t())
+        assert not torch.equal(x, x.half())
 
 
 def test_a_tensor_without_dims(tmp_path: Path) -> None:

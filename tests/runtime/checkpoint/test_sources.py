@@ -194,8 +194,8 @@ BAD_WEIGHTS: dict[str, tuple[Change, str]] = {
         r"lacks 2 tensors: model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight; download it again",
     ),
     "extra": (
-        lambda p: change_tensors(p, model__layers__1__mlp__other__weight=torch.zeros(3)),
-        r"holds 1 tensor that \w+ does not use: model\.layers\.1\.mlp\.other\.weight; remove it",
+        lambda p: change_tensors(p, model__layers__1__mlp__up_proj__scale=torch.zeros(3)),
+        r"holds 1 tensor that \w+ does not use, beside .*: model\.layers\.1\.mlp\.up_proj\.scale; remove",
     ),
     "shape": (
         lambda p: change_tensors(p, model__norm__weight=torch.zeros(33)),
