@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format.plan_checks import EXPERT_MODES
+from shardconv_runtime.format.plan_checks import EXPERT_MODES, MAX_TP
 from shardconv_runtime.format.shard_files import MAX_FILE_SIZE as MAX_FILE_SIZE
 
 MEMORY = 512 * 2**20
@@ -47,9 +47,9 @@ class SolveOptions:
 
 
 def require_tp(tp: int) -> None:
-    """Raises ``ShardconvError`` unless ``tp`` is an int of 1 or more."""
-    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
-        raise ShardconvError(f"tp must be a whole number of 1 or more, got {tp!r}")
+    """Raises ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_TP:
+        raise ShardconvError(f"tp must be a whole number from 1 to {MAX_TP:,}, got {tp!r}")
 
 
 def require_experts(experts: str) -> None:

@@ -125,6 +125,8 @@ def convert(
         origin, found = _initialized(spec, seed or 0, progress)
     else:
         origin, found = _read(spec, progress, remarks.append)
+    for remark in remarks:
+        progress.stage(f"note: {remark}")
     solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *remarks))
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
@@ -137,11 +139,14 @@ def _read(
 ) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
     """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+    from shardconv_runtime.checkpoint.other_kinds import remarks
 
     from .writing.writer import origin_of
 
     origin = origin_of(spec)
     progress.stage("finding the weights in the checkpoint")
+    for remark in remarks(spec.directory) if spec.directory is not None else ():
+        tell(remark)
     return origin, lazy_weights(spec, tell)
 
 

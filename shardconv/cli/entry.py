@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -19,6 +20,17 @@ from .model_commands import COMMANDS as FROM_MODELS
 from .push_command import COMMANDS as ON_THE_HUB
 from .report_command import COMMANDS as REPORTS
 from .working import printable
+
+_REMEDIES = {
+    errno.ENOENT: "name a directory that exists",
+    errno.ENOTDIR: "name a directory that exists",
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EACCES: "correct the permissions",
+    errno.EPERM: "correct the permissions",
+    errno.EROFS: "name a directory that can be written",
+}
+"""Of errors of files."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,9 +60,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        return _fail(
-            f"{error.strerror or error}{where}; free space or correct the permissions, then try again"
-        )
+        remedy = _REMEDIES.get(error.errno or 0, "free space or correct the permissions")
+        return _fail(f"{error.strerror or error}{where}; {remedy}, then try again")
     except Exception as error:
         if "-v" in (argv or sys.argv) or "--verbose" in (argv or sys.argv):
             traceback.print_exc()
@@ -71,9 +82,13 @@ def _usage_message(error: click.ClickException) -> str:
     return error.format_message().rstrip(".") + hint
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="shardconv", message="shardconv %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Ahead-of-time tensor parallelism for transformers models.
 
     A model is converted once, on any machine, without a GPU, to a plan and one set of weights for each
@@ -96,6 +111,8 @@ def cli() -> None:
       import shardconv_runtime
       model = shardconv_runtime.load("out/")
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 for _command in (*FROM_MODELS, *ON_CONVERTED, *REPORTS, *ON_THE_HUB):

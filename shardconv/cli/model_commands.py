@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,8 @@ def plan_command(
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
     load = _load(tp, device_memory, reserve, context, batch)
+    if output is not None and not os.access(Path(output).parent, os.W_OK):
+        raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")
     with working(quiet, verbose) as progress:
         if isinstance(tp, str):
             solved, table = _smallest(model, load, check, progress, options)

@@ -78,6 +78,7 @@ def _no_collection() -> Iterator[None]:
 def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Tell) -> Plan:
     tell("building the model")
     model = _built(spec)
+    _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
     tell("solving")
@@ -108,6 +109,16 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
         if check is not None:
             plan = _checked_sequence_form(problem, plan, check)
     return plan
+
+
+def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:
+    """Raises ``SolveError`` if every rank but some would hold nothing of any matrix."""
+    largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
+    if tp > largest:
+        raise SolveError(
+            f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
+            f"{largest}; give a smaller tp"
+        )
 
 
 def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -170,7 +171,9 @@ def _identity(file: WeightFile) -> str:
     if isinstance(file, RemoteFile):
         return file.sha256 or file.commit
     stats = file.stat()
-    return _sha256(file) or f"{stats.st_size} bytes of {stats.st_mtime_ns}"
+    seconds, rest = divmod(stats.st_mtime_ns, 10**9)
+    when = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return _sha256(file) or f"{stats.st_size} bytes of {when}.{rest:09}"
 
 
 def _sha256(file: WeightFile) -> str:

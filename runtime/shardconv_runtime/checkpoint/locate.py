@@ -53,6 +53,8 @@ def locate(
         return Located(path)
     if path.exists():
         raise SourceError(f"{text} is a file; give the directory that holds config.json and the weights")
+    if path.is_symlink():
+        raise SourceError(f"{text} is a link to {os.readlink(path)}, which does not exist; mend the link")
     require_repo_id(text)
     directory = _download(text, hub, SMALL_FILES + (("*.py",) if code else ()))
     commit = directory.name

@@ -11,6 +11,7 @@ from ..errors import SourceError
 from ..hub_options import Hub
 from .locate import locate
 from .model_spec import ModelSpec, is_custom
+from .other_kinds import refuse_other_kinds
 from .quantized import block_shape_of, without_quantization
 from .source_config import model_class_of, read_config
 from .weight_files import WeightFile, stored_dtype, validate, weight_files
@@ -47,6 +48,7 @@ def resolve(
     hub = hub or Hub()
     located = locate(model, hub, code=trust_remote_code, need_weights=need_weights, stream=stream)
     directory = located.directory
+    refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     blocks = block_shape_of(config, str(directory))
     if blocks is not None:

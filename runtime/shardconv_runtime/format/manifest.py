@@ -161,8 +161,13 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
     """
     path = resolve(directory, MANIFEST_NAME)
     if not _is_file(path):
+        where = os.fspath(directory)
+        if not os.path.isdir(where):
+            link = "it is a link to nothing" if os.path.islink(where) else "there is no such directory"
+            kind = "it is a file" if os.path.isfile(where) else link
+            raise CheckpointError(f"{where}: {kind}; name a directory that `shardconv convert` wrote")
         raise CheckpointError(
-            f"{os.fspath(directory)} has no {MANIFEST_NAME}: it is not a converted model, "
+            f"{where} has no {MANIFEST_NAME}: it is not a converted model, "
             "or its conversion did not finish; convert the model again"
         )
     try:

@@ -112,7 +112,7 @@ def run(*arguments: str) -> Result:
         (["--tp", "2", "--device-memory", "80XB"], "'80XB' is not a size; write it as 5GB or 500MB"),
         (["--tp", "2", "--device-memory", "1GB"], "leaves nothing of --device-memory 1,000,000,000 bytes"),
         (["--tp", "some", "--device-memory", "80GB"], "'some' is not a valid integer"),
-        (["--tp", "0"], "tp must be a whole number of 1 or more, got 0"),
+        (["--tp", "0"], "tp must be a whole number from 1 to 4,096, got 0"),
     ],
 )
 def test_options_that_cannot_be(options: list[str], message: str) -> None:

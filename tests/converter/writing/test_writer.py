@@ -445,9 +445,9 @@ def test_sizes_that_are_none(text: str | int, llama_dir: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, "2"])
 def test_tp_must_be_a_positive_int(tp: int, llama_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ShardconvError, match="tp must be a whole number of 1 or more"):
+    with pytest.raises(ShardconvError, match="tp must be a whole number from 1 to 4,096"):
         shardconv.convert(llama_dir, tmp_path / "out", tp)
-    with pytest.raises(ShardconvError, match="tp must be a whole number of 1 or more"):
+    with pytest.raises(ShardconvError, match="tp must be a whole number from 1 to 4,096"):
         shardconv.plan(llama_dir, tp)
 
 
