@@ -53,7 +53,15 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
             kwargs["streamer"] = _SilentStreamer()
-        return type(self).generate(self, *args, **kwargs)
+        try:
+            return type(self).generate(self, *args, **kwargs)
+        except RuntimeError as error:
+            from .lost_ranks import of_a_lost_rank
+
+            lost = of_a_lost_rank(error, start)
+            if lost is None:
+                raise
+            raise lost from error
 
     return generate
 

@@ -22,7 +22,7 @@ from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.checkpoint.scaled import flatten
-from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.manifest import Manifest
@@ -76,6 +76,11 @@ def read_reference(
     """
     has_blocks = any(entry.block for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
+    if spec.class_name != plan.model.class_name:
+        raise SourceError(
+            f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
+            "converted; name the model that it was converted from"
+        )
     spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.blocks is not None and not has_blocks)
     _, found = flatten(plan, lazy_weights(spec))
     weights: dict[str, LazyTensor] = {}

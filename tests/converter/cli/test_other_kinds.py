@@ -127,3 +127,12 @@ def test_a_tp_beyond_the_format_is_refused_at_once(
 
 def test_a_tp_beyond_the_dims_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no dim of its parameters is larger than 256" in said(f"plan {model} --tp 257", capsys)
+
+
+def test_another_model_to_compare_with_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shardconv.convert(model, tmp_path / "out", tp=2, check=False)
+    other = save_causal("gpt2", tmp_path / "other")
+    text = said(f"verify {tmp_path / 'out'} --against {other} -q", capsys)
+    assert "is a GPT2LMHeadModel, and a LlamaForCausalLM was converted" in text
