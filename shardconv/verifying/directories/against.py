@@ -76,11 +76,6 @@ def read_reference(
     """
     has_blocks = any(entry.block for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
-    if spec.class_name != plan.model.class_name:
-        raise SourceError(
-            f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
-            "converted; name the model that it was converted from"
-        )
     spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.blocks is not None and not has_blocks)
     _, found = flatten(plan, lazy_weights(spec))
     weights: dict[str, LazyTensor] = {}
@@ -93,6 +88,11 @@ def read_reference(
             problems.append(f"{name}: is {list(found[name].shape)} in {model}, and {wanted}")
         else:
             weights[name] = as_planned(name, entry, found[name])
+    if spec.class_name != plan.model.class_name and len(weights) < len(found) / 2:
+        raise SourceError(
+            f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
+            "converted; name the model that it was converted from"
+        )
     tied = {alias + suffix for alias, _ in plan.tied for suffix in ("", SUFFIX)}
     planned = stored_plans(plan).keys() | tied
     problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]

@@ -196,7 +196,7 @@ class TestManifest:
     def test_there_is_none(self, out: Path, tmp_path: Path) -> None:
         (out / "manifest.json").unlink()
         assert "has no manifest.json: it is not a converted model" in self.refused(out)
-        assert "it is not a converted model" in self.refused(tmp_path / "absent")
+        assert "there is no such directory" in self.refused(tmp_path / "absent")
 
     def test_a_conversion_that_did_not_finish(self, out: Path) -> None:
         (out / "manifest.json").unlink()
