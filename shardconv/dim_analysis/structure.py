@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..tracing.tape import Mark, Tape, starred
 from . import dim_trees
@@ -99,8 +99,31 @@ def frozen_leaves(analysis: Analysis) -> set[Node]:
 
 def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
     """The leaves of some dims and all that marks link to them."""
-    todo = [x for dim in dims for x in dim_trees.leaves(dim)]
-    linked: set[Node] = set()
+    return _reached(_neighbors(analysis), (x for dim in dims for x in dim_trees.leaves(dim)))
+
+
+def weighted_leaves(analysis: Analysis) -> set[Node]:
+    """The leaves of parameters and of experts, and all that marks link to those of products and tables.
+
+    The others are positions of activations: sharding them divides no parameter. A parameter that is added at
+    each position may be sharded there, but not what is behind the next mark.
+    """
+    tape = analysis.tape
+    summed = {find(x) for c in analysis.contractions for dim in c.dims for x in dim_trees.leaves(dim)}
+    tables = {lookup.table for lookup in analysis.lookups}
+    start = {find(x) for _, count in analysis.experts for x in dim_trees.leaves(count)}
+    own: set[Node] = set()
+    for tid, info in enumerate(tape.tensors):
+        if info.kind == "parameter" and tid in analysis.dims:
+            leaves = {find(x) for dim in analysis.dims[tid] for x in dim_trees.leaves(dim)}
+            own |= leaves
+            if tid in tables or not summed.isdisjoint(leaves):
+                start.update(x for x in leaves if not x.blocked)
+    return own | _reached(_neighbors(analysis), start)
+
+
+def _neighbors(analysis: Analysis) -> dict[Node, list[Node]]:
+    """Leaf -> the leaves that marks link to it."""
     neighbors: dict[Node, list[Node]] = {}
     for event in analysis.tape.events:
         if isinstance(event, Mark):
@@ -108,12 +131,18 @@ def linked_leaves(analysis: Analysis, dims: Sequence[Node]) -> set[Node]:
                 for x, y in corresponding_leaves(before, after) or ():
                     neighbors.setdefault(x, []).append(y)
                     neighbors.setdefault(y, []).append(x)
+    return neighbors
+
+
+def _reached(neighbors: Mapping[Node, Sequence[Node]], start: Iterable[Node]) -> set[Node]:
+    todo = list(start)
+    reached: set[Node] = set()
     while todo:
         leaf = find(todo.pop())
-        if leaf not in linked:
-            linked.add(leaf)
-            todo += neighbors.get(leaf, [])
-    return linked
+        if leaf not in reached:
+            reached.add(leaf)
+            todo += neighbors.get(leaf, ())
+    return reached
 
 
 def differentiable(analysis: Analysis) -> set[int]:

@@ -15,6 +15,7 @@ from ..planning.draws import draw_plans
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import parameter_plans, tied_names
+from ..planning.peer_layers import PeerLayers
 from ..planning.sharded_logits import logits_info
 from ..planning.solution import Solution
 from ..solving.solve import solve
@@ -34,9 +35,13 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     """
     forbidden = problem.forbidden()
     forbidden += split_at_blocks(problem.analysis, problem.folded, problem.blocks)
-    found, ruled_out = in_rounds(
-        lambda known: _attempt(problem.with_calls_alike(known.alike), known), forbidden
-    )
+    layers = PeerLayers(problem.analysis)
+
+    def attempt(ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
+        result = _attempt(problem.with_calls_alike(ruled_out.alike), ruled_out)
+        return layers.widened(result) if isinstance(result, Obstacle) else result
+
+    found, ruled_out = in_rounds(attempt, forbidden)
     if found is None:
         raise SolveError(
             f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {ruled_out.last_reason()}"

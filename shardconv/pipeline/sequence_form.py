@@ -14,6 +14,7 @@ from ..planning.draws import draw_plans
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import gradient_plans, parameter_plans
+from ..planning.peer_layers import PeerLayers
 from ..planning.solution import Solution
 from ..solving.sequence_dims import solve_sequence
 from ..verifying.retracing.retrace import retrace
@@ -34,10 +35,11 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
     """
     if plan.training is None:
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
-    training = plan.training
+    training, layers = plan.training, PeerLayers(problem.analysis)
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
-        return _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
+        result = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
+        return layers.widened(result) if isinstance(result, Obstacle) else result
 
     found, ruled_out = in_rounds(attempt, problem.forbidden())
     if found is None:

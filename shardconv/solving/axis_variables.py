@@ -16,7 +16,7 @@ import numpy as np
 from ..dim_analysis import dim_trees
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find
-from ..dim_analysis.structure import frozen_leaves, num_tokens, width
+from ..dim_analysis.structure import frozen_leaves, num_tokens, weighted_leaves, width
 from ..tracing.fold import Folded
 from .elimination import Problem, Table
 
@@ -45,6 +45,7 @@ class SolverInput:
         self.folded = folded
         self.sequence = sequence
         self.frozen = frozen_leaves(analysis).difference(sequence)
+        self.weighted = weighted_leaves(analysis).union(sequence)
         self.forbidden = {find(x) for node in forbidden for x in dim_trees.leaves(node)}
         self.tokens = num_tokens(analysis.tape)
         self.width = width(analysis.tape)
@@ -53,8 +54,12 @@ class SolverInput:
         self.signatures = self._signatures()
 
     def may_be_sharded(self, leaf: Node) -> bool:
-        """Whether no constraint but its size keeps a leaf (as ``find`` gives it) replicated."""
-        if leaf.blocked or leaf in self.frozen or leaf in self.forbidden:
+        """Whether no constraint but its size keeps a leaf (as ``find`` gives it) replicated.
+
+        Positions that no parameter has stay replicated: sharding them is worth no collective, and models of
+        windows and patches have so many of them that the cheapest choice would be hard to find.
+        """
+        if leaf.blocked or leaf in self.frozen or leaf in self.forbidden or leaf not in self.weighted:
             return False
         return not leaf.atomic or leaf in self.sequence
 

@@ -22,7 +22,8 @@ from .ints import TracedInt
 from .layer_kinds import Segment, classify, segments_of
 from .tape import Event, Mark, Ref, Replay, Tape, prefixes
 
-_NUMBERED = re.compile(r"(.*)\.(\d+)")
+NUMBERED = re.compile(r"(.*)\.(\d+)")
+"""The FQN of a layer of a stack: that of the stack, and its number."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _stacks(tape: Tape) -> list[list[int]]:
     """Calls of numbered siblings, three or more; outer stacks before those in their layers."""
     groups: dict[tuple[int, str], list[int]] = {}
     for index, call in enumerate(tape.calls):
-        match = _NUMBERED.fullmatch(call.fqn)
+        match = NUMBERED.fullmatch(call.fqn)
         if match and call.index == 0:
             groups.setdefault((call.parent, match[1]), []).append(index)
     return [calls for calls in groups.values() if len(calls) > 2]

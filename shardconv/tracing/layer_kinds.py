@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,13 @@ class Segment:
 
 
 def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
+    """The events of each of some calls, but for calls that have none, such as those of dropped layers."""
     last = _last_calls(tape)
     events_of: dict[int, list[int]] = {}
     for position, event in enumerate(tape.events):
         events_of.setdefault(event.call, []).append(position)
-    return [_segment(tape, c, last[c], events_of) for c in calls]
+    found = ((c, [p for i in range(c, last[c] + 1) for p in events_of.get(i, ())]) for c in calls)
+    return [Segment(tape.calls[c].fqn, min(own), max(own) + 1) for c, own in found if own]
 
 
 def _last_calls(tape: Tape) -> list[int]:
@@ -43,23 +45,10 @@ def _last_calls(tape: Tape) -> list[int]:
     return last
 
 
-def _segment(tape: Tape, first: int, last: int, events_of: Mapping[int, list[int]]) -> Segment:
-    positions = [p for call in range(first, last + 1) for p in events_of.get(call, ())]
-    return Segment(tape.calls[first].fqn, min(positions), max(positions) + 1)
-
-
 def classify(tape: Tape, segments: list[Segment]) -> None:
     """Number the kinds: equal signatures, the same tensors from outside of the stack, and the same that are
     read behind it."""
-    replays: dict[str, list[Replay]] = {}
-    names = {s.fqn for s in segments}
-    for replay in tape.replays:
-        layer = next((p for p in prefixes(replay.fqn) if p in names), None)
-        if layer is not None:
-            replays.setdefault(layer, []).append(replay)
-    numbers: dict[Any, int] = {}
-    computed = (_LayerSignature(tape, s).compute(replays.get(s.fqn, ())) for s in segments)
-    signatures = [numbers.setdefault(signature, len(numbers)) for signature in computed]
+    signatures = _signatures(tape, segments)
     owner = {t: i for i, s in enumerate(segments) for t in s.made}
     passed: dict[int, set[int]] = {}
     for signature, segment in zip(signatures, segments, strict=True):
@@ -76,6 +65,27 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
             and t not in alike
         )
         segment.kind = kinds.setdefault((signature, shared, read), len(kinds))
+
+
+def alike(tape: Tape, segments: list[Segment]) -> list[list[Segment]]:
+    """The layers in groups that do the same, whatever tensors from outside they do it to."""
+    groups: dict[int, list[Segment]] = {}
+    for signature, segment in zip(_signatures(tape, segments), segments, strict=True):
+        groups.setdefault(signature, []).append(segment)
+    return list(groups.values())
+
+
+def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
+    """A number for each layer, equal for those that do the same; fills the segments' tensors."""
+    replays: dict[str, list[Replay]] = {}
+    names = {s.fqn for s in segments}
+    for replay in tape.replays:
+        layer = next((p for p in prefixes(replay.fqn) if p in names), None)
+        if layer is not None:
+            replays.setdefault(layer, []).append(replay)
+    numbers: dict[Any, int] = {}
+    computed = (_LayerSignature(tape, s).compute(replays.get(s.fqn, ())) for s in segments)
+    return [numbers.setdefault(signature, len(numbers)) for signature in computed]
 
 
 def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardconv.dim_analysis.analyze import analyze
+from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
-from shardconv.dim_analysis.structure import num_tokens, width
+from shardconv.dim_analysis.structure import num_tokens, weighted_leaves, width
 from shardconv.tracing.trace import trace
 
 
@@ -78,3 +80,35 @@ def test_states_that_layers_pass_on_are_no_majority() -> None:
     tape = trace(Stateful().to("meta"), {"x": torch.randn(3, 11, 48)}, RULES)
     assert width(tape) == 48
     assert num_tokens(tape) == 33
+
+
+class Placed(nn.Module):
+    """Patches with a table of positions, which two modules see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Adds()
+        self.project = nn.Linear(48, 48)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.project(self.embed(patches))
+
+
+class Adds(nn.Module):
+    """Adds the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(10, 48))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return patches + self.positions
+
+
+def test_positions_are_no_dims_of_parameters_behind_the_module_that_has_a_table_of_them() -> None:
+    tape = trace(Placed().to("meta"), {"patches": torch.randn(3, 10, 48)}, RULES)
+    analysis = analyze(tape, ())
+    weighted = weighted_leaves(analysis)
+    (table,) = (t for t, info in enumerate(tape.tensors) if info.name == "embed.positions")
+    assert all(find(dim) in weighted for dim in analysis.dims[table])
+    assert [find(dim) in weighted for dim in analysis.dims[tape.outputs[0]]] == [False, False, True]
