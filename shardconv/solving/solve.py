@@ -91,10 +91,15 @@ def solve(
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
     first = best = _solve(given, tp, SAVING_WEIGHTS[0])
     enough = max(MAX_REPLICATED, _unshardable(given) + MIN_GAIN)
+    if best.replicated[0] <= enough:
+        return best
+    most = _solve(given, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
+    if most.replicated[0] >= best.replicated[0] - MIN_GAIN:
+        return best
     for weight in SAVING_WEIGHTS[1:]:
         if best.replicated[0] <= enough:
             break
-        other = _solve(given, tp, weight)
+        other = _solve(given, tp, weight) if weight != SAVING_WEIGHTS[-1] else most
         if other.replicated[0] < best.replicated[0] - MIN_GAIN:
             best = replace(other, replicated=(other.replicated[0], first.replicated[0]))
     return best

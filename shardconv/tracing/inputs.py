@@ -176,9 +176,12 @@ class _InputMaker:
         """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
 
         They are those that the model's error names and, if it complains of tokens, the rows of the forms
-        and quotients of their longest dim.
+        and quotients of their longest dim. None are tried where it names one number twice: as many tokens as
+        features, which are of another width.
         """
         numbers = _numbers(error)
+        if choice.forms and _is_about_tokens(error) and len(numbers) == 1 < str(error).count(str(numbers[0])):
+            return
         if self.tokens and not choice.forms and not choice.repeats:
             yield from (replace(choice, streams=n) for n in numbers if n > 1)
         if choice.forms and _is_about_tokens(error):

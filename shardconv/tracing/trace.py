@@ -287,9 +287,11 @@ class _ModuleHook:
 
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
-    """The state that a forward pass may change: attributes, tensors, hooks that the first one registers."""
+    """The state that a forward pass may change: attributes, dicts among them (such as caches of tables by
+    device), tensors, hooks that the first one registers."""
     return (
         module.__dict__,
+        *(value for value in module.__dict__.values() if type(value) is dict),
         module._buffers,
         module._parameters,
         module._forward_hooks,

@@ -72,6 +72,9 @@ _QWEN3_235B = _decoder(4096, 12288, 94, 64, 4, 151936, **_QWEN3_MOE)
 _QWEN2_VL_72B = _QWEN2_72B | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
 _SMALL_24B = _decoder(5120, 32768, 40, 32, 8, 131072, head_dim=128)
 _GLM4_9B = _decoder(4096, 13696, 40, 32, 2, 151552, head_dim=128, pad_token_id=151329)
+_GLM4V_ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+_GLM4V_TEXT = {"rope_parameters": _GLM4V_ROPE | {"rope_theta": 10000.0}}
+_STEP_LAYERS = ["full_attention" if index % 4 == 0 else "sliding_attention" for index in range(45)]
 _SCOUT = _decoder(
     5120, 8192, 48, 40, 8, 202048, head_dim=128, intermediate_size_mlp=16384, num_local_experts=16
 ) | {"interleave_moe_layer_step": 1, "pad_token_id": 200018}
@@ -96,6 +99,15 @@ _NEMOTRON_H_8B = _decoder(4096, 21504, 52, 32, 8, 131072, head_dim=128) | {
 }
 _VICUNA_13B = _decoder(5120, 13824, 40, 40, 40, 32064, model_type="llama")
 _VIT_HUGE = _bert(1280, 5120, 32, 16, patch_size=14)
+_FITTED = "defaults, images as wide as the text"
+"""Of types whose default vision tower does not fit their default decoder."""
+
+
+def _fitted(width: int, **others: Any) -> tuple[Release, ...]:
+    """Defaults, but for a vision tower that makes features of the decoder's width."""
+    return (Release(_FITTED, {"vision_config": {"out_hidden_size": width}, **others}),)
+
+
 _AUDIO_LARGE = _LARGE | {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
 
 RELEASES: Mapping[str, tuple[Release, ...]] = {
@@ -142,6 +154,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         Release("Command-R+", _decoder(12288, 33792, 64, 96, 8, 256000, use_qk_norm=True)),
     ),
     "cohere2": (Release("Command A", _decoder(12288, 36864, 64, 96, 8, 256000, head_dim=128)),),
+    "cosmos3_omni": _fitted(4096),
     "dbrx": (
         Release(
             "DBRX",
@@ -187,6 +200,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "esm": (
         Release("ESM-2 15B", _bert(5120, 20480, 48, 40, vocab_size=33, pad_token_id=1, mask_token_id=32)),
     ),
+    "exaone4_5": _fitted(4096),
     "falcon": (
         Release(
             "Falcon-180B",
@@ -211,6 +225,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "gemma3_text": (Release("Gemma-3-27B", _GEMMA3_27B),),
     "glm": (Release("GLM-4-9B-chat", _GLM4_9B),),
     "glm4": (Release("GLM-4-9B-0414", _GLM4_9B),),
+    "glm5_next": _fitted(4096),
+    "glm_ocr": _fitted(1024),
+    "glm46v": (Release("GLM-4.6V-Flash", {"text_config": _GLM4V_TEXT}),),
     "glm4_moe": (
         Release(
             "GLM-4.5",
@@ -220,6 +237,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             | {"pad_token_id": 151329},
         ),
     ),
+    "glm4v": (Release("GLM-4.1V-9B", {"text_config": _GLM4V_TEXT}),),
+    "glm4v_moe": (Release("GLM-4.5V", {"text_config": _GLM4V_TEXT | {"head_dim": 128}}),),
+    "glmga": (Release("defaults with the rotary sections of GLM-4.1V", {"text_config": _GLM4V_TEXT}),),
     "gpt2": (Release("GPT-2 XL", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),),
     "gpt_bigcode": (
         Release("StarCoder", {"n_embd": 6144, "n_layer": 40, "n_head": 48, "vocab_size": 49152}),
@@ -327,6 +347,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "pop2piano": (Release("Pop2Piano"),),
     "qwen2": (Release("Qwen2.5-72B", _QWEN2_72B),),
+    "qwen2_5_omni_thinker": (
+        Release("Qwen2.5-Omni-7B", {"vision_start_token_id": 151652, "vision_end_token_id": 151653}),
+    ),
     "qwen2_5_vl": (
         Release(
             "Qwen2.5-VL-72B",
@@ -340,7 +363,12 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "qwen3": (Release("Qwen3-32B", _decoder(5120, 25600, 64, 64, 8, 151936, head_dim=128)),),
+    "qwen3_5": _fitted(4096),
+    "qwen3_5_moe": _fitted(2048),
     "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
+    "qwen3_omni_moe_thinker": _fitted(2048, audio_config={"output_dim": 2048}),
+    "qwen3_vl": _fitted(4096),
+    "qwen3_vl_moe": _fitted(2048),
     "reformer": (Release("defaults of a decoder", {"is_decoder": True}),),
     "rembert": (Release("RemBERT"),),
     "roberta": (Release("RoBERTa large", _LARGE | {"vocab_size": 50265, "max_position_embeddings": 514}),),
@@ -356,6 +384,18 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "smollm3": (Release("SmolLM3-3B"),),
     "starcoder2": (Release("StarCoder2-15B", _decoder(6144, 24576, 40, 48, 4, 49152)),),
+    "step3p7": (
+        Release(
+            "Step-3.7-Flash, attention of Step-3.5-Flash",
+            {
+                "text_config": {
+                    "layer_types": _STEP_LAYERS,
+                    "num_sliding_attention_heads": 96,
+                    "sliding_window": 512,
+                }
+            },
+        ),
+    ),
     "switch_transformers": (
         Release(
             "Switch-XXL",

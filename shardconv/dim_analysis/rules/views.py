@@ -22,6 +22,18 @@ def view(b: Builder, op: Op, args: Arguments) -> None:
     b.set(target, regroup(b, list(b.tensor(source)), b.shape(target)), b.partial(source))
 
 
+def view_like(b: Builder, op: Op, args: Arguments) -> None:
+    """``view_as``/``reshape_as``: the sizes are those of another tensor, on each rank its own."""
+    view(b, op, args)
+    _same_sizes(b, op)
+
+
+def _same_sizes(b: Builder, op: Op) -> None:
+    """The dims of the result are those of the second tensor."""
+    for made, other in zip(b.tensor(op.outputs[0]), b.tensor(op.inputs[-1]), strict=True):
+        dim_trees.unify(made, other)
+
+
 def regroup(b: Builder, dims: list[Node], shape: tuple[int, ...]) -> list[Node]:
     """The dims of a tensor viewed in another shape."""
     if 0 in shape:
@@ -95,6 +107,12 @@ def expand(b: Builder, op: Op, args: Arguments) -> None:
     padded = [dim_trees.leaf(1)] * (len(shape) - len(dims)) + list(dims)
     out = [d if d.size == n else dim_trees.leaf(n) for d, n in zip(padded, shape, strict=True)]
     b.set(target, out, b.partial(source))
+
+
+def expand_like(b: Builder, op: Op, args: Arguments) -> None:
+    """``expand_as``: to the sizes of another tensor, on each rank its own."""
+    expand(b, op, args)
+    _same_sizes(b, op)
 
 
 def repeat(b: Builder, op: Op, args: Arguments) -> None:
@@ -195,19 +213,19 @@ RULES = {
             "aten._unsafe_view",
             "aten.flatten",
             "aten.unflatten",
-            "aten.view_as",
-            "aten.reshape_as",
             "aten._reshape_alias",
             "aten.ravel",
         ),
         view,
     ),
+    **dict.fromkeys(("aten.view_as", "aten.reshape_as"), view_like),
     "aten.permute": permute,
     **dict.fromkeys(("aten.transpose", "aten.swapaxes", "aten.swapdims"), transpose),
     **dict.fromkeys(("aten.t", "aten.numpy_T"), reverse),
     "aten.unsqueeze": unsqueeze,
     "aten.squeeze": squeeze,
-    **dict.fromkeys(("aten.expand", "aten.expand_as", "aten.broadcast_to"), expand),
+    **dict.fromkeys(("aten.expand", "aten.broadcast_to"), expand),
+    "aten.expand_as": expand_like,
     "aten.repeat": repeat,
     "aten.repeat_interleave": repeat_interleave,
     "aten.movedim": movedim,

@@ -452,6 +452,26 @@ def test_hooks_that_a_forward_pass_registers_are_removed() -> None:
     assert not model.is_watching
 
 
+class Caches(nn.Module):
+    """Keeps a table by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 6))
+        self.tables: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if str(x.device) not in self.tables:
+            self.tables[str(x.device)] = self.table * 2
+        return x + self.tables[str(x.device)]
+
+
+def test_what_a_forward_pass_puts_into_a_dict_is_taken_out() -> None:
+    model = Caches().to("meta")
+    trace(model, {"x": torch.randn(4, 6)}, RULES)
+    assert not model.tables
+
+
 def test_tracing_twice_gives_the_same() -> None:
     model = models.FusedModel(models.OddConfig()).to("meta")
     inputs = {"input_ids": torch.arange(12).reshape(2, 6)}
