@@ -320,7 +320,7 @@ def _numbers(error: Exception) -> list[int]:
 
 
 def _is_about_tokens(error: Exception) -> bool:
-    return "token" in str(error)
+    return "token" in str(error) and "has no attribute" not in str(error)
 
 
 def _left_out(choice: _Choice, problems: Sequence[tuple[_Choice, Exception]]) -> tuple[str, ...]:

@@ -99,6 +99,8 @@ _NEMOTRON_H_8B = _decoder(4096, 21504, 52, 32, 8, 131072, head_dim=128) | {
 }
 _VICUNA_13B = _decoder(5120, 13824, 40, 40, 40, 32064, model_type="llama")
 _VIT_HUGE = _bert(1280, 5120, 32, 16, patch_size=14)
+_VISION_TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+"""That the code of a thinker reads and its config lacks; those of Qwen's tokenizers."""
 _FITTED = "defaults, images as wide as the text"
 """Of types whose default vision tower does not fit their default decoder."""
 
@@ -347,9 +349,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "pop2piano": (Release("Pop2Piano"),),
     "qwen2": (Release("Qwen2.5-72B", _QWEN2_72B),),
-    "qwen2_5_omni_thinker": (
-        Release("Qwen2.5-Omni-7B", {"vision_start_token_id": 151652, "vision_end_token_id": 151653}),
-    ),
+    "qwen2_5_omni_thinker": (Release("Qwen2.5-Omni-7B", _VISION_TOKENS),),
     "qwen2_5_vl": (
         Release(
             "Qwen2.5-VL-72B",
@@ -366,7 +366,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "qwen3_5": _fitted(4096),
     "qwen3_5_moe": _fitted(2048),
     "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
-    "qwen3_omni_moe_thinker": _fitted(2048, audio_config={"output_dim": 2048}),
+    "qwen3_omni_moe_thinker": _fitted(2048, audio_config={"output_dim": 2048}, **_VISION_TOKENS),
     "qwen3_vl": _fitted(4096),
     "qwen3_vl_moe": _fitted(2048),
     "reformer": (Release("defaults of a decoder", {"is_decoder": True}),),
