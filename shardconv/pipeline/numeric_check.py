@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -14,8 +13,7 @@ from torch import nn
 
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
-from ..verifying.plans.given_embeddings import proven_arguments
-from ..verifying.plans.implementations import notes_on_others
+from ..verifying.plans.proof import prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
 from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
@@ -45,18 +43,16 @@ class NumericCheck:
         Raises:
             SolveError: the ranks compute something else.
         """
-        if self.case(plan).needed_bytes() > MOST_BYTES:
+        case = self._case_that_fits(plan)
+        if case is None:
             training = plan.training and replace(plan.training, parallel_loss=False)
             return replace(plan, training=training, notes=(*plan.notes, TOO_LARGE))
-        plan = self._with_proven_loss(plan)
-        case = self.case(plan)
-        outcome = simulate(case, gradients=plan.training is not None, calls=2)
-        if outcome.gradients:
-            plan = inference_only(plan, outcome.gradients)
-        if plan.tp > 1:
-            plan = replace(plan, notes=(*plan.notes, *notes_on_others(case)))
-            plan = replace(plan, proven_arguments=proven_arguments(self.case(plan)))
-        return plan
+        proof = prove(case)
+        if plan.training is not None:
+            plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
+        if proof.wrong_gradient:
+            plan = inference_only(plan, proof.wrong_gradient)
+        return replace(plan, notes=(*plan.notes, *proof.notes), proven_arguments=proof.arguments)
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:
         """What is wrong with the gradients of the sequence-parallel form; nothing if they were not compared.
@@ -64,13 +60,13 @@ class NumericCheck:
         Raises:
             SolveError: the ranks compute something else in that form.
         """
-        case = self.case(of_sequence(plan))
-        return None if case.needed_bytes() > MOST_BYTES else simulate(case, gradients=True).gradients
+        case = self._case_that_fits(of_sequence(plan))
+        return None if case is None else simulate(case, gradients=True).gradients
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""
-        case = self.case(plan)
-        if case.needed_bytes() > MOST_BYTES or not may_be_padded(case):
+        case = self._case_that_fits(plan)
+        if case is None or not may_be_padded(case):
             return plan
         assert plan.training is not None
         assert plan.training.sequence is not None
@@ -90,17 +86,10 @@ class NumericCheck:
             self._small[frozenset(skipped)] = small
         return of(small)
 
-    def _with_proven_loss(self, plan: Plan) -> Plan:
-        """The plan without the loss of sharded logits, if that is not the model's own."""
-        if plan.training is None or not plan.training.parallel_loss:
-            return plan
-        try:
-            case = self.case(plan)
-            outcome = simulate(replace(case, inputs=case.inputs.with_labels()), gradients=True)
-            is_right = not outcome.gradients
-        except ShardconvError:
-            is_right = False  # the loss needs full logits, or the model cannot compute one
-        return replace(plan, training=replace(plan.training, parallel_loss=is_right))
+    def _case_that_fits(self, plan: Plan) -> Case | None:
+        """The case of a plan; None where even the smaller model is too large."""
+        case = self.case(plan)
+        return None if case.simulation.needed_bytes() > MOST_BYTES else case
 
 
 def with_parallel_loss(plan: Plan, model: nn.Module, inputs: TraceInputs) -> Plan:

@@ -1,8 +1,8 @@
-"""Proves a plan for embeddings that are given in place of ids, which were traced."""
+"""Embeddings that are given in place of ids, which were traced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -10,48 +10,67 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
+from ...tracing.inputs import TraceInputs
 from .simulate import Case, simulate
 
-_IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
+IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
 """Argument of transformers' models -> the ids that it replaces."""
 
 
-def proven_arguments(case: Case) -> tuple[str, ...]:
-    """The arguments for embeddings with which the ranks compute the same as the unsharded model.
+def embedding_arguments(model: nn.Module, inputs: TraceInputs) -> tuple[str, ...]:
+    """The arguments of a model that may replace the ids that it is given."""
+    taken = forward_signature(model).parameters
+    return tuple(
+        name
+        for name, ids in IN_PLACE_OF.items()
+        if name in taken and ids in inputs.tensors and _width(model, name) is not None
+    )
 
-    The embeddings are random numbers, as those of a trained prompt are. Where the unsharded model itself does
-    not run on them, nothing is proven.
+
+def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
+    """The arguments for embeddings with which, one at a time, the ranks compute the same.
+
+    Where the unsharded model itself does not run on them, nothing is proven.
 
     Args:
-        case: proven for ids.
+        case: proven for ids; its plan allows these arguments.
+        gradients: whether the gradients must be right, too.
     """
-    taken = forward_signature(case.model).parameters
-    ids = {name: ids for name, ids in _IN_PLACE_OF.items() if name in taken and ids in case.inputs.tensors}
-    return tuple(name for name in ids if any(map(_holds, _with_embeddings(case, name, ids[name]))))
+    return tuple(
+        name
+        for name in embedding_arguments(case.model, case.inputs)
+        if any(_holds(case, inputs, gradients) for inputs in with_embeddings(case, [name]))
+    )
 
 
-def _with_embeddings(case: Case, name: str, ids: str) -> Iterator[Case]:
-    """The case with embeddings in place of ids: beside the other inputs, and beside ids and masks alone."""
-    width = _width(case.model, name)
-    if width is None:
-        return
+def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]:
+    """The inputs with random embeddings, such as those of a trained prompt, in place of ids.
+
+    First they come beside the other inputs, then, if there are images or sounds, beside ids and masks alone.
+
+    Args:
+        case: the model and its inputs.
+        names: of the arguments for embeddings.
+    """
     rng = torch.Generator().manual_seed(0)
-    shape = (*case.inputs.tensors[ids].shape, width)
-    embeds = torch.randn(shape, generator=rng, dtype=_dtype(case.model))
-    others = {n: t for n, t in case.inputs.tensors.items() if n != ids}
+    dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
+    others = dict(case.inputs.tensors)
+    embeds: dict[str, Tensor] = {}
+    for name in names:
+        width = _width(case.model, name)
+        assert width is not None
+        shape = (*others.pop(IN_PLACE_OF[name]).shape, width)
+        embeds[name] = torch.randn(shape, generator=rng, dtype=dtype)
     alone = {n: t for n, t in others.items() if not t.is_floating_point()}
-    plan = replace(case.plan, proven_arguments=(name,))
     for beside in (others,) if len(alone) == len(others) else (others, alone):
-        tensors: dict[str, Tensor] = {**beside, name: embeds}
-        yield replace(case, plan=plan, inputs=replace(case.inputs, tensors=tensors))
+        yield replace(case.inputs, tensors={**beside, **embeds})
 
 
-def _holds(case: Case) -> bool:
+def _holds(case: Case, inputs: TraceInputs, gradients: bool) -> bool:
     try:
-        outcome = simulate(case, gradients=case.plan.training is not None)
+        return not simulate(case, inputs, gradients=gradients).gradients
     except ShardconvError:
         return False
-    return not outcome.gradients
 
 
 def _width(model: nn.Module, name: str) -> int | None:
@@ -61,7 +80,3 @@ def _width(model: nn.Module, name: str) -> int | None:
         return int(part.get_input_embeddings().weight.shape[-1])  # type: ignore[operator, union-attr]
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

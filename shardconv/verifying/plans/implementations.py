@@ -8,12 +8,12 @@ well. A fused kernel for GPUs cannot be: it is given the same heads as the imple
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Collection
 
 from shardconv_runtime.errors import ShardconvError
 from torch import nn
 
-from ..simulation.rank_simulation import Unprovable
+from ..simulation.rank_simulation import Logits, Unprovable
 from .simulate import Case, simulate
 
 PLAIN = "eager"
@@ -24,21 +24,38 @@ _SETTERS = {
 """Kind -> the attribute of a config that names its implementation, and the method of a model that sets it."""
 
 
+def plain_case(case: Case, kinds: Collection[str]) -> Case | None:
+    """The case with the plain implementations of these; None where the model is none other then."""
+    other = copy.deepcopy(case.model)
+    try:
+        for kind in kinds:
+            getattr(other, _SETTERS[kind][1])(PLAIN)
+    except (ValueError, NotImplementedError):
+        return None  # the model does not offer it
+    if all(_chosen(other, kind) == _chosen(case.model, kind) for kind in kinds):
+        return None
+    return case.with_model(other)
+
+
+def other_kinds(model: nn.Module) -> list[str]:
+    """What the model implements in another way than the plain one."""
+    return [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
+
+
 def notes_on_others(case: Case) -> tuple[str, ...]:
     """Notes for the plan on the implementations under which it does not hold.
 
     Args:
         case: proven for the implementations of the model's config.
     """
-    model = case.model
-    kinds = [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
+    kinds = other_kinds(case.model)
     if not kinds or _problem(case, kinds) is None:
         return ()
     out = []
     for kind in kinds:
         problem = _problem(case, [kind])
         if problem is not None:
-            chosen = _chosen(model, kind)
+            chosen = _chosen(case.model, kind)
             out.append(f"this plan is for {kind} implemented as {chosen!r}, not as {PLAIN!r}: {problem}")
     return tuple(out)
 
@@ -53,16 +70,11 @@ def _chosen(model: nn.Module, kind: str) -> str | None:
 def _problem(case: Case, kinds: list[str]) -> str | None:
     """Why the plan does not hold with the plain implementation of these; None if it does, or if that
     cannot be run at all."""
-    other = copy.deepcopy(case.model)
-    try:
-        for kind in kinds:
-            getattr(other, _SETTERS[kind][1])(PLAIN)
-    except (ValueError, NotImplementedError):
-        return None  # the model does not offer it
-    if all(_chosen(other, kind) == _chosen(case.model, kind) for kind in kinds):
+    other = plain_case(case, kinds)
+    if other is None:
         return None
     try:
-        simulate(replace(case, model=other), calls=2)
+        simulate(other, calls=2, logits=Logits.GATHERED)
     except Unprovable:
         return None
     except ShardconvError as error:

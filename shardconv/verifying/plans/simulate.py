@@ -7,6 +7,7 @@ model. Models are made smaller first, so that this takes little memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from shardconv_runtime.errors import SolveError
@@ -15,8 +16,7 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import nn
 
 from ...tracing.inputs import TraceInputs
-from ..simulation.rank_simulation import Outcome, Simulation, Unprovable
-from ..simulation.simulated_weights import RandomWeights
+from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,34 @@ class Case:
     inputs: TraceInputs
     """Of its calls."""
 
-    def needed_bytes(self) -> int:
-        """Float64 weights of the unsharded model and of all ranks."""
-        return self.simulation().needed_bytes()
-
+    @cached_property
     def simulation(self) -> Simulation:
-        """On random weights."""
-        return Simulation(self.plan, self.model, self.inputs, RandomWeights(self.plan))
+        """On random weights; its models are made once."""
+        return Simulation(self.plan, self.model)
+
+    def with_model(self, model: nn.Module) -> Case:
+        """The case of another model with the same parameters, on the same weights."""
+        case = replace(self, model=model)
+        case.__dict__["simulation"] = Simulation(self.plan, model, self.simulation.weights)
+        return case
 
 
-def simulate(case: Case, *, gradients: bool = False, calls: int = 1) -> Outcome:
+def simulate(
+    case: Case,
+    inputs: TraceInputs | None = None,
+    *,
+    gradients: bool = False,
+    calls: int = 1,
+    logits: Logits = Logits.BOTH,
+) -> Outcome:
     """Run every rank in this process and compare with the unsharded model.
 
     Args:
         case: the plan to prove, and its model.
+        inputs: others than those of the case.
         gradients: run the backward pass too.
         calls: 2: hand back what the first call returns, and compare a second one.
+        logits: which of the ranks' logits are compared.
 
     Returns:
         How they compare. Gradients that differ are no error: the outcome says which.
@@ -53,8 +65,9 @@ def simulate(case: Case, *, gradients: bool = False, calls: int = 1) -> Outcome:
         Unprovable: the unsharded model fails.
         SolveError: the ranks' outputs differ from the unsharded model's by more than ``TOLERANCE``.
     """
+    inputs = inputs or case.inputs
     try:
-        outcome = case.simulation().run(gradients, calls=calls)
+        outcome = case.simulation.evaluate(inputs, calls=calls, logits=logits)
     except Unprovable as error:
         raise Unprovable(
             f"the unsharded model fails on random weights, so that the plan cannot be proven on numbers: "
@@ -66,13 +79,13 @@ def simulate(case: Case, *, gradients: bool = False, calls: int = 1) -> Outcome:
             f"its largest output (allowed: {outcome.tolerance:.0e}). Nothing was written. This is a bug in "
             "shardconv; please report it."
         )
-    return outcome
+    return replace(outcome, gradients=case.simulation.wrong_gradient(inputs)) if gradients else outcome
 
 
 def runs(case: Case) -> bool:
     """Whether the unsharded model runs on random weights."""
     try:
-        case.simulation().run_unsharded()
+        case.simulation.run_unsharded(case.inputs)
     except Unprovable:
         return False
     return True
@@ -87,5 +100,4 @@ def may_be_padded(case: Case) -> bool:
         mask[0, -2:] = 0
         inputs = replace(inputs, tensors={**inputs.tensors, "attention_mask": mask})
     options = {name: value for name, value in inputs.options.items() if name not in FLAT_OUTPUTS}
-    inputs = replace(inputs, options=options)
-    return replace(case, inputs=inputs).simulation().agrees_when_padded()
+    return case.simulation.agrees_when_padded(replace(inputs, options=options))

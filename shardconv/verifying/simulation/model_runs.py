@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
@@ -38,34 +37,42 @@ PRECISIONS = (Precision(torch.float64, TOLERANCE), Precision(torch.float32, 1e-4
 """The second is for the few models whose code insists on float32 somewhere."""
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """What a model gives."""
-
-    outputs: list[Tensor]
-    """All tensors that it returns, global: logits ``[B, S, V]``, hidden states, ..."""
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of its parameters by FQN, in their shapes."""
-
-
-def outputs_of(
-    model: nn.Module, inputs: TraceInputs, precision: Precision, *, calls: int = 1
-) -> list[Tensor]:
+def outputs_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> list[Tensor]:
     """All tensors that a model returns in evaluation.
 
     Args:
         model: unsharded, or of one rank, in the dtype of ``precision``.
         inputs: global, as ``input_ids [B, S]``.
         precision: to compute in.
-        calls: 2: what the first call hands back, as a cache, goes into a second one with another token.
+    """
+    return outputs_of_calls(model, inputs, precision, 1)[0]
+
+
+def outputs_of_calls(
+    model: nn.Module, inputs: TraceInputs, precision: Precision, calls: int, *, or_fewer: bool = False
+) -> list[list[Tensor]]:
+    """All tensors that each of some calls returns: what one hands back, as a cache, goes into the next.
+
+    Args:
+        model: unsharded, or of one rank, in the dtype of ``precision``.
+        inputs: of the first call, global, as ``input_ids [B, S]``; the next ones get another token.
+        precision: to compute in.
+        calls: how many.
+        or_fewer: those before a call that fails, where the first one does not.
     """
     inputs = inputs.to(precision.dtype)
     with torch.inference_mode(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a model that draws random numbers draws the same on every rank
         result = model(**inputs.tensors, **inputs.options)
-        found = results(model, result)
-        if calls > 1:
-            found += results(model, model(**continuation(model, inputs, result)))
+        found = [results(model, result)]
+        while len(found) < calls:
+            try:
+                result = model(**continuation(model, inputs, result))
+            except Exception:  # whatever its code raises on a call that its author did not think of
+                if or_fewer:
+                    break
+                raise
+            found.append(results(model, result))
     return found
 
 
@@ -74,7 +81,7 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
 
     Args:
         model: which was called.
-        inputs: of the first call; ids ``[B, S]``.
+        inputs: of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
         result: of the first call.
 
     Raises:
@@ -86,9 +93,10 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
         if hasattr(result, "keys")
         else {}
     )
-    is_decoder = "decoder_input_ids" in inputs.tensors
-    tokens = "decoder_input_ids" if is_decoder else "input_ids"
-    if not back or tokens not in inputs.tensors:
+    is_decoder = any(name.startswith("decoder_input") for name in inputs.tensors)
+    kinds = ("decoder_input_ids", "decoder_inputs_embeds") if is_decoder else ("input_ids", "inputs_embeds")
+    tokens = next((name for name in kinds if name in inputs.tensors), None)
+    if not back or tokens is None:
         raise ValueError("nothing is handed back")
     given: dict[str, Any] = dict(inputs.tensors) if is_decoder else {}
     given[tokens] = inputs.tensors[tokens][:, :1]
@@ -98,27 +106,25 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
     return {**given, **inputs.options, **back}
 
 
-def with_gradients(
-    model: nn.Module, inputs: TraceInputs, precision: Precision, outputs: list[Tensor]
-) -> tuple[ModelRun, str | None]:
-    """What the unsharded model gives, and why it has no usable gradients; None if it has.
+def usable_gradients(
+    model: nn.Module, inputs: TraceInputs, precision: Precision
+) -> tuple[dict[str, Tensor], str]:
+    """The gradients of the unsharded model, and why they cannot be used; nothing if they can.
 
     Args:
         model: unsharded, in the dtype of ``precision``; its parameters' ``grad`` are set.
         inputs: global.
         precision: to compute in.
-        outputs: of the same model in evaluation.
     """
     try:
         gradients = gradients_of(model, inputs, precision)
     except Exception as error:
-        return ModelRun(outputs), f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
-    run = ModelRun(outputs, gradients)
+        return {}, f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
     if not gradients:
-        return run, "no output of the unsharded model has a gradient"
+        return {}, "no output of the unsharded model has a gradient"
     if infinite := [name for name, g in gradients.items() if not g.isfinite().all()]:
-        return run, f"the gradient of {infinite[0]} is not finite in the unsharded model"
-    return run, None
+        return {}, f"the gradient of {infinite[0]} is not finite in the unsharded model"
+    return gradients, ""
 
 
 def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> dict[str, Tensor]:

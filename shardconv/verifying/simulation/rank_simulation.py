@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from textwrap import shorten
+from typing import TypeVar
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.errors import PlanError, ShardconvError, SolveError, SourceError
+from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.plan import AllGatherStep, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
@@ -22,15 +24,19 @@ from torch import Tensor, nn
 from ...tracing.inputs import TraceInputs
 from .model_runs import (
     PRECISIONS,
-    ModelRun,
     Precision,
     gradients_of,
     largest_difference,
     outputs_of,
-    with_gradients,
+    outputs_of_calls,
+    usable_gradients,
 )
-from .rank_threads import run_ranks
-from .simulated_weights import Weights, fill, local_weights
+from .rank_threads import ThreadCommunicator, communicators, run_ranks
+from .reused_model import ReusedModel
+from .simulated_weights import RandomWeights, fill, local_view
+
+T = TypeVar("T")
+Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
 
 
 class Unprovable(SolveError):
@@ -48,6 +54,8 @@ class Outcome:
     """That both were run in."""
     gradients: str | None = None
     """What is wrong with the gradients; empty if nothing is, None if they were not compared."""
+    calls: int = 1
+    """How many were compared."""
 
     @property
     def agrees(self) -> bool:
@@ -55,87 +63,112 @@ class Outcome:
         return self.worst <= self.tolerance
 
 
+class Logits(Enum):
+    """What the ranks return of sharded logits; plans without these, and calls with labels, know the first."""
+
+    GATHERED = "gathered"
+    OWN = "own"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Those of the unsharded model, and what a difference is relative to."""
+
+    values: Mapping[str, Tensor]
+    """By name of the parameter, global."""
+    scales: Mapping[str, float]
+    """The largest gradient of each parameter."""
+
+
 class Simulation:
-    """One model, one plan: the unsharded run and that of each rank, on the same weights.
+    """One model, one plan: the unsharded model and those of the ranks, on the same weights.
+
+    Weights are drawn and models made once, for all runs.
 
     Args:
         plan: the plan to prove.
         model: the global model, on meta; it is copied.
-        inputs: of its calls.
-        weights: of both sides.
+        weights: of both sides; drawn if none are given.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        inputs: TraceInputs,
-        weights: Weights,
-    ) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, weights: RandomWeights | None = None) -> None:
         self.plan = plan
         self.model = model
-        self.inputs = inputs
-        self.weights = weights
+        self.weights = weights or RandomWeights(plan)
         self.entries = parameter_plans(plan)
+        self._precision = PRECISIONS[0]
+        self._ranks = communicators(plan.mesh)
+        self._unsharded: dict[Precision, ReusedModel] = {}
+        self._local: dict[tuple[Precision, int, str], ReusedModel] = {}
 
-    def run(self, gradients: bool = False, *, calls: int = 1) -> Outcome:
+    def evaluate(self, inputs: TraceInputs, *, calls: int = 1, logits: Logits = Logits.BOTH) -> Outcome:
         """Run the unsharded model, then all ranks.
 
         Args:
-            gradients: run backward as well, from a random gradient of everything that the model returns.
+            inputs: of the first call.
             calls: 2: call the model again with what it hands back, if the unsharded model can be.
+            logits: which of them are compared; if both, a rank's own ones in one call.
 
         Raises:
             Unprovable: the unsharded model fails.
             SolveError: the ranks fail.
-            ShardconvError: weights cannot be read, or the plan does not fit the model.
+            ShardconvError: the plan does not fit the model.
         """
-        precision, want, problem = self._reference(gradients)
-        gradients = gradients and not problem
-        second = self._second_call(precision) if calls > 1 else None
+        want = self._reference(inputs, calls)
+        if self.plan.logits is None or "labels" in inputs.tensors:
+            logits = Logits.GATHERED
         try:
-            worst = max(
-                run_ranks(self.plan.mesh, lambda comm: self._distance(comm, precision, want.outputs, second))
-            )
-        except (PlanError, SourceError):
+            worst = max(self._run_ranks(lambda comm: self._distance(comm, inputs, want, logits)))
+        except PlanError:
             raise
         except Exception as error:
             raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
-        if gradients:
-            problem = self._wrong_gradient(precision, want.gradients)
-        return Outcome(worst, precision.tolerance, precision.dtype, problem)
+        return Outcome(worst, self._precision.tolerance, self._precision.dtype, calls=len(want))
 
-    def run_unsharded(self) -> list[Tensor]:
+    def wrong_gradient(self, inputs: TraceInputs) -> str:
+        """What is wrong with the gradients of the ranks, in training mode; empty if nothing is.
+
+        Backward runs from a random gradient of everything that the model returns, in the precision of the
+        last evaluation.
+
+        Args:
+            inputs: of the call.
+        """
+        gradients, problem = usable_gradients(self._unsharded_model(self._precision), inputs, self._precision)
+        if problem:
+            return problem
+        scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
+        want = _Gradients(gradients, scales)
+        try:
+            found = self._run_ranks(lambda comm: self._gradient_distance(comm, inputs, want))
+        except Exception as error:
+            return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
+        return max(found).text(self._precision.tolerance)
+
+    def run_unsharded(self, inputs: TraceInputs) -> list[Tensor]:
         """The outputs of the unsharded model.
 
         Raises:
             Unprovable: it fails.
         """
-        return self._reference(False)[1].outputs
+        return self._reference(inputs)[0]
 
-    def agrees_when_padded(self) -> bool:
+    def agrees_when_padded(self, inputs: TraceInputs) -> bool:
         """Whether the unsharded model computes the same for each token with padding at the end as without it.
 
         Raises:
             Unprovable: the unsharded model fails.
         """
-        precision, want, _ = self._reference(False)
-        padded = self._unsharded(precision, False)
-        length = self.inputs.tensors["input_ids"].shape[1]
+        (want,) = self._reference(inputs)
+        padded = self._new_unsharded(self._precision)
+        length = inputs.tensors["input_ids"].shape[1]
         attach_sequence(padded, next(n for n in (4, 3, 5, 7, 11) if length % n))
         try:
-            found = outputs_of(padded, self.inputs, precision)
+            found = outputs_of(padded, inputs, self._precision)
         except ShardconvError:
             return False  # an argument that cannot be padded
-        return largest_difference(found, want.outputs) <= precision.tolerance
-
-    def _wrong_gradient(self, precision: Precision, want: Mapping[str, Tensor]) -> str:
-        """What is wrong with the gradients of the ranks, in training mode; empty if nothing is."""
-        try:
-            found = run_ranks(self.plan.mesh, lambda comm: self._gradient_distance(comm, precision, want))
-        except Exception as error:
-            return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
-        return max(found).text(precision.tolerance)
+        return largest_difference(found, want) <= self._precision.tolerance
 
     def needed_bytes(self) -> int:
         """Float64 copies of the unsharded model and of all ranks."""
@@ -146,96 +179,97 @@ class Simulation:
             total += 8 * numel * (1 + self.plan.tp // num_shards)
         return total
 
-    def _reference(self, gradients: bool) -> tuple[Precision, ModelRun, str | None]:
-        """The unsharded run in the best precision that the model supports, and problems of its gradients."""
+    # The unsharded model ---------------------------------------------------------------------
+
+    def _reference(self, inputs: TraceInputs, calls: int = 1) -> list[list[Tensor]]:
+        """What the unsharded model returns in each call, in the best precision that it supports."""
         problem: Exception | None = None
         for precision in PRECISIONS:
-            model = self._unsharded(precision, gradients)
             try:
-                want = outputs_of(model, self.inputs, precision)
-                if not all(t.isfinite().any() for t in want if t.numel()):
-                    problem = problem or ArithmeticError("an output has no finite value")
-                elif not gradients:
-                    return precision, ModelRun(want), None
-                else:
-                    return precision, *with_gradients(model, self.inputs, precision, want)
+                model = self._unsharded_model(precision)
+                want = outputs_of_calls(model, inputs, precision, calls, or_fewer=True)
+                if all(t.isfinite().any() for t in want[0] if t.numel()):
+                    self._precision = precision
+                    return want
+                problem = problem or ArithmeticError("an output has no finite value")
             except Exception as error:
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
 
-    def _second_call(self, precision: Precision) -> list[Tensor] | None:
-        """What the unsharded model returns in two calls; None if it cannot be called again."""
-        try:
-            return outputs_of(self._unsharded(precision, False), self.inputs, precision, calls=2)
-        except Exception:  # whatever its code raises on a call that its author did not think of
-            return None
+    def _unsharded_model(self, precision: Precision) -> nn.Module:
+        if precision not in self._unsharded:
+            self._unsharded[precision] = ReusedModel(self._new_unsharded(precision))
+        return self._unsharded[precision].fresh()
 
-    def _unsharded(self, precision: Precision, gradients: bool) -> nn.Module:
-        """The unsharded model with its weights."""
+    def _new_unsharded(self, precision: Precision) -> nn.Module:
         model = copy.deepcopy(self.model).to(precision.dtype)
-        values = self.weights.unsharded({n: t for n, t in stored_tensors(model) if n in self.entries})
-        return fill(model, values, gradients)
+        tensors = {n: t for n, t in stored_tensors(model) if n in self.entries}
+        return fill(model, self.weights.unsharded(tensors, precision.dtype), gradients=True)
+
+    # The ranks -------------------------------------------------------------------------------
+
+    def _run_ranks(self, function: Callable[[ThreadCommunicator], T]) -> list[T]:
+        try:
+            return run_ranks(self.plan.mesh, function, ranks=self._ranks)
+        except BaseException:
+            self._local.clear()  # some have stopped in the middle of a run
+            raise
 
     def _distance(
-        self, comm: Communicator, precision: Precision, want: list[Tensor], second: list[Tensor] | None
+        self, comm: Communicator, inputs: TraceInputs, want: list[list[Tensor]], logits: Logits
     ) -> float:
-        """How far one rank is from ``want``, with gathered logits and with its own shard of them.
-
-        Args:
-            comm: the rank.
-            precision: to compute in.
-            want: of one call.
-            second: of two calls, which are compared in place of one with gathered logits; None: of one alone.
-        """
-        weights = self.weights.local(comm.rank)
-        gathering = self._rank(comm, precision, weights)
-        calls = 1 if second is None else 2
-        worst = largest_difference(outputs_of(gathering, self.inputs, precision, calls=calls), second or want)
-        if self.plan.logits is None or "labels" in self.inputs.tensors:
-            return worst
-        own = self._rank(comm, precision, weights, gather_logits=False)
-        found = outputs_of(own, self.inputs, precision)
-        return max(worst, largest_difference(found, self._with_own_logits(want, comm.rank)))
+        """How far one rank is from ``want``: what each call returns."""
+        precision, worst = self._precision, 0.0
+        if logits != Logits.OWN:
+            found = outputs_of_calls(self._rank(comm, parallelize), inputs, precision, len(want))
+            worst = _largest(found, want)
+        if logits != Logits.GATHERED:
+            wanted = [
+                self._with_own_logits(w, comm.rank) for w in want[: 1 if logits == Logits.BOTH else None]
+            ]
+            found = outputs_of_calls(self._rank(comm, _with_its_logits), inputs, precision, len(wanted))
+            worst = max(worst, _largest(found, wanted))
+        return worst
 
     def _gradient_distance(
-        self, comm: Communicator, precision: Precision, want: Mapping[str, Tensor]
+        self, comm: Communicator, inputs: TraceInputs, want: _Gradients
     ) -> _GradientDifference:
         """How far the gradients of one rank are from ``want``."""
-        model = self._rank(comm, precision, self.weights.local(comm.rank), training=True)
-        found = gradients_of(model, self.inputs, precision)
+        model = self._rank(comm, _for_training)
+        found = gradients_of(model, inputs, self._precision)
+        model.zero_grad(set_to_none=True)
         return self._compare_gradients(found, want, comm.rank)
 
     def _rank(
-        self,
-        comm: Communicator,
-        precision: Precision,
-        weights: Mapping[str, Tensor],
-        *,
-        gather_logits: bool = True,
-        training: bool = False,
+        self, comm: Communicator, make: Callable[[nn.Module, Plan, Communicator], nn.Module]
     ) -> nn.Module:
         """The model of one rank."""
-        model = copy.deepcopy(self.model).to(precision.dtype)
-        make = parallelize_for_training if training else parallelize
-        local = make(model, self.plan, comm, gather_logits)
-        return fill(local, weights, training)
+        precision = self._precision
+        key = precision, comm.rank, make.__name__
+        if key not in self._local:
+            local = make(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
+            weights = self.weights.local(comm.rank, precision.dtype)
+            self._local[key] = ReusedModel(fill(local, weights, gradients=make is _for_training))
+        return self._local[key].fresh()
 
     def _compare_gradients(
-        self, got: Mapping[str, Tensor], want: Mapping[str, Tensor], rank: int
+        self, got: Mapping[str, Tensor], want: _Gradients, rank: int
     ) -> _GradientDifference:
         """The worst parameter of a rank.
 
         Differences are relative to the largest gradient of the parameter; where that is tiny beside those of
         other parameters (zero, but for rounding), to a fraction of theirs.
         """
-        largest = max((float(g.abs().max()) for g in want.values() if g.numel()), default=0.0)
+        largest = max(want.scales.values(), default=0.0)
         worst = _GradientDifference(0.0, "")
-        local = local_weights(want, self.plan, rank)
-        for name, mine in local.items():
-            found = got.get(name, torch.zeros_like(mine))
+        for name, value in want.values.items():
+            mine = local_view(self.entries[name], value, self.plan.mesh, rank)
             least = (1e-4 if mine.dtype == torch.float64 else 1e-2) * largest
-            scale = max(float(want[name].abs().max()) if mine.numel() else 0.0, least, 1e-30)
-            error = float((found - mine).abs().max()) / scale if mine.numel() else 0.0
+            scale = max(want.scales[name] if mine.numel() else 0.0, least, 1e-30)
+            found = got.get(name)
+            error = (
+                float((mine if found is None else found - mine).abs().max()) / scale if mine.numel() else 0.0
+            )
             worst = max(worst, _GradientDifference(error if error == error else math.inf, name))
         return worst
 
@@ -248,6 +282,19 @@ class Simulation:
         held = torch.tensor([i for a, b in ranges(layout, self.plan.mesh, rank) for i in range(a, b)])
         index = next(i for i, t in enumerate(want) if t.shape[-1:] == (size(layout),))
         return [*want[:index], want[index].index_select(-1, held.long()), *want[index + 1 :]]
+
+
+def _with_its_logits(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
+    return parallelize(model, plan, comm, gather_logits=False)
+
+
+def _for_training(model: nn.Module, plan: Plan, comm: Communicator) -> nn.Module:
+    return parallelize_for_training(model, plan, comm, gather_logits=True)
+
+
+def _largest(got: list[list[Tensor]], want: list[list[Tensor]]) -> float:
+    """The largest difference of some calls."""
+    return max(largest_difference(x, y) for x, y in zip(got, want, strict=True))
 
 
 @dataclass(frozen=True, order=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -162,10 +162,16 @@ class Turn:
 
 
 class ThreadCommunicator(Communicator):
-    """One rank that is a thread; sums go in rank order, so that all ranks get the same bits."""
+    """One rank that is a thread; sums go in rank order, so that all ranks get the same bits.
 
-    def __init__(self, mesh: Mesh, board: _Board, turn: Turn) -> None:
-        super().__init__(turn.number, mesh)
+    It may be used in one run after another, so that a model can keep it.
+    """
+
+    turn: Turn
+    """Of the run."""
+
+    def begin(self, board: _Board, turn: Turn) -> None:
+        """Take part in a run."""
         self.turn = turn
         self._board = board
         self._rounds: dict[tuple[int, ...], int] = {}
@@ -189,10 +195,17 @@ class ThreadCommunicator(Communicator):
             self.turn.begin()
 
 
+def communicators(mesh: Mesh) -> list[ThreadCommunicator]:
+    """Those of the ranks of a mesh."""
+    return [ThreadCommunicator(rank, mesh) for rank in range(torch.Size(mesh).numel())]
+
+
 def run_ranks(
     mesh: Mesh,
     function: Callable[[ThreadCommunicator], T],
     beside: Callable[[Turn], object] | None = None,
+    *,
+    ranks: Sequence[ThreadCommunicator] = (),
 ) -> list[T]:
     """Run ``function`` once for each rank of ``mesh``, in turns, and return the results by rank.
 
@@ -203,6 +216,7 @@ def run_ranks(
         mesh: of the ranks.
         function: what a rank does.
         beside: runs in a thread of its own that takes turns with the ranks, and in no collective.
+        ranks: those of an earlier run, or none.
 
     Raises:
         RanksDisagree: ranks ran different collectives, or some ran fewer.
@@ -211,6 +225,7 @@ def run_ranks(
     num_ranks = torch.Size(mesh).numel()
     numbers = range(num_ranks) if beside is None else range(BESIDE, num_ranks)
     board, turns = _Board(), _Turns(numbers)
+    ranks = ranks or communicators(mesh)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -220,7 +235,8 @@ def run_ranks(
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 if turn.number != BESIDE:
-                    results[turn.number] = function(ThreadCommunicator(mesh, board, turn))
+                    ranks[turn.number].begin(board, turn)
+                    results[turn.number] = function(ranks[turn.number])
                 elif beside is not None:
                     beside(turn)
         except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
@@ -15,34 +14,33 @@ from shardconv_runtime.parallel.build import owner_of
 from torch import Tensor, nn
 
 
-class Weights(Protocol):
-    """Where the numbers of a simulation come from."""
-
-    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
-
-        Called again if a second precision has to be tried: ``local`` gives the dtypes of the last call.
-        """
-
-    def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Those of one rank, local, of the same names and dtypes. What ranks share may be one tensor."""
-
-
 class RandomWeights:
-    """The same random numbers for the unsharded model and the ranks."""
+    """The same random numbers for the unsharded model and the ranks, drawn and sliced once for each dtype.
+
+    Models that are given them share them: nobody may write to them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._made: dict[str, Tensor] = {}
+        self._made: dict[torch.dtype, Mapping[str, Tensor]] = {}
+        self._local: dict[tuple[torch.dtype, int], Mapping[str, Tensor]] = {}
 
-    def unsharded(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Draw them."""
-        self._made = {name: _random(name, tensor) for name, tensor in tensors.items()}
-        return self._made
+    def unsharded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
 
-    def local(self, rank: int) -> Mapping[str, Tensor]:
-        """Slice them."""
-        return local_weights(self._made, self._plan, rank)
+        Args:
+            tensors: by name; the same ones each time.
+            dtype: of those that are floating point.
+        """
+        if dtype not in self._made:
+            self._made[dtype] = {name: _random(name, tensor) for name, tensor in tensors.items()}
+        return self._made[dtype]
+
+    def local(self, rank: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Those of one rank, local, of the same names and dtypes."""
+        if (dtype, rank) not in self._local:
+            self._local[dtype, rank] = local_weights(self._made[dtype], self._plan, rank)
+        return self._local[dtype, rank]
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:
@@ -77,12 +75,17 @@ def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) ->
     Returns:
         local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
     """
+    return local_view(entry, tensor, mesh, rank).to(getattr(torch, entry.dtype)).contiguous()
+
+
+def local_view(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """The same in the dtype of ``tensor``, without a copy where it holds one span of each dim."""
     for index, dim in enumerate(entry.dims):
         spans = ranges(dim, mesh, rank)
         if spans != ((0, tensor.shape[index]),):
             pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
-            tensor = torch.cat(pieces, index) if pieces else tensor.narrow(index, 0, 0)
-    tensor = tensor.to(getattr(torch, entry.dtype)).contiguous()
+            empty = tensor.narrow(index, 0, 0)
+            tensor = torch.cat(pieces, index) if len(pieces) > 1 else next(iter(pieces), empty)
     return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 

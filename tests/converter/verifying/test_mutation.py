@@ -40,7 +40,7 @@ from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.tracing.inputs import TraceInputs
-from shardconv.verifying.plans.simulate import simulate
+from shardconv.verifying.plans.proof import prove
 from shardconv.verifying.retracing.retrace import _unlike_ranks, retrace
 from shardconv.verifying.shrinking import small_shapes
 from shardconv.verifying.simulation.float64 import Float64
@@ -150,8 +150,8 @@ class Solved:
         assert retrace(plan, self.layouts, self.model, self.inputs, self.check.bypassed) is None
 
     def _simulate(self, plan: Plan) -> None:
-        outcome = simulate(self.check.case(plan), gradients=plan.training is not None, calls=2)
-        assert not outcome.gradients  # such a plan is written, but for inference only
+        proof = prove(self.check.case(plan))
+        assert not proof.wrong_gradient  # such a plan is written, but for inference only
 
 
 def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:

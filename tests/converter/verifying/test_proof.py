@@ -1,0 +1,204 @@
+"""One run shows several things that a plan is for; what fails in it is told apart."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.format.plan import Plan
+from torch import Tensor, nn
+
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline import numeric_check
+from shardconv.pipeline.stages import solve_plan
+from shardconv.tracing.inputs import TraceInputs
+from shardconv.verifying.plans import proof as proofs
+from shardconv.verifying.plans.proof import prove
+from shardconv.verifying.plans.simulate import Case
+from shardconv.verifying.simulation import rank_simulation
+from shardconv.verifying.simulation.rank_simulation import Logits, Simulation
+from shardconv.verifying.simulation.reused_model import ReusedModel
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+class Hasty(transformers.LlamaForCausalLM):
+    """Computes with embeddings what it does not with ids: the number of local rows."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, **kwargs: Any) -> Any:
+        """As any decoder."""
+        if kwargs.get("inputs_embeds") is not None:
+            rows = self.model.layers[0].self_attn.q_proj.weight.shape[0]
+            kwargs["inputs_embeds"] = kwargs["inputs_embeds"] * rows
+        return super().forward(**kwargs)
+
+
+def case_of(model_class: type[nn.Module] = transformers.LlamaForCausalLM, tp: int = 2) -> Case:
+    """What the ranks of a small model are simulated with."""
+    config = transformers.LlamaConfig(**SIZES)
+    cases: list[Case] = []
+
+    def kept(case: Case) -> Any:
+        cases.append(case)
+        return prove(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numeric_check, "prove", kept)
+        solve_plan(ModelSpec("model", config, model_class, "float32"), SolveOptions(tp))
+    return cases[0]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Case:
+    return case_of()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str, ...]]]:
+    """How models of ranks are made, and the inputs of evaluations and backward passes, from now on."""
+    made: list[str] = []
+    runs: list[tuple[str, ...]] = []
+
+    def counting(name: str) -> None:
+        make = getattr(rank_simulation, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            return make(*args, **kwargs)
+
+        monkeypatch.setattr(rank_simulation, name, wrapped)
+
+    counting("parallelize")
+    counting("parallelize_for_training")
+    evaluate, wrong = Simulation.evaluate, Simulation.wrong_gradient
+
+    def evaluated(self: Simulation, inputs: TraceInputs, **how: Any) -> Any:
+        runs.append(tuple(sorted(inputs.tensors)))
+        return evaluate(self, inputs, **how)
+
+    def differentiated(self: Simulation, inputs: TraceInputs) -> str:
+        runs.append(("gradients", *sorted(inputs.tensors)))
+        return wrong(self, inputs)
+
+    monkeypatch.setattr(Simulation, "evaluate", evaluated)
+    monkeypatch.setattr(Simulation, "wrong_gradient", differentiated)
+    return made, runs
+
+
+def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, runs = counted(monkeypatch)
+    found = prove(replace(llama))
+    assert found == proofs.Proof("", parallel_loss=True, arguments=("inputs_embeds",), notes=())
+    tokens, embeddings = ("attention_mask", "input_ids"), ("attention_mask", "inputs_embeds")
+    assert runs == [
+        (*tokens, "labels"),
+        ("gradients", *tokens, "labels"),
+        embeddings,
+        ("gradients", *embeddings),
+    ]
+    assert sorted(made) == ["parallelize"] * 4 + ["parallelize_for_training"] * 2  # on two ranks
+
+
+def test_embeddings_with_which_the_plan_does_not_hold() -> None:
+    found = prove(case_of(Hasty))
+    assert found.arguments == ()
+    assert found.parallel_loss
+    assert not found.wrong_gradient
+    assert not found.notes
+
+
+def test_gradients_that_are_wrong_with_embeddings_alone(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Simulation.wrong_gradient
+
+    def broken(self: Simulation, inputs: TraceInputs) -> str:
+        return "wrong" if "inputs_embeds" in inputs.tensors else wrong(self, inputs)
+
+    monkeypatch.setattr(Simulation, "wrong_gradient", broken)
+    found = prove(replace(llama))
+    assert (found.wrong_gradient, found.arguments, found.parallel_loss) == ("", (), True)
+
+
+def test_gradients_that_are_wrong_without_labels_alone(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With embeddings they are wrong as well, but nobody trains such a model."""
+    monkeypatch.setattr(
+        Simulation, "wrong_gradient", lambda self, inputs: "" if "labels" in inputs.tensors else "wrong"
+    )
+    found = prove(replace(llama))
+    assert (found.wrong_gradient, found.arguments) == ("wrong", ("inputs_embeds",))
+
+
+def test_a_loss_that_is_not_the_models(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Simulation.wrong_gradient
+    monkeypatch.setattr(
+        Simulation,
+        "wrong_gradient",
+        lambda self, inputs: "wrong" if "labels" in inputs.tensors else wrong(self, inputs),
+    )
+    found = prove(replace(llama))
+    assert found == proofs.Proof("", parallel_loss=False, arguments=("inputs_embeds",), notes=())
+
+
+def test_own_logits_that_are_wrong(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = rank_simulation._with_its_logits
+
+    def broken(model: nn.Module, plan: Plan, comm: Any) -> nn.Module:
+        model = own(model, plan, comm)
+        model.get_output_embeddings().register_forward_hook(lambda *given: given[-1] * 2)  # type: ignore[operator]
+        return model
+
+    monkeypatch.setattr(rank_simulation, "_with_its_logits", broken)
+    with pytest.raises(Exception, match="simulated ranks differ from the unsharded model"):
+        prove(replace(llama))
+
+
+def test_two_evaluations_make_models_once(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = counted(monkeypatch)
+    simulation = Simulation(llama.plan, llama.model)
+    first = simulation.evaluate(llama.inputs, calls=2, logits=Logits.GATHERED)
+    assert simulation.evaluate(llama.inputs, calls=2, logits=Logits.GATHERED) == first
+    assert made == ["parallelize"] * 2
+
+
+class Keeping(nn.Module):
+    """Keeps what it was called with, in every way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(1))
+        self.replaced = self.added = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Something else in each call."""
+        y = x * self.weight * (1 + self.count) + (0 if self.replaced is None else self.replaced)
+        if self.replaced is None:
+            self.register_forward_hook(lambda *given: given[-1] + 1)
+        self.count += 1
+        self.replaced = x
+        self.added_later = x
+        return y
+
+
+def test_a_reused_model_begins_as_it_was_made() -> None:
+    reused = ReusedModel(Keeping())
+    x = torch.ones(2)
+    first = reused.fresh()(x)
+    first.sum().backward()
+    model = reused.fresh()
+    assert not hasattr(model, "added_later")
+    assert model.weight.grad is None
+    assert torch.equal(model(x), first)
