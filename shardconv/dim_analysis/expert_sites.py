@@ -225,14 +225,15 @@ def _returning(infos: list[TensorInfo], forward: Callable[..., Any]) -> Callable
 
 # Stacks without ids ----------------------------------------------------------------------------------
 
+GROUPED_PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+"""Of rows, a stack of matrices, and the ends of the rows of each."""
 _PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.matmul", "aten.einsum")
 _PICKING = (
     "aten.select",
     "aten.index",
     "aten.index_select",
     "aten.unbind",
-    "aten._grouped_mm",
-    "transformers.grouped_mm_fallback",
+    *GROUPED_PRODUCTS,
 )
 _PASSING = (
     "aten.transpose", "aten.permute", "aten.mT", "aten.to", "aten._to_copy", "aten.contiguous",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...dim_analysis.analysis import Analysis
 from ...dim_analysis.dim_trees import Node, leaves
-from ...dim_analysis.expert_sites import find_stacks
+from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
 from ...tracing.tape import Mark, Op
 from .hashed_tables import HashedTable, hashed_tables
@@ -71,8 +71,9 @@ def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[Lea
     union = _Union()
     for a, b in _alike(analysis, ties):
         for x, y in zip(analysis.dims[a], analysis.dims[b], strict=False):
-            for left, right in corresponding_leaves(x, y) or ():
-                union.join(left, right)
+            union.join_dims(x, y)
+    for stack, ends in _counted(analysis):
+        union.join_dims(stack, ends)
     rows = {x for table in token_tables(analysis.tape) for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
     for row in rows:  # tokens are labels as well
@@ -121,6 +122,11 @@ class _Union:
         if a is not b:
             self._parent[a] = b
 
+    def join_dims(self, a: Node, b: Node) -> None:
+        """Join the leaves of two dims that are divided alike."""
+        for left, right in corresponding_leaves(a, b) or ():
+            self.join(left, right)
+
 
 def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Pairs of tensors of one shape."""
@@ -128,6 +134,16 @@ def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tupl
     for a, b in (*marks, *ties, *analysis.repeats):
         if a in analysis.dims and b in analysis.dims and len(analysis.dims[a]) == len(analysis.dims[b]):
             yield a, b
+
+
+def _counted(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
+    """The dim of a stack of matrices, and that of the ends of their rows: counts of ids, which need not be
+    computed from the scores of as many experts."""
+    for event in analysis.tape.events:
+        if isinstance(event, Op) and event.name.rsplit(".", 1)[0] in GROUPED_PRODUCTS:
+            _, stack, *ends = (analysis.dims.get(t) for t in event.inputs[:3])
+            if stack and ends and ends[0]:
+                yield stack[0], ends[0][0]
 
 
 def _experts(analysis: Analysis) -> set[Node]:

@@ -149,6 +149,7 @@ class _Choice:
     def __init__(self, analysis: Analysis, groups: Collection[LeafGroup], tp: int) -> None:
         self.analysis = analysis
         self.tp = tp
+        self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
         self.tensors = _costs(analysis)
         infos = analysis.tape.tensors
@@ -174,6 +175,9 @@ class _Choice:
             if _total(self.analysis, self.tensors, self.out) <= ENOUGH:
                 break
             self._shrink(group)
+        for group in self.groups:  # stacks, and the scores of as many experts
+            if group.experts and (group.size, True) in self.smaller:
+                self.out[group] = self.smaller[group.size, True]
         return self.out
 
     def _groups(self, dims: Iterable[Node]) -> set[LeafGroup]:
@@ -195,11 +199,15 @@ class _Choice:
                     self._shrink(part)
         shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
         small = shapes.size(whole)
-        return small if small < whole.size else self._own_size(group)
+        return small if small < whole.size or group.experts else self._own_size(group)
 
     def _own_size(self, group: LeafGroup) -> int:
         others = {n * g.times for g, n in self.out.items()}
-        return _small_size(group, self.tp, others if group.times > 1 else self.taken | others)
+        if group.times == 1:
+            others |= self.taken
+        elif group.experts:  # a factor of their number: few experts matter more
+            others = set()
+        return _small_size(group, self.tp, others)
 
 
 def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
@@ -207,10 +215,9 @@ def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
         value = group.hashed.value
         return (-(-_LEAST_ROWS // tp) * tp + value % tp) * (group.size // value)
     least = _LEAST_ROWS if group.rows else max(_LEAST // group.times, _LEAST_FACTOR)
-    size = -(-least // tp) * tp + group.size % tp
-    while size * group.times in taken:
-        size += tp
-    return size
+    first = -(-least // tp) * tp + group.size % tp
+    sizes = range(first, group.size // 2 + 1, tp)
+    return next((size for size in sizes if size * group.times not in taken), first)
 
 
 def _costs(analysis: Analysis) -> list[tuple[tuple[Node, ...], int]]:

@@ -220,6 +220,48 @@ def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.Mo
     assert experts.gate_up_proj.shape[0] == 64
 
 
+def test_experts_shrink_with_the_counts_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grouped product is given the ends of its rows, counted for a number that is an attribute."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts=64,
+        vocab_size=512,
+    )
+    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    plan, check = proven(config, 2)
+    layer = check.case(plan).model.get_submodule("model.layers.0.mlp")
+    assert layer.experts.gate_up_proj.shape[0] == layer.experts.num_experts < 64
+    assert layer.gate.weight.shape[0] == layer.experts.num_experts
+
+
+def test_experts_in_groups_shrink_by_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router picks groups of experts first: their number stays, the experts of one get fewer."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=128,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        vocab_size=512,
+    )
+    monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
+    plan, check = proven(config, 2)
+    layer = check.case(plan).model.get_submodule("model.layers.1.mlp")
+    assert layer.gate.weight.shape[0] == layer.experts.gate_up_proj.shape[0] < 128
+    assert layer.gate.num_group == 4
+
+
 class Hashing(nn.Module):
     """Looks rows up by hashes of its input."""
 
