@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
+from textwrap import shorten
 
+from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -13,11 +16,14 @@ from torch import nn
 
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
-from ..verifying.plans.proof import prove
+from ..verifying.plans.other_numbers import other_numbers
+from ..verifying.plans.proof import Proof, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
 from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
+from ..verifying.shrinking.token_tables import beyond_tables
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
+from ..verifying.simulation.rank_simulation import Unprovable
 
 MOST_BYTES = 4 * 2**30
 """Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""
@@ -36,6 +42,8 @@ class NumericCheck:
         self.full = full
         self.bypassed = bypassed
         self._small: dict[frozenset[str], SmallModel] = {}
+        self._numbers = 0
+        """Which of ``other_numbers`` the unsharded model was found to run on."""
 
     def checked(self, plan: Plan) -> Plan:
         """The plan, proven on numbers; for inference only if a gradient is not that of the unsharded model.
@@ -47,12 +55,38 @@ class NumericCheck:
         if case is None:
             training = plan.training and replace(plan.training, parallel_loss=False)
             return replace(plan, training=training, notes=(*plan.notes, TOO_LARGE))
-        proof = prove(case)
+        proof, notes = self._proof(case)
         if plan.training is not None:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
             plan = inference_only(plan, proof.wrong_gradient)
-        return replace(plan, notes=(*plan.notes, *proof.notes), proven_arguments=proof.arguments)
+        return replace(plan, notes=(*plan.notes, *notes, *proof.notes), proven_arguments=proof.arguments)
+
+    def _proof(self, case: Case) -> tuple[Proof, tuple[str, ...]]:
+        """The proof on the first numbers on which the unsharded model runs, and a note on those before.
+
+        Raises:
+            Unprovable: there are none.
+            SourceError: ids of the config lie beyond the vocabulary.
+            SolveError: the ranks compute something else.
+        """
+        failed: list[str] = []
+        for index, (name, tried) in enumerate(other_numbers(case)):
+            try:
+                proof = prove(tried)
+            except Unprovable as error:
+                failed.append(f"{name}: {shorten(str(error), 200)}")
+                continue
+            self._numbers = index
+            note = f"proven with {name}; the unsharded model fails with {'; '.join(failed)}"
+            return proof, (note,) if failed else ()
+        tensors = self.full.inputs.tensors
+        if beyond := beyond_tables(self.full.analysis.tape, list(tensors), tensors):
+            raise SourceError(beyond)
+        raise Unprovable(
+            "the unsharded model fails on random weights, so that the plan cannot be proven on numbers; "
+            f"tried {'; '.join(failed)}; pass --no-check (check=False) to rely on shapes and positions"
+        )
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:
         """What is wrong with the gradients of the sequence-parallel form; nothing if they were not compared.
@@ -84,7 +118,7 @@ class NumericCheck:
         if small is None:
             small = shrink(self.full, plan.tp, skipped, of, lambda small: runs(of(small)))
             self._small[frozenset(skipped)] = small
-        return of(small)
+        return next(islice(other_numbers(of(small)), self._numbers, None))[1]
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

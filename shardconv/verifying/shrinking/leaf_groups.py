@@ -7,7 +7,7 @@ by number, or a constant of the code has values for each position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...dim_analysis.analysis import Analysis
@@ -16,7 +16,6 @@ from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
 from ...tracing.tape import Mark, Op
 from .hashed_tables import HashedTable, hashed_tables
-from .token_tables import token_tables
 
 _PICKING = frozenset(
     f"aten.{name}"
@@ -61,12 +60,15 @@ class LeafGroup:
     """Whether they count experts, which shrink after everything else."""
 
 
-def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[LeafGroup]:
+def leaf_groups(
+    analysis: Analysis, ties: Sequence[tuple[int, int]], token_tables: Collection[int]
+) -> list[LeafGroup]:
     """The groups that may shrink.
 
     Args:
         analysis: of the model.
         ties: pairs of tensors whose dims are alike.
+        token_tables: parameters that are looked up by token ids alone.
     """
     union = _Union()
     for a, b in _alike(analysis, ties):
@@ -74,7 +76,7 @@ def leaf_groups(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> list[Lea
             union.join_dims(x, y)
     for stack, ends in _counted(analysis):
         union.join_dims(stack, ends)
-    rows = {x for table in token_tables(analysis.tape) for x in leaves(analysis.dims[table][0])}
+    rows = {x for table in token_tables for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
     for row in rows:  # tokens are labels as well
         for head in heads:

@@ -35,7 +35,7 @@ from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from .leaf_groups import LeafGroup, leaf_groups
 from .small_shapes import SmallShapes, activation_elements, choose_sizes
-from .token_tables import FewerTokens, fewer_tokens, special_ids, token_inputs, token_tables
+from .token_tables import FewerTokens, TokenUse, fewer_tokens, token_inputs, token_use
 
 Changes = Mapping[Attribute, Change]
 _LARGE = 1 << 25
@@ -90,11 +90,12 @@ def shrink(
     Raises:
         PlanError: the plan does not fit the full model either.
     """
-    groups = leaf_groups(full.analysis, full.folded.ties)
+    tokens = token_use(full.analysis.tape)
+    groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
     kept: set[LeafGroup] = set()
     while True:
         sizes = choose_sizes(full.analysis, groups, tp, kept=kept)
-        found = _Attempt(full, tp, skipped, sizes).run()
+        found = _Attempt(full, tp, skipped, tokens, sizes).run()
         if isinstance(found, SmallModel):
             try:
                 fits(found)
@@ -116,11 +117,17 @@ class _Attempt:
     """A choice of sizes, tried."""
 
     def __init__(
-        self, full: FullModel, tp: int, skipped: Mapping[str, Bypass], sizes: Mapping[LeafGroup, int]
+        self,
+        full: FullModel,
+        tp: int,
+        skipped: Mapping[str, Bypass],
+        use: TokenUse,
+        sizes: Mapping[LeafGroup, int],
     ) -> None:
         self.full = full
         self.tp = tp
         self.skipped = skipped
+        self.use = use
         self.sizes = sizes
         self.tape = full.analysis.tape
         self.stand_ins = full.folded.representatives()
@@ -170,7 +177,7 @@ class _Attempt:
             return FewerTokens({})
         group = rows[0]
         used = [i for t in self._token_tensors().values() for i in t.flatten().tolist()]
-        used += list(special_ids(self.tape).values())
+        used += list(self.use.special.values())
         used += self._padding_ids().values()
         tokens = fewer_tokens(used, group.size, self.sizes[group], self.tp)
         if tokens is None or len(rows) > 1:
@@ -179,17 +186,17 @@ class _Attempt:
 
     def _token_tensors(self) -> dict[str, torch.Tensor]:
         inputs = self.full.inputs.tensors
-        return token_inputs(self.tape, list(inputs), inputs)
+        return token_inputs(self.use, self.tape, list(inputs), inputs)
 
     def _padding_ids(self) -> dict[str, int]:
         """FQN of a module with a table of tokens -> its padding id."""
-        names = (self.tape.tensors[t].name.rpartition(".")[0] for t in token_tables(self.tape))
+        names = (self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables)
         found = {name: getattr(self.full.model.get_submodule(name), "padding_idx", None) for name in names}
         return {name: padding for name, padding in found.items() if isinstance(padding, int)}
 
     def _mapped_ids(self, tokens: FewerTokens) -> dict[Attribute, Change]:
         """Attributes that hold special ids."""
-        found = special_ids(self.tape).items() if tokens.ids else ()
+        found = self.use.special.items() if tokens.ids else ()
         return {a: Change(i, tokens.ids[i]) for a, i in found if tokens.ids.get(i, i) != i}
 
     def _paddings(self, tokens: FewerTokens) -> dict[Attribute, Change]:

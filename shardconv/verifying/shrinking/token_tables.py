@@ -30,21 +30,41 @@ _FILLING = frozenset(("aten.masked_fill", "aten.where"))
 _SHAPING = frozenset(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_ones", "new_zeros"))
 
 
-def token_tables(tape: Tape) -> set[int]:
+@dataclass(frozen=True)
+class TokenUse:
+    """What a model does with the token ids that it is given."""
+
+    tables: frozenset[int]
     """The parameters that are looked up by token ids alone, whose ids may be mapped."""
+    inputs: frozenset[int]
+    """Inputs that are looked up, and not used in other ways."""
+    special: Mapping[tuple[str, str], int]
+    """Attributes that token ids are compared with: (FQN of the module, attribute) -> id."""
+    num_rows: Mapping[int, int]
+    """Inputs that are looked up, however else they are used -> rows of the smallest table."""
+
+
+def token_use(tape: Tape) -> TokenUse:
+    """Walks the tape; ask once."""
     tokens, spoiled = _tokens(tape)
     tables: dict[int, bool] = {}
+    num_rows: dict[int, int] = {}
     for event in tape.events:
         if isinstance(event, Op) and event.name.startswith("aten.embedding."):
-            table, ids = event.inputs[0], event.inputs[-1]
-            origin = tokens.get(ids)
+            table, origin = event.inputs[0], tokens.get(event.inputs[-1])
             tables[table] = tables.get(table, True) and origin is not None and origin not in spoiled
-    return {table for table, is_right in tables.items() if is_right}
+            if origin is not None:
+                rows = tape.tensors[table].shape[0]
+                num_rows[origin] = min(rows, num_rows.get(origin, rows))
+    return TokenUse(
+        frozenset(table for table, is_right in tables.items() if is_right),
+        frozenset(num_rows) - spoiled,
+        _special_ids(tape, tokens),
+        num_rows,
+    )
 
 
-def special_ids(tape: Tape) -> dict[tuple[str, str], int]:
-    """Attributes that token ids are compared with: (FQN of the module, attribute) -> id."""
-    tokens, _ = _tokens(tape)
+def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str], int]:
     compared = {
         t
         for e in tape.events
@@ -129,14 +149,22 @@ def fewer_tokens(used: Sequence[int], size: int, small: int, parts: int) -> Fewe
     return FewerTokens(out)
 
 
-def token_inputs(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def token_inputs(
+    use: TokenUse, tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Those of the inputs that are looked up in a table of tokens."""
-    tokens, spoiled = _tokens(tape)
-    looked_up = {
-        tokens[e.inputs[-1]]
-        for e in tape.events
-        if isinstance(e, Op) and e.name.startswith("aten.embedding.") and e.inputs[-1] in tokens
-    }
-    by_tid = dict(zip(tape.inputs, names, strict=True))
-    found = {by_tid[t] for t in looked_up - spoiled}
+    found = {name for tid, name in zip(tape.inputs, names, strict=True) if tid in use.inputs}
     return {n: t for n, t in tensors.items() if n in found and t.dtype in (torch.int64, torch.int32)}
+
+
+def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> str:
+    """Which ids of the inputs lie beyond the table in which they are looked up; empty if none does."""
+    use = token_use(tape)
+    for tid, name in zip(tape.inputs, names, strict=True):
+        rows = use.num_rows.get(tid)
+        beyond = {i for i in tensors[name].flatten().tolist() if i >= rows} if rows is not None else set()
+        if beyond:
+            known = {a.rpartition(".")[2]: i for (_, a), i in use.special.items() if i in beyond}
+            ids = ", ".join(f"{attribute}={i}" for attribute, i in known.items()) or f"{name} {min(beyond)}"
+            return f"{ids} lies beyond the vocabulary of {rows} rows; correct config.json"
+    return ""

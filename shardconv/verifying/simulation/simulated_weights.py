@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
@@ -14,14 +14,30 @@ from shardconv_runtime.parallel.build import owner_of
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which random numbers are drawn."""
+
+    seed: int = 0
+    scale: float = 1.0
+    """Of matrices; at 1 activations keep their range."""
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}" + (f", matrices times {self.scale}" if self.scale != 1 else "")
+
+
+USUAL = Draw()
+
+
 class RandomWeights:
     """The same random numbers for the unsharded model and the ranks, drawn and sliced once for each dtype.
 
     Models that are given them share them: nobody may write to them.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, draw: Draw = USUAL) -> None:
         self._plan = plan
+        self._draw = draw
         self._made: dict[torch.dtype, Mapping[str, Tensor]] = {}
         self._local: dict[tuple[torch.dtype, int], Mapping[str, Tensor]] = {}
 
@@ -33,7 +49,7 @@ class RandomWeights:
             dtype: of those that are floating point.
         """
         if dtype not in self._made:
-            self._made[dtype] = {name: _random(name, tensor) for name, tensor in tensors.items()}
+            self._made[dtype] = {name: _random(name, tensor, self._draw) for name, tensor in tensors.items()}
         return self._made[dtype]
 
     def local(self, rank: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -43,14 +59,15 @@ class RandomWeights:
         return self._local[dtype, rank]
 
 
-def _random(name: str, tensor: Tensor) -> Tensor:
+def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
     """Weights of a size that keeps activations in range; norms and biases are random as well."""
-    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name))
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 31 + len(name) + draw.seed * 1_000_003)
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
         return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
-    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(math.sqrt(tensor.shape[-1]))
+    size = math.sqrt(tensor.shape[-1]) / draw.scale
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
 
 
 def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:

@@ -21,8 +21,9 @@ from shardconv.verifying.plans import proof as proofs
 from shardconv.verifying.plans.proof import prove
 from shardconv.verifying.plans.simulate import Case
 from shardconv.verifying.simulation import rank_simulation
-from shardconv.verifying.simulation.rank_simulation import Logits, Simulation
+from shardconv.verifying.simulation.rank_simulation import Logits, Simulation, Unprovable
 from shardconv.verifying.simulation.reused_model import ReusedModel
+from shardconv.verifying.simulation.simulated_weights import USUAL, Draw, RandomWeights
 
 SIZES = {
     "vocab_size": 131,
@@ -202,3 +203,53 @@ def test_a_reused_model_begins_as_it_was_made() -> None:
     assert not hasattr(model, "added_later")
     assert model.weight.grad is None
     assert torch.equal(model(x), first)
+
+
+def plan_of_small() -> Plan:
+    """With its proof."""
+    config = transformers.LlamaConfig(**SIZES)
+    spec = ModelSpec("model", config, transformers.LlamaForCausalLM, "float32")
+    return solve_plan(spec, SolveOptions(2))
+
+
+def failing_until(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[Case]:
+    """Let the unsharded model fail on the weights of other seeds; what is tried."""
+    tried: list[Case] = []
+
+    def proven(case: Case) -> proofs.Proof:
+        tried.append(case)
+        if case.draw.seed != seed:
+            raise Unprovable("division by zero")
+        return prove(case)
+
+    monkeypatch.setattr(numeric_check, "prove", proven)
+    return tried
+
+
+def test_other_weights_are_tried_where_the_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = failing_until(monkeypatch, 2)
+    (note,) = plan_of_small().notes
+    assert note == (
+        "proven with weights of seed 2, matrices times 0.25; the unsharded model fails with "
+        "weights of seed 0: division by zero; weights of seed 1: division by zero"
+    )
+    assert [case.draw.seed for case in tried] == [0, 1, 2]
+
+
+def test_an_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = failing_until(monkeypatch, 9)
+    with pytest.raises(Unprovable, match=r"seed 0: division by zero; .* reverse order: division by zero"):
+        plan_of_small()
+    first, *_, last = tried
+    assert torch.equal(first.inputs.tensors["input_ids"].flip(1), last.inputs.tensors["input_ids"])
+    assert last.inputs.tensors["attention_mask"] is first.inputs.tensors["attention_mask"]
+
+
+def test_other_seeds_and_scales_are_other_weights(llama: Case) -> None:
+    def drawn(draw: Draw) -> Tensor:
+        tensors = {"weight": torch.empty(3, 4, device="meta")}
+        return RandomWeights(llama.plan, draw).unsharded(tensors, torch.float32)["weight"]
+
+    assert torch.equal(drawn(Draw()), drawn(USUAL))
+    assert not torch.equal(drawn(Draw(1)), drawn(USUAL))
+    assert torch.allclose(drawn(Draw(1, 4.0)), 4 * drawn(Draw(1)))

@@ -26,7 +26,7 @@ from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking.hashed_tables import hashed_tables
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
 from shardconv.verifying.shrinking.small_shapes import SmallShapes
-from shardconv.verifying.shrinking.token_tables import fewer_tokens
+from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens
 
 
 def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:
@@ -294,3 +294,33 @@ def test_a_table_that_tokens_look_up_too_is_not() -> None:
     with torch.device("meta"):
         model = Both(1001, 3)
     assert not hashed_tables(trace(model, {"ids": torch.arange(10).reshape(2, 5)}, RULES))
+
+
+class Comparing(nn.Module):
+    """Looks tokens up, and compares them with an id of its config."""
+
+    def __init__(self, image_token: int) -> None:
+        super().__init__()
+        self.image_token = image_token
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(input_ids)
+        return found.masked_fill((input_ids == self.image_token).unsqueeze(-1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("image_token", "last", "says"),
+    [
+        (7, 7, ""),
+        (8, 8, "image_token=8 lies beyond the vocabulary"),
+        (7, 9, "input_ids 9 lies beyond"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_named(image_token: int, last: int, says: str) -> None:
+    inputs = {"input_ids": torch.tensor([[0, 3, last]])}
+    with torch.device("meta"):
+        model = Comparing(image_token)
+    found = beyond_tables(trace(model, inputs, RULES), list(inputs), inputs)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
