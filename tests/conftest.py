@@ -41,6 +41,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _solved_plans(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One place for the plans of all processes of this run."""
+    import plans_once  # not in the process that only hands out the tests
+
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "plans"
+    path.mkdir(exist_ok=True)
+    plans_once.install(path)
+
+
+@pytest.fixture
+def solved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that is about solving itself: no plan of another test is taken."""
+    import plans_once
+
+    monkeypatch.setattr(plans_once.Solved, "directory", None)
+
+
 @pytest.fixture(scope="session")
 def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama checkpoint in float32, which no test changes."""

@@ -1,0 +1,122 @@
+"""Plans that these tests have solved and proven are not solved again: solving is deterministic.
+
+Many tests convert a model for what comes after the plan. The first of them solves and proves it; the others,
+in this process or in another, read what it got, and are told the same stages. A solver that a test has
+changed solves anew, and so does one that is given a class of the tests' own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.format.plan import Plan
+
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline import stages
+from shardconv.planning.block_alignment import BlockSizes
+
+SOLVER = (
+    "shardconv.dim_analysis.",
+    "shardconv.matching.",
+    "shardconv.measuring.",
+    "shardconv.pipeline.",
+    "shardconv.planning.",
+    "shardconv.solving.",
+    "shardconv.tracing.",
+    "shardconv.verifying.",
+    "shardconv_runtime.comm.",
+    "shardconv_runtime.format.",
+    "shardconv_runtime.parallel.",
+)
+"""The modules that take part in solving."""
+
+_solve = stages._solved
+
+
+class Solved:
+    """Where the plans of this run are."""
+
+    directory: Path | None = None
+    solver: dict[tuple[str, ...], Any]
+    """The functions and constants of the solver, by their names."""
+
+
+def install(directory: Path) -> None:
+    """Replace the solver by one that remembers."""
+    stages._solved = _remembered
+    Solved.directory = directory
+    Solved.solver = dict(_parts())
+
+
+def _remembered(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: stages.Tell) -> Plan:
+    if Solved.directory is None or _own_class(spec) or _changed():
+        return _solve(spec, options, blocks, tell)
+    path = Solved.directory / _name(spec, options, blocks)
+    return _read(path, tell) if path.exists() else _write(path, tell, partial(_solve, spec, options, blocks))
+
+
+def _read(path: Path, tell: stages.Tell) -> Plan:
+    plan: Plan
+    plan, told = pickle.loads(path.read_bytes())
+    for text in told:
+        tell(text)
+    return plan
+
+
+def _write(path: Path, tell: stages.Tell, solve: Callable[[stages.Tell], Plan]) -> Plan:
+    told: list[str] = []
+
+    def keep(text: str) -> None:
+        told.append(text)
+        tell(text)
+
+    plan = solve(keep)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(pickle.dumps((plan, told)))
+    unfinished.replace(path)
+    return plan
+
+
+def _own_class(spec: ModelSpec) -> bool:
+    return not spec.model_class.__module__.startswith("transformers.models.")
+
+
+def _changed() -> bool:
+    """Whether a test has put something else in the place of a part of the solver."""
+    found = dict(_parts())
+    return any(found.get(name) is not value for name, value in Solved.solver.items())
+
+
+def _parts() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What the modules define, and what the classes in them do."""
+    for module in [module for name, module in sys.modules.items() if name.startswith(SOLVER)]:
+        for name, value in list(vars(module).items()):
+            yield (module.__name__, name), value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                for attribute, inner in list(vars(value).items()):
+                    yield (module.__name__, name, attribute), inner
+
+
+def _name(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes) -> str:
+    """Names everything that a plan depends on."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
+    model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
+    asked = [*model, repr(options), sorted(blocks.items()), settings]
+    return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
+
+
+def _content(value: Any) -> Any:
+    """A config with all of its attributes but where it was read."""
+    if not isinstance(value, transformers.PreTrainedConfig):
+        return value
+    return {name: _content(v) for name, v in sorted(vars(value).items()) if name != "_name_or_path"}
