@@ -20,6 +20,7 @@ from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from warm_compiler import warm_up
 
 from shardconv.verifying.simulation.rank_threads import RanksDisagree, run_ranks
 
@@ -254,6 +255,7 @@ def compiled_without_breaks() -> tuple[int, bool]:
 
 
 def test_collectives_compile_into_one_graph_and_are_counted() -> None:
+    warm_up()
     assert run_processes(2, compiled_without_breaks, start_group=True) == [(2, True)] * 2
 
 

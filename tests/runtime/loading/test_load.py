@@ -28,6 +28,7 @@ from shardconv_runtime.format.manifest import rank_directory
 from shardconv_runtime.format.slices import Mesh
 from shardconv_runtime.loading.rank_files import cast_dtype
 from torch.distributed.tensor.debug import CommDebugMode
+from warm_compiler import warm_up
 
 IDS = [[1, 5, 100, 7, 50], [3, 2, 99, 0, 51]]
 
@@ -155,6 +156,7 @@ def compile_it(path: Path) -> bool:
 
 
 def test_a_loaded_model_compiles_into_one_graph(tmp_path: Path) -> None:
+    warm_up()
     assert run_processes(2, compile_it, converted(tmp_path)[0]) == [True, True]
 
 

@@ -30,6 +30,7 @@ from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelL
 from shardconv_runtime.parallel.sharded_norm import ShardedNorm
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from warm_compiler import warm_up
 
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
@@ -611,5 +612,6 @@ def compiled_block() -> tuple[bool, bool, dict[str, int]]:
 
 
 def test_parallel_modules_compile_into_one_graph_over_gloo() -> None:
+    warm_up()
     counts = {"all_reduce": 3, "all_gather_into_tensor": 1}
     assert run_processes(2, compiled_block, start_group=True) == [(True, True, counts)] * 2
