@@ -98,7 +98,7 @@ def fail(path: Path) -> Ended:
     def action() -> None:
         raise ValueError("no such token")
 
-    return generate(path, action, timeout_s=4)
+    return generate(path, action, timeout_s=2)
 
 
 def test_a_rank_fails_while_all_generate(llama: Path) -> None:
@@ -109,15 +109,23 @@ def test_a_rank_fails_while_all_generate(llama: Path) -> None:
     assert other.seconds < SOON_S
 
 
-def stall(path: Path, seconds: float) -> Ended:
-    return generate(path, lambda: time.sleep(seconds), timeout_s=2)
+def stall(path: Path, raised: Path) -> Ended:
+    """Rank 1 does nothing until rank 0 has raised."""
+
+    def action() -> None:
+        while not raised.exists():
+            time.sleep(0.01)
+
+    found = generate(path, action, timeout_s=2)
+    raised.touch()
+    return found
 
 
-def test_a_rank_stalls_while_all_generate(llama: Path) -> None:
+def test_a_rank_stalls_while_all_generate(llama: Path, tmp_path: Path) -> None:
     """Both raise: the one that waits after two seconds, the other one when it goes on."""
-    waiting, stalled = run_processes(2, stall, llama, 6.0)
-    assert 1 < waiting.seconds < 5.5
-    assert stalled.seconds < 6 + SOON_S
+    waiting, stalled = run_processes(2, stall, llama, tmp_path / "raised")
+    assert 1 < waiting.seconds < SOON_S
+    assert stalled.seconds < 2 * SOON_S
 
 
 def timeout_of_a_pair() -> float:
