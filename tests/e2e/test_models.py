@@ -29,10 +29,10 @@ CASES = [
     ("bloom", 2),  # heads interleaved in one matrix, biases
     ("gpt2", 3),  # 8 heads and 256 rows: uneven shares
     ("mixtral", 3),  # shares of expert matrices that its kernel takes
-    ("llama", 8),  # 4 key/value heads: each on two ranks
+    ("llama", 4, 2),  # 2 key/value heads: each on two ranks
 ]
 OTHERS = [(model_type, tp) for model_type in CONFIGS for tp in (1, 2, 4) if (model_type, tp) not in CASES]
-OTHERS += [("gemma2", 3)]
+OTHERS += [("gemma2", 3), ("llama", 8)]
 """Types and numbers of ranks that show what others show above: these tests are slow ones."""
 MANY_PER_LAYER = {"olmo2": 4}
 """All_reduces of a layer where they are not one for attention and one for the MLP: a norm across the heads
@@ -48,17 +48,19 @@ class Case:
 
     model_type: str
     tp: int
+    kv_heads: int
     unsharded: Measured
     ranks: list[Measured]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Measured]]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Measured]]:
     """Gives the checkpoint of a type, and what the unsharded model does."""
 
     @cache
-    def make(model_type: str) -> tuple[Path, Measured]:
-        path = save_causal(model_type, tmp_path_factory.mktemp("checkpoint") / model_type)
+    def make(model_type: str, kv_heads: int) -> tuple[Path, Measured]:
+        changes = {} if kv_heads == KV_HEADS else {"num_key_value_heads": kv_heads}
+        path = save_causal(model_type, tmp_path_factory.mktemp("checkpoint") / model_type, **changes)
         return path, measure_unsharded(path, model_type in EXPERT_TYPES)
 
     return make
@@ -67,19 +69,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 @pytest.fixture(
     scope="module",
     params=[*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in OTHERS)],
-    ids=lambda case: f"{case[0]}-{case[1]}",
+    ids=lambda case: "-".join(map(str, case)),
 )
 def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    checkpoint: Callable[[str], tuple[Path, Measured]],
+    checkpoint: Callable[[str, int], tuple[Path, Measured]],
 ) -> Case:
     """Converts a type, and runs it."""
-    model_type, tp = request.param
-    path, unsharded = checkpoint(model_type)
+    model_type, tp, kv_heads = (*request.param, KV_HEADS)[:3]
+    path, unsharded = checkpoint(model_type, kv_heads)
     out = tmp_path_factory.mktemp("converted") / "out"
     shardconv.convert(path, out, tp=tp)
-    return Case(model_type, tp, unsharded, run_processes(tp, measure_rank, out, model_type in EXPERT_TYPES))
+    ranks = run_processes(tp, measure_rank, out, model_type in EXPERT_TYPES)
+    return Case(model_type, tp, kv_heads, unsharded, ranks)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -140,12 +143,12 @@ def test_sharded_bytes(case: Case) -> None:
     held = {name: sum(rank.sizes[name] for rank in case.ranks) for name in unsharded}
     assert all(held[name] >= unsharded[name] for name in unsharded)
     once = sum(size for name, size in unsharded.items() if held[name] == size)
-    if case.tp <= KV_HEADS:
+    if case.tp <= case.kv_heads:
         assert once >= 0.97 * sum(unsharded.values())
         return
     shared = {name for name in unsharded if held[name] != unsharded[name]}
     assert all(name.endswith(("k_proj.weight", "v_proj.weight")) for name in shared)
-    assert all(held[name] * KV_HEADS == unsharded[name] * case.tp for name in shared)
+    assert all(held[name] * case.kv_heads == unsharded[name] * case.tp for name in shared)
 
 
 def test_gather_logits_false(case: Case) -> None:

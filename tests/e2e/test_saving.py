@@ -29,6 +29,14 @@ import shardconv
 
 IDS = [[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]]
 TYPES = ("llama", "gpt2", "phi3", "bloom", "mixtral")
+
+
+def slow_but(*types: str) -> Any:
+    """All types; those that are not named in slow tests, since their bytes take the same ways."""
+    marked = [t if t in types else pytest.param(t, marks=pytest.mark.slow) for t in TYPES]
+    return pytest.mark.parametrize("model_type", marked)
+
+
 """Plain, tied with partial biases, fused, tied with one fused axis of heads, stacked experts."""
 
 
@@ -92,7 +100,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@slow_but("bloom", "mixtral")
 def test_an_unchanged_model_gives_the_same_bytes(
     model_type: str, outs: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -105,7 +113,7 @@ def test_an_unchanged_model_gives_the_same_bytes(
     assert beside(tmp_path / "saved") == ["saved"]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@slow_but("gpt2", "phi3", "bloom", "mixtral")
 def test_a_changed_model_is_merged_and_resharded(
     model_type: str, outs: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -137,14 +137,15 @@ def continue_training(path: Path, round_: int, num_steps: int, out: Path) -> Non
     shardconv_runtime.save_optimizer(model, optimizer, out.parent / f"optimizer-{round_ + 1}")
 
 
-def test_training_is_continued_twice(outs: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_training_is_continued(num_rounds: int, outs: Callable[[str], Path], tmp_path: Path) -> None:
     num_steps, path = 1, outs("gpt2")
     source = path.parent / "model"
-    for round_ in range(3):
+    for round_ in range(num_rounds):
         run_processes(4, continue_training, path, round_, num_steps, tmp_path / f"out-{round_}")
         path = tmp_path / f"out-{round_}"
     unsharded = load_unsharded(source)
-    train_unsharded(unsharded, adamw(unsharded), 0, 3 * num_steps)
+    train_unsharded(unsharded, adamw(unsharded), 0, num_rounds * num_steps)
     require_same_parameters(path, unsharded, 1e-9)
 
 

@@ -59,9 +59,9 @@ ENCODER = {
 }
 
 
-def save_causal(model_type: str, path: Path) -> Path:
+def save_causal(model_type: str, path: Path, **changes: object) -> Path:
     """Save a random causal language model of a type, in float64; return ``path``."""
-    config = transformers.CONFIG_MAPPING[model_type](**CONFIGS[model_type], **_TOKENS)
+    config = transformers.CONFIG_MAPPING[model_type](**CONFIGS[model_type] | changes, **_TOKENS)
     return save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64), path)
 
 

@@ -59,26 +59,30 @@ FLOAT32_INSIDE = {
 ENOUGH = 0.95
 
 GROUPED = [
-    ("falcon", 4),
     ("llama", 3),
-    ("olmo2", 4),
     ("phi3", 4),
     *(
         pytest.param(model_type, tp, marks=pytest.mark.slow)
         for model_type, tp in (
-            *((model_type, 4) for model_type in ("gemma2", "gpt_oss", "llama", "qwen3_next")),
+            *(
+                (model_type, 4)
+                for model_type in ("falcon", "gemma2", "gpt_oss", "llama", "olmo2", "qwen3_next")
+            ),
             ("falcon", 3),
         )
     ),
 ]
-GENERATING = ("bamba", "bloom", "deepseek_v3", "gemma2", "mamba2", "qwen3_next", "recurrent_gemma", "rwkv")
-IN_PROCESSES = ("deberta-v2", "gpt_oss", "t5", "clip", "llava", "vit", "whisper")
-"""Types that real processes run, in ``test_processes.py`` and ``e2e/test_other_inputs.py``."""
+GENERATING = ("bamba", "deepseek_v3", "mamba2", "qwen3_next", "recurrent_gemma", "rwkv")
+IN_PROCESSES = ("bloom", "gemma2", "olmo2", "deberta-v2", "gpt_oss", "t5", "clip", "llava", "vit", "whisper")
+"""Types that real processes run: in ``test_processes.py``, and in ``test_models.py`` and
+``test_other_inputs.py`` of ``e2e``."""
+LIKE_OTHERS = ("bart", "cohere2", "gpt_bigcode", "hrm_text", "mobilebert", "bert/question answering")
+"""As t5, falcon, falcon, ``LoopedModel`` of ``planning/test_module_plans.py``, bert, and the other head."""
 
 
 def once(family: str, model_type: str, tp: int) -> ParameterSet:
     """A case, a slow one where another test shows the same of the type."""
-    is_shown = tp == 2 or model_type in (*GENERATING, *IN_PROCESSES)
+    is_shown = tp == 2 or model_type in (*GENERATING, *IN_PROCESSES, *LIKE_OTHERS)
     return pytest.param(family, model_type, tp, marks=[pytest.mark.slow] if is_shown else [])
 
 
@@ -117,7 +121,7 @@ def test_many_ranks(tp: int) -> None:
 @pytest.mark.parametrize(
     ("model_type", "sizes", "tp"),
     [
-        ("llama", {"intermediate_size": 131, "vocab_size": 257}, 4),
+        pytest.param("llama", {"intermediate_size": 131, "vocab_size": 257}, 4, marks=pytest.mark.slow),
         ("mixtral", {"num_local_experts": 3, "num_key_value_heads": 1}, 5),
         ("phi3", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 6),
         pytest.param(
@@ -135,7 +139,9 @@ def test_sizes_that_the_ranks_do_not_divide(model_type: str, sizes: dict[str, in
     assert result.sharded >= ENOUGH, result.replicated
 
 
-@pytest.mark.parametrize("model_type", GENERATING)
+@pytest.mark.parametrize(
+    "model_type", [*GENERATING, *(pytest.param(t, marks=pytest.mark.slow) for t in ("bloom", "gemma2"))]
+)
 def test_generation(model_type: str) -> None:
     """Greedy tokens of a padded batch with each cache, from the plan that was solved on a prefill."""
     from shardconv.arguments import SolveOptions

@@ -384,8 +384,9 @@ class TestInterrupted:
             shardconv.merge(out, hf, max_file_size="20kB")
             assert contents(hf) == expected
 
+    @pytest.mark.parametrize("step", [6, pytest.param(2, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("when", ["after", "half"])
-    def test_at_any_moment(self, tmp_path: Path, when: str) -> None:
+    def test_at_any_moment(self, tmp_path: Path, when: str, step: int) -> None:
         tiny, out, hf = Model.save(tmp_path / "model"), tmp_path / "out", tmp_path / "hf"
         tiny.convert(out)
 
@@ -400,7 +401,7 @@ class TestInterrupted:
             if not crashes(merge, number, when):
                 break
             state = job.read_state(hf / ".partial")
-            number += 12 if state is None or state.moves is None else 2
+            number += 12 if state is None or state.moves is None else step
             seen.add(looks_complete := (hf / "config.json").exists())
             assert not looks_complete or placed(hf) == expected
             if not looks_complete or (hf / ".partial" / "job.json").exists():

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, int, Callable[[Plan], Plan]]] = {
     "whole mlp": ("llama", 2, with_whole_mlp),
     "gathered mlp": ("llama", 2, with_gathered_mlp),
 }
+SHOWN_BY_OTHERS = ("llama-4", "experts-4", "norms of heads")
+"""Slow tests: the rules of two ranks on four, and a type without a rule that others lack."""
 IDS = torch.tensor([[11, 45, 3, 37, 30, 9, 21], [8, 7, 61, 58, 5, 54, 19]])
 NEW_TOKENS = 6
 COLLECTIVES = {
@@ -136,7 +138,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     return make
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SHOWN_BY_OTHERS)) for c in CASES]
+)
 def test_transformers_does_what_the_plan_says(
     case: str, checkpoint: Callable[[str], tuple[Path, Measured]]
 ) -> None:

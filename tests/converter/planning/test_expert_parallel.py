@@ -90,18 +90,17 @@ CASES = [
         if model_type not in LIKE_MIXTRAL
     ),
     ("mixtral", 3, 5),
-    ("gpt_oss", 3, 5),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             *((model_type, 3, 4) for model_type in LIKE_MIXTRAL),
             *((model_type, 2, 3) for model_type in ("mixtral", "gpt_oss", "llama4_text")),
             *((model_type, 4, 6) for model_type in ("mixtral", "gpt_oss", "llama4_text")),
-            ("llama4_text", 3, 5),
+            *((model_type, 3, 5) for model_type in ("gpt_oss", "llama4_text")),
         )
     ),
 ]
-"""Type, ranks, experts; three types stand for all where the shares are uneven."""
+"""Type, ranks, experts; the shares are uneven on three ranks. Tests below look at the same plans."""
 
 
 def published(model_type: str, num_experts: int) -> ModelSpec:
@@ -160,20 +159,20 @@ def test_published_types(model_type: str, tp: int, num_experts: int) -> None:
 def test_the_number_of_collectives_is_that_of_the_default() -> None:
     model = published("deepseek_v3", 4)
     assert collectives(solve_plan(model, SolveOptions(2, experts="ep"))) == collectives(
-        solve_plan(model, SolveOptions(2))
+        solve_plan(model, SolveOptions(2, check=False))
     )
 
 
 def test_work_on_other_ranks_tokens_is_left_out_where_the_module_can() -> None:
     """Ids past the end, for modules that drop them in every way that they may be run; else row 0."""
-    (cheap,) = _experts(solve_plan(published("mixtral", 4), SolveOptions(3, experts="ep")))
+    (cheap,) = _experts(solve_plan(published("mixtral", 5), SolveOptions(3, experts="ep")))
     assert [(s.slot, s.op) for s in cheap.inputs] == [
         ("input.top_k_index", "local_rows_or_end"),
         ("input.top_k_weights", "zero_foreign"),
     ]
     assert cheap.flags == ("_is_expert_parallel",)
-    assert [(e.attribute, e.value, e.local) for e in cheap.edits] == [("num_experts", 4, (2, 1, 1))]
-    (plain,) = _experts(solve_plan(published("gpt_oss", 4), SolveOptions(2, experts="ep")))
+    assert [(e.attribute, e.value, e.local) for e in cheap.edits] == [("num_experts", 5, (2, 2, 1))]
+    (plain,) = _experts(solve_plan(published("gpt_oss", 4), SolveOptions(3, experts="ep")))
     assert [s.op for s in plain.inputs] == ["local_rows", "zero_foreign"]
     assert not plain.flags
 
@@ -184,7 +183,7 @@ def _experts(plan: Plan) -> list[ModulePlan]:
 
 
 def test_shared_experts_join_the_reduction() -> None:
-    plan = solve_plan(published("qwen2_moe", 4), SolveOptions(2, experts="ep"))
+    plan = solve_plan(published("qwen2_moe", 4), SolveOptions(4, experts="ep"))
     reducing = [n for n, m in module_plans(plan).items() if any(s.op == "all_reduce" for s in m.outputs)]
     assert "model.layers.0.mlp" in reducing
     assert not any("expert" in name for name in reducing)
@@ -216,7 +215,7 @@ def test_the_report_says_it() -> None:
     assert "experts   model.layers.{0,1}.mlp.experts" in text
     assert "expert parallel" in text
     assert "num_experts 4 → 2" in text
-    assert "expert parallel" not in report(solve_plan(model, SolveOptions(2)))
+    assert "expert parallel" not in report(solve_plan(model, SolveOptions(2, check=False)))
 
 
 # Modules of our own making -----------------------------------------------------------------------------

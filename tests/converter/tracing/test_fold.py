@@ -132,7 +132,7 @@ def test_routers_of_many_layers_are_no_majority() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, mixture])
-@pytest.mark.parametrize("num_layers", [2, 3, 9])
+@pytest.mark.parametrize("num_layers", [2, pytest.param(3, marks=pytest.mark.slow), 9])
 def test_the_plan_is_for_all_layers(make: Callable[[int], ModelSpec], num_layers: int) -> None:
     """That of a deep model says of each layer what that of a shallow one says."""
     plan = solve_plan(make(num_layers), SolveOptions(2))

@@ -54,7 +54,7 @@ Work = Callable[[], object]
 @pytest.fixture(params=["sample", pytest.param("all", marks=pytest.mark.slow)])
 def step(request: pytest.FixtureRequest) -> int:
     """Of calls between two kills: a sample of those that move files, or all of them."""
-    return 3 if request.param == "sample" else 1
+    return 5 if request.param == "sample" else 1
 
 
 def kill_often(

@@ -54,12 +54,12 @@ def either(document: Any, count: int) -> Callable[[Callable[..., None]], Callabl
     return lambda function: examples(count)(given(strategy)(function))
 
 
-@either(json.loads(PLAN), 1500)
+@either(json.loads(PLAN), 600)
 def test_plans(data: bytes) -> None:
     soon(lambda: read_plan(data.decode("utf-8", "replace")))
 
 
-@either(MANIFEST, 1000)
+@either(MANIFEST, 400)
 def test_manifests(data: bytes) -> None:
     soon(lambda: manifest.loads(data.decode("utf-8", "replace")))
 
@@ -69,7 +69,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("header") / "x.safetensors"
 
 
-@either(HEADER, 900)
+@either(HEADER, 400)
 def test_headers(path: Path, data: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(data)) + data + b"x" * 16)
     soon(lambda: read_header(path))
