@@ -145,7 +145,7 @@ class TestKilled:
                 looks_complete(other) if begun == "to be moved" else bool(come) and not looks_complete(other)
             )
 
-        for number in itertools.count(60):
+        for number in itertools.count(60, 2):
             shutil.rmtree(other, ignore_errors=True)
             shutil.copytree(kept, other)
             assert crashes(lambda: model.convert(other, tp=1, overwrite=True), number, "after")
