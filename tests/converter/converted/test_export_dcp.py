@@ -197,7 +197,7 @@ def quick() -> Path | None:
     return MEMORY if os.access(MEMORY, os.W_OK) else None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_layout(data: st.DataObject) -> None:
     tensors: list[Declared] = data.draw(declared())

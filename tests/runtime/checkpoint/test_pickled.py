@@ -33,7 +33,7 @@ import shardconv
 FORMATS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 
 slow_to_draw = settings(
-    max_examples=150,
+    max_examples=75,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -164,7 +164,7 @@ OPERATIONS: tuple[Operation, ...] = (index, cut, join, move, move, move, compute
 
 
 @settings(
-    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(st.sampled_from(DTYPES), shapes(), st.integers(0, 2**20), st.data())
 def test_random_sequences(

@@ -400,7 +400,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_junk_anywhere_is_a_plan_error_or_a_plan(data: st.DataObject) -> None:
     document = copy.deepcopy(golden())

@@ -24,7 +24,7 @@ from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyLe
 from shardconv.writing.crc32 import Extent, join
 
 slow_to_draw = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 sizes_in_bytes = st.sampled_from((1, 3, 8, 16, 24, 50, 100, 1 << 12))
