@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import socket
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -59,6 +62,7 @@ def run_outcomes(
     start_group: bool = False,
 ) -> list[tuple[Any, str | None, BaseException | None]]:
     """For each rank its result, the text of its traceback and its exception."""
+    _import_runtime()
     context = multiprocessing.get_context("fork")
     port = free_port()
     joined = context.Barrier(num_processes) if start_group else None
@@ -80,6 +84,15 @@ def run_outcomes(
             process.join(5)
             if process.is_alive():
                 process.kill()
+
+
+@cache
+def _import_runtime() -> None:
+    """Import what ranks import when they need it, so that not each of them compiles it."""
+    import shardconv_runtime
+
+    for module in pkgutil.walk_packages(shardconv_runtime.__path__, "shardconv_runtime."):
+        importlib.import_module(module.name)
 
 
 def free_port() -> int:
