@@ -50,6 +50,10 @@ CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
 READ = {
     (f"{CHECKPOINT}/source_config.py", "model_type"): "config.json says there of what type it is",
     (f"{CHECKPOINT}/source_config.py", "architectures"): "config.json names the model's class there",
+    (
+        "runtime/shardconv_runtime/saving/ordinary_checkpoint.py",
+        "architectures",
+    ): "config.json gets the class",
     (f"{CHECKPOINT}/checkpoint_weights.py", "architectures"): "its error message speaks of config.json",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",

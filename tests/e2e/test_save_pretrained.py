@@ -78,7 +78,9 @@ def save_in_float64(path: Path, target: Path) -> None:
 
 def test_the_config_says_the_dtype_of_the_weights(out: Path, tmp_path: Path) -> None:
     run_processes(2, save_in_float64, out, tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float64"
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["dtype"] == "float64"
+    assert config["architectures"] == ["GPT2LMHeadModel"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert model.dtype == torch.float64
 

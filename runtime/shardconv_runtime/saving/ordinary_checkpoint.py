@@ -103,7 +103,7 @@ def _merge(model: nn.Module, sharded: Path, target: Path, max_shard_size: int | 
         merge = import_module("shardconv.converted.merge").merge
         trust = plan.model.trust_remote_code
         merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
-        _write_configs(unwrapped(model), plan.model.class_name, merged)
+        _write_configs(unwrapped(model), plan.model.class_name.rpartition(":")[2], merged)
         _place(merged, target)
     except OSError as failure:
         return CheckpointError(f"{target} cannot be written: {failure.strerror or failure}")

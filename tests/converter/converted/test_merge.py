@@ -72,7 +72,8 @@ class TestFiles:
         source = load_file(llama_dir / "model.safetensors")
         for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items():
             assert torch.equal(tensor, source[name].to(torch.bfloat16)), name
-        assert (tmp_path / "hf" / "config.json").read_text() == (llama_dir / "config.json").read_text()
+        said, config = (json.loads((d / "config.json").read_text()) for d in (llama_dir, tmp_path / "hf"))
+        assert config == said | {"dtype": "bfloat16"}
 
     def test_code_goes_along(self, llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_custom(llama_dir)
