@@ -96,7 +96,7 @@ def select(
         if alias in weights and name in weights and weights[alias] != weights[name]:
             raise SourceError(
                 f"{alias} and {name} are tied by the config of {spec.name}, and its checkpoint has different "
-                "values of them; set tie_word_embeddings to false in config.json, or remove one of them"
+                "values of them; correct the config so that it does not tie them, or remove one of them"
             )
     absent = sorted(set(names) - weights.keys())
     if absent:

@@ -65,7 +65,7 @@ class _Comparison:
         if torch.compiler.is_compiling():
             return
         self._num_calls += 1
-        if self._always or self._num_calls.bit_count() == 1:
+        if self._always or self._num_calls & (self._num_calls - 1) == 0:
             _compare(self._start, args, kwargs)
 
 
