@@ -79,6 +79,9 @@ def outputs_of_calls(
 def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str, Any]:
     """The arguments of a second call: one more token, and what the first call handed back.
 
+    The token is one of another row: where code picks keys by their values (``topk``), a token that the row
+    has already would tie with itself, and rounding would decide.
+
     Args:
         model: which was called.
         inputs: of the first call; ids ``[B, S]`` or embeddings ``[B, S, H]``.
@@ -99,7 +102,7 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
     if not back or tokens is None:
         raise ValueError("nothing is handed back")
     given: dict[str, Any] = dict(inputs.tensors) if is_decoder else {}
-    given[tokens] = inputs.tensors[tokens][:, :1]
+    given[tokens] = inputs.tensors[tokens].roll(1, 0)[:, :1]
     mask = inputs.tensors.get("attention_mask")
     if mask is not None and not is_decoder:
         given["attention_mask"] = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
