@@ -100,8 +100,9 @@ class Analysis:
     handed_back: list[tuple[int, int]] = field(default_factory=list)
     """(tensor that the code made, what the call returns of it): the next call reads the second in place of
     the first, so that both have one layout."""
-    encoded: list[int] = field(default_factory=list)
-    """What the model's encoder returns. A caller may hand it out, and in again, so it is replicated."""
+    handed_out: list[int] = field(default_factory=list)
+    """What the model's encoder returns, and outputs of its base model that it does not read itself. A caller
+    may ask for them, and hand some in again, so they are replicated."""
     parametric: set[int] = field(default_factory=set)
     """Tensors computed from parameters alone."""
     from_stack: set[int] = field(default_factory=set)

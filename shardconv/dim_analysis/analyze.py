@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,22 +90,43 @@ def with_calls_alike(analysis: Analysis, fqns: Collection[str]) -> Analysis:
     return out
 
 
-def with_encoder(analysis: Analysis, model: nn.Module) -> Analysis:
-    """The analysis under which what the encoder returns is replicated, if the model takes it as an argument.
+def with_parts(analysis: Analysis, model: nn.Module) -> Analysis:
+    """The analysis under which what a caller may ask parts of the model for is replicated.
+
+    That is what the encoder returns, if the model takes it as an argument, and outputs of the base model that
+    the model itself does not read, such as a pooler's.
 
     Args:
         analysis: of the model.
         model: on meta.
     """
+    return replace(analysis, handed_out=[*_encoded(analysis, model), *_left_over(analysis, model)])
+
+
+def _encoded(analysis: Analysis, model: nn.Module) -> Iterator[int]:
     if "encoder_outputs" not in forward_signature(model).parameters:
-        return analysis
-    encoder = model.get_encoder()  # type: ignore[operator]  # a method of transformers' models
-    names = {name for name, module in model.named_modules() if module is encoder and name}
-    tape = analysis.tape
+        return
     first = ("output", "output.0", "output.last_hidden_state")
-    marks = [e for e in tape.events if isinstance(e, Mark) and tape.calls[e.call].fqn in names]
-    encoded = [e.target for e in marks if e.slots[0] in first and e.target in analysis.dims]
-    return replace(analysis, encoded=encoded)
+    for mark in _marks_of(analysis, model, model.get_encoder()):  # type: ignore[operator]  # of transformers
+        if mark.slots[0] in first:
+            yield mark.target
+
+
+def _left_over(analysis: Analysis, model: nn.Module) -> Iterator[int]:
+    base = getattr(model, "base_model", model)
+    read = {tid for event in analysis.tape.events for tid in reads_and_writes(event)[0]}
+    for mark in _marks_of(analysis, model, base):
+        if mark.is_output and mark.target not in read and mark.target not in analysis.tape.handed_back:
+            yield mark.target
+
+
+def _marks_of(analysis: Analysis, model: nn.Module, part: nn.Module) -> Iterator[Mark]:
+    """The marks of a part of the model, of tensors that were analyzed."""
+    names = {name for name, module in model.named_modules() if module is part and name}
+    calls = analysis.tape.calls
+    for event in analysis.tape.events:
+        if isinstance(event, Mark) and calls[event.call].fqn in names and event.target in analysis.dims:
+            yield event
 
 
 def _link_repeats(result: Analysis, fqns: Collection[str]) -> None:

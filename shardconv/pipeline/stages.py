@@ -16,7 +16,7 @@ from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
 from ..arguments import SolveOptions
-from ..dim_analysis.analyze import analyze, with_encoder
+from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.block_alignment import BlockSizes
@@ -87,7 +87,7 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     if options.experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
-    analysis = with_encoder(analyze(folded.tape, folded.ties), model)
+    analysis = with_parts(analyze(folded.tape, folded.ties), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = find_bypasses(tape, traced.representatives())
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks, bypassed)

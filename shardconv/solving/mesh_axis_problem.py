@@ -101,7 +101,7 @@ class AxisProblem(AxisVariables):
             self._lookup(lookup)
         for work in analysis.works:
             self._reward(work.dims)
-        for tid in (*analysis.tape.outputs, *analysis.encoded):
+        for tid in (*analysis.tape.outputs, *analysis.handed_out):
             self._must_be_replicated(tid)
         for a, b in (*given.folded.ties, *analysis.handed_back):
             self._tie(a, b)

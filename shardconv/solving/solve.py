@@ -11,7 +11,7 @@ Constraints:
   all segments of a contracted dim are sharded, or none (``_contraction``);
 - a mark from x to y: p(y) <= p(x), but where a module returns its input: there one rank may keep a replicated
   value, and the others zeros (``_mark``);
-- outputs of the model and of its encoder: s = p = 0 (``_must_be_replicated``);
+- outputs of the model, of its encoder and base model: s = p = 0 (``_must_be_replicated``);
 - tensors of folded layers, of one module that is called again, or that the next call reads in place of each
   other: equal variables (``_tie``, ``_repeat``).
 
