@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.mesh import Launch
-from ..format.plan import global_shape, parameter_plans
+from ..format.plan import global_shape, module_plans, parameter_plans
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
 from ..saving.ordinary_checkpoint import save_pretrained
@@ -33,7 +33,8 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
     assert start.group is not None, "several ranks have one"
     if hasattr(model, "num_parameters"):
         model.num_parameters = MethodType(_num_parameters, model)  # type: ignore[assignment]
-    refuse_changes(model, dist.get_process_group_ranks(start.group))
+    names = module_plans(loaded(model).plan).keys()
+    refuse_changes(model, names, dist.get_process_group_ranks(start.group))
     compare_inputs(model, start, always=check_inputs)
     if training:
         from ..training.torch_clipping import count_gradients_of

@@ -2,12 +2,15 @@
 
 The plan is for the modules that were converted. A module that takes the place of one of them has the global
 sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
-rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed.
+rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed, and so is
+what a model itself replaces in its forward pass, which the proof has run.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -35,8 +38,18 @@ REFUSED_METHODS = {
 }
 """Methods of transformers' models that would take this rank's part for the model -> the remedy."""
 
-_PARTS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""Modules of loaded models -> the ranks, of the default group, that hold parts of the model together."""
+
+@dataclass(frozen=True)
+class _Part:
+    """What is known of a module of a loaded model."""
+
+    ranks: frozenset[int]
+    """Of the default group, those that hold parts of the model together."""
+    is_planned: bool
+    """Whether the plan has edits or steps for the module itself."""
+
+
+_PARTS: WeakKeyDictionary[nn.Module, _Part] = WeakKeyDictionary()
 
 
 @cache
@@ -44,11 +57,12 @@ def _watch_registrations() -> None:
     register_module_module_registration_hook(_check_registration)
 
 
-def refuse_changes(model: nn.Module, ranks: Collection[int]) -> None:
+def refuse_changes(model: nn.Module, planned: Collection[str], ranks: Collection[int]) -> None:
     """Refuse methods of a model, and replacements of its modules, that would be wrong on every rank.
 
     Args:
         model: one rank's, complete.
+        planned: FQNs of the modules for which the plan has edits or steps.
         ranks: of the default process group, those that hold parts of the model together.
     """
     for name, remedy in REFUSED_METHODS.items():
@@ -56,7 +70,8 @@ def refuse_changes(model: nn.Module, ranks: Collection[int]) -> None:
             setattr(model, name, partial(_refuse, name, remedy))
     model.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
     _watch_registrations()
-    _PARTS.update(dict.fromkeys(model.modules(), frozenset(ranks)))
+    for name, module in model.named_modules():
+        _PARTS[module] = _Part(frozenset(ranks), name in planned)
 
 
 def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -80,11 +95,14 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     if new is None:
         return
     if isinstance(parent, DistributedDataParallel) and new in _PARTS:
-        _check_replicas(parent, _PARTS[new])
+        _check_replicas(parent, _PARTS[new].ranks)
     if parent not in _PARTS:
         return
     old = parent._modules.get(name)
     if old is None or old is new or _keeps(new, old):
+        return
+    if _is_by_forward_pass(new, old):
+        _PARTS[new] = replace(_PARTS[parent], is_planned=False)
         return
     raise PlanError(
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
@@ -95,6 +113,25 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
 def _keeps(new: nn.Module, old: nn.Module) -> bool:
     """Whether a wrapper has the old module in it, and no parameters of its own."""
     return old in new.modules() and set(new.parameters()) == set(old.parameters())
+
+
+def _is_by_forward_pass(new: nn.Module, old: nn.Module) -> bool:
+    """Whether a model's own forward pass puts the parameters of a module into one of another class.
+
+    The proof has done so as well. Edits and steps of the old module would be lost.
+    """
+    if old not in _PARTS or _PARTS[old].is_planned or set(new.parameters()) != set(old.parameters()):
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "forward" and _is_part(frame.f_locals.get("self")):
+            return True
+    return False
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, nn.Module) and value in _PARTS
 
 
 def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> None:
