@@ -60,7 +60,13 @@ class NumericCheck:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
             plan = inference_only(plan, proof.wrong_gradient)
-        return replace(plan, notes=(*plan.notes, *notes, *proof.notes), proven_arguments=proof.arguments)
+        return replace(
+            plan,
+            notes=(*plan.notes, *notes, *(each.note for each in proof.wrong)),
+            proven_arguments=proof.arguments,
+            wrong_attention=tuple(each.name for each in proof.wrong if each.kind == "attention"),
+            wrong_experts=tuple(each.name for each in proof.wrong if each.kind == "experts"),
+        )
 
     def _proof(self, case: Case) -> tuple[Proof, tuple[str, ...]]:
         """The proof on the first numbers on which the unsharded model runs, and a note on those before.

@@ -350,6 +350,11 @@ class Plan:
     """Why the model cannot be trained; empty where it can."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
+    wrong_attention: tuple[str, ...] = ()
+    """Implementations of attention (``flex_attention``) with which the ranks compute something else than the
+    unsharded model."""
+    wrong_experts: tuple[str, ...] = ()
+    """The same of experts."""
     memory: MemoryPlan | None = None
     """What a rank needs beside its weights; None where it could not be measured."""
     notes: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from ..comm.collectives import Communicator
 from ..format.plan import ModulePlan, ParameterPlan, Plan
 from .embeddings import attach_embeddings
 from .inner_states import check_hidden_states
-from .refusals import refuse
+from .refusals import refuse, refuse_implementations
 
 WHY_NO_ATTENTIONS = (
     "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
@@ -44,5 +44,11 @@ def attach_guards(
     for argument in EMBEDDINGS:
         if argument not in plan.proven_arguments:
             refuse(model, argument, WHY_NO_EMBEDDINGS)
+    for attribute, names in (
+        ("_attn_implementation", plan.wrong_attention),
+        ("_experts_implementation", plan.wrong_experts),
+    ):
+        if names:
+            refuse_implementations(model, attribute, names)
     attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
     check_hidden_states(model, comm)

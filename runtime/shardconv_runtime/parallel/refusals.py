@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,11 +26,41 @@ def refuse(model: nn.Module, argument: str, why: str, unless_inference: bool = F
     model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def refuse_implementations(model: nn.Module, attribute: str, names: Collection[str]) -> None:
+    """Have a model and its base model refuse implementations that their config may choose at any time.
+
+    Args:
+        model: all of it.
+        attribute: of the config, which names the implementation.
+        names: of those to refuse.
+    """
+    hook = _RefusedImplementation(attribute, names)
+    for part in {model, getattr(model, "base_model", model)}:
+        part.register_forward_pre_hook(hook)
+
+
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
     """Whether an argument is set: by ``value``, or else by the model's config."""
     if value is None:
         value = getattr(getattr(model, "config", None), argument, None)
     return value is not None and value is not False
+
+
+class _RefusedImplementation:
+    """Forward pre-hook."""
+
+    def __init__(self, attribute: str, names: Collection[str]) -> None:
+        self._attribute = attribute
+        self._names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        chosen = getattr(getattr(module, "config", None), self._attribute, None)
+        if chosen in self._names:
+            raise PlanError(
+                f"{self._attribute} of the config is {chosen!r}, with which ranks compute something else "
+                "than the unsharded model (`shardconv plan` says why); choose the one that the model was "
+                "converted with, by set_attn_implementation or set_experts_implementation"
+            )
 
 
 class _Refused:

@@ -15,7 +15,7 @@ from shardconv_runtime.errors import ShardconvError
 from ...tracing.inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Unprovable
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
-from .implementations import notes_on_others, other_kinds, plain_case
+from .implementations import PLAIN, Wrong, other_kinds, with_implementations, wrong_others, wrong_plain
 from .simulate import Case, simulate
 
 
@@ -29,8 +29,8 @@ class Proof:
     """Whether the loss of sharded logits is the model's own."""
     arguments: tuple[str, ...]
     """For embeddings in place of ids."""
-    notes: tuple[str, ...]
-    """On implementations for which the plan does not hold."""
+    wrong: tuple[Wrong, ...]
+    """Implementations for which the plan does not hold."""
 
 
 def prove(case: Case) -> Proof:
@@ -70,7 +70,7 @@ class _Proof:
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
             return self._one_by_one(loss, problem)
-        return Proof(problem, loss, self.arguments, ())
+        return Proof(problem, loss, self.arguments, self._wrong_others())
 
     def _holds_with_labels(self) -> bool:
         """Whether outputs, the loss of sharded logits and the gradients of both are right."""
@@ -97,7 +97,9 @@ class _Proof:
         None: that run failed.
         """
         plan, kinds = self.case.plan, other_kinds(self.case.model)
-        plain = plain_case(self.case, kinds) if kinds and plan.tp > 1 else None
+        plain = (
+            with_implementations(self.case, dict.fromkeys(kinds, PLAIN)) if kinds and plan.tp > 1 else None
+        )
         if plain is None and plan.logits is None and not self.arguments:
             return self.case.inputs
         given = with_embeddings(self.case, self.arguments) if self.arguments else [self.case.inputs]
@@ -114,10 +116,14 @@ class _Proof:
     def _one_by_one(self, loss: bool, problem: str) -> Proof:
         """Each by itself; with a loss, the gradients without one are not known yet."""
         simulate(self.case, logits=Logits.OWN)
-        notes = notes_on_others(self.case) if self.case.plan.tp > 1 else ()
+        wrong = wrong_plain(self.case) if self.case.plan.tp > 1 else ()
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")
         gradients = self.has_gradients and not problem
-        return Proof(problem, loss, proven_arguments(self.case, gradients=gradients), notes)
+        arguments = proven_arguments(self.case, gradients=gradients)
+        return Proof(problem, loss, arguments, (*wrong, *self._wrong_others()))
+
+    def _wrong_others(self) -> tuple[Wrong, ...]:
+        return wrong_others(self.case) if self.case.plan.tp > 1 else ()
 
     def _wrong_gradient(self, inputs: TraceInputs) -> str:
         return self.case.simulation.wrong_gradient(inputs) if self.has_gradients else ""

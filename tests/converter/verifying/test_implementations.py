@@ -67,6 +67,7 @@ def test_an_implementation_that_the_plan_does_not_hold_for_is_named() -> None:
     plan = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), SolveOptions(2))
     (note,) = [n for n in plan.notes if "implemented as" in n]
     assert note.startswith("this plan is for attention implemented as 'sdpa', not as 'eager': ")
+    assert (plan.wrong_attention, plan.wrong_experts) == (("eager",), ())
     config._attn_implementation = "eager"
     other = solve_plan(ModelSpec(spec.name, config, spec.model_class, spec.dtype), SolveOptions(2))
     assert not [n for n in other.notes if "implemented as" in n]
