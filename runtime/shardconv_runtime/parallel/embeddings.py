@@ -91,7 +91,7 @@ def _input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
     for part in model.modules():
         try:
             found[part.get_input_embeddings()] = None  # type: ignore[operator]
-        except Exception:  # a part without one says so in ways of its own
+        except (AttributeError, NotImplementedError):  # a part without one
             continue
     return (module for module in found if isinstance(module, nn.Module))
 
