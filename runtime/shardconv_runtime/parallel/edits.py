@@ -88,5 +88,29 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
+    _follow(own, value)
     copied.add(id(own))
     return own
+
+
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+"""What a user may change in the config of a loaded model."""
+
+
+class _Followed:
+    """The config of which another one is a copy."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def _follow(own: Any, config: Any) -> None:
+    """Have a copied config name the implementations that the original names, whenever these change."""
+    kind = type(own)
+    names = [name for name in IMPLEMENTATIONS if hasattr(kind, name)]
+    object.__setattr__(own, "_followed", _Followed(config))
+    object.__setattr__(own, "__class__", type(kind.__name__, (kind,), {n: _of_original(n) for n in names}))
+
+
+def _of_original(name: str) -> property:
+    return property(lambda own: getattr(own._followed.config, name))

@@ -264,7 +264,23 @@ def build_model(
     with _building:
         _fill(model, lazy)
     _keep_float32(model, dtype)
+    _steady_sets(model)
     return model.eval()
+
+
+def _steady_sets(model: nn.Module) -> None:
+    """Have sets that are attributes of modules iterated in the same order on all ranks, and in copies."""
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) is set and value and not name.startswith("_")
+    ]
+    if found:
+        from .steady_sets import SteadySet
+
+        for module, name in found:
+            setattr(module, name, SteadySet(getattr(module, name)))
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
