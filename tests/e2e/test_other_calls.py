@@ -12,8 +12,8 @@ from distributed import run_errors, run_processes
 from shardconv_runtime import PlanError
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
-from zoo.measure import difference, random_weight
-from zoo.models import build
+from zoo.measure import difference
+from zoo.saved import save_random
 
 import shardconv
 
@@ -23,18 +23,6 @@ TYPES = (*QUICK, "causal cohere", "causal llama", "masked bert", "seq2seq t5")
 PARTS = "causal cohere"
 """Its hidden states stay terms of a sum from layer to layer."""
 TOLERANCE = 1e-9
-
-
-def save(name: str, path: Path) -> Any:
-    """Write a checkpoint in float64, every parameter random; the model, loaded from it."""
-    zoo = build(*name.split())
-    model = zoo.model_class(zoo.config).double().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(random_weight(parameter, generator))
-    model.save_pretrained(path)
-    return zoo.model_class.from_pretrained(path, dtype=torch.float64).eval()
 
 
 def ids(length: int = 7) -> Tensor:
@@ -99,7 +87,7 @@ def calls_on_rank(path: Path, encoded: Tensor | None) -> dict[str, list[Tensor]]
 
 def converted(name: str, path: Path, **options: Any) -> tuple[Any, Path]:
     """The unsharded model, and its conversion for two ranks."""
-    unsharded = save(name, path / "in")
+    unsharded = save_random(*name.split(), path / "in")
     shardconv.convert(path / "in", path / "out", tp=2, **options)
     return unsharded, path / "out"
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import shardconv_runtime
 import torch
-import transformers
 from distributed import run_processes
 from made_inputs import make_inputs
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from zoo.measure import difference, random_weight
-from zoo.models import build
+from zoo.measure import difference
+from zoo.saved import save_random
 
 import shardconv
 from shardconv.verifying.simulation.float64 import Float64
@@ -30,18 +29,6 @@ TYPES = [
 ]
 TALKING = ("llava", "whisper")
 """Types that write a text about what they see or hear once; the steps after it are of text alone."""
-
-
-def save(model_type: str, path: Path) -> type[transformers.PreTrainedModel]:
-    """Write a checkpoint in float64, every parameter random."""
-    zoo = build("other", model_type)
-    model = zoo.model_class(zoo.config).double().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(random_weight(parameter, generator))
-    model.save_pretrained(path)
-    return zoo.model_class
 
 
 def outputs(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -68,7 +55,7 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
-    unsharded = save(model_type, tmp_path / "in").from_pretrained(tmp_path / "in", dtype=torch.float64).eval()
+    unsharded = save_random("other", model_type, tmp_path / "in")
     given = make_inputs(unsharded, seed=5).tensors
     calls = [given]
     if {"input_ids", "pixel_values"} <= set(given) and hasattr(unsharded, "lm_head"):

@@ -39,7 +39,8 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
         f"{transformers.__version__} can build (torch {torch.__version__.partition('+')[0]}), planned for "
         "2, 3 and 4 ranks, its ranks run as threads of one process and compared with the unsharded model "
         "in plain float64, on other weights and other inputs than those the converter's own check used. "
-        "`tests/zoo` has the configs."
+        "`tests/zoo` has the configs. [Coverage of calls](coverage-calls.md) has a column for each way of "
+        "calling a loaded model."
     )
     yield ""
     yield from _summary(rows)

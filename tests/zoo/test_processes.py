@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 import shardconv
 
-from .measure import difference, random_weight
+from .measure import difference
 from .models import build
+from .saved import save_random
 
 CASES = [
     ("causal", "bamba", 2),
@@ -65,14 +66,7 @@ def outputs_on_rank(path: Path, inputs: dict[str, Tensor], options: dict[str, An
 
 @pytest.mark.parametrize(("family", "model_type", "tp"), CASES)
 def test_converted_and_loaded(family: str, model_type: str, tp: int, tmp_path: Path) -> None:
-    zoo = build(family, model_type)
-    whole = zoo.model_class._from_config(zoo.config, dtype=torch.float64).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(random_weight(parameter, generator))
-    whole.save_pretrained(tmp_path / "model")
-    whole = zoo.model_class.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    whole = save_random(family, model_type, tmp_path / "model")
     inputs = make_inputs(whole, seed=5)
     want = outputs(whole, inputs.tensors, inputs.options)
     shardconv.convert(tmp_path / "model", tmp_path / "out", tp=tp)
