@@ -181,7 +181,13 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
     edited(first, Edit("config.num_attention_heads", 4, (2,)), Edit("config.num_key_value_heads", 2, (1,)))
     assert (first.config.num_attention_heads, first.config.num_key_value_heads) == (2, 1)
     assert second.config.num_attention_heads == model.config.num_attention_heads == 4
-    assert first.config._attn_implementation == model.config._attn_implementation
+    for each in (model, copy.deepcopy(model)):
+        own = each.model.layers[0].self_attn.config
+        for name in ("eager", "sdpa"):
+            each.set_attn_implementation(name)
+            assert own._attn_implementation == each.config._attn_implementation == name
+    model.set_attn_implementation("eager")
+    assert each.model.layers[0].self_attn.config._attn_implementation == "sdpa"
 
 
 class _Area(PreTrainedConfig):

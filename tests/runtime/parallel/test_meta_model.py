@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import types
@@ -265,6 +266,21 @@ def test_a_fill_of_a_constant_leaves_it_as_it_is() -> None:
         after: Tensor = nn.init.normal_(before) + 1
     assert not before.any()
     assert lazy.materialize(after).std() > 0.1
+
+
+class Kinds(nn.Module):
+    """A module with sets of strings, whose order no process has in common with another one."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        self.kinds = {f"kind {i}" for i in range(9)}
+
+
+def test_sets_are_iterated_in_one_order() -> None:
+    model = build_model(Kinds, None)
+    for each in (model, copy.deepcopy(model)):
+        assert [*each.kinds] == sorted(Kinds(None).kinds)  # type: ignore[misc, arg-type]
+        assert each.kinds == Kinds(None).kinds
 
 
 def test_errors_of_the_constructor_are_its_own() -> None:
