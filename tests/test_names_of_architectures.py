@@ -45,7 +45,8 @@ ATTRIBUTES = """
     num_local_experts num_experts_per_tok model_type architectures
 """.split()  # noqa: SIM905
 
-CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
+RUNTIME = "runtime/shardconv_runtime"
+CHECKPOINT = f"{RUNTIME}/checkpoint"
 
 READ = {
     (f"{CHECKPOINT}/source_config.py", "model_type"): "config.json says there of what type it is",
@@ -54,7 +55,6 @@ READ = {
         "runtime/shardconv_runtime/saving/ordinary_checkpoint.py",
         "architectures",
     ): "config.json gets the class",
-    (f"{CHECKPOINT}/checkpoint_weights.py", "architectures"): "its error message speaks of config.json",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",
