@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("shardconv", "runtime/shardconv_runtime")
 
 ORDINARY = {
+    "bit": "an English noun: options that load weights of so many bits",
+    "git": "a program: files that it has not fetched are told by name",
     "align": "an English verb: operators of two tapes are aligned",
     "clip": "an English verb: gradients are clipped",
     "dinat": "a part of the word 'coordinates'",
@@ -45,16 +47,12 @@ ATTRIBUTES = """
     num_local_experts num_experts_per_tok model_type architectures
 """.split()  # noqa: SIM905
 
-RUNTIME = "runtime/shardconv_runtime"
-CHECKPOINT = f"{RUNTIME}/checkpoint"
+CHECKPOINT = "runtime/shardconv_runtime/checkpoint"
 
 READ = {
     (f"{CHECKPOINT}/source_config.py", "model_type"): "config.json says there of what type it is",
     (f"{CHECKPOINT}/source_config.py", "architectures"): "config.json names the model's class there",
-    (
-        "runtime/shardconv_runtime/saving/ordinary_checkpoint.py",
-        "architectures",
-    ): "config.json gets the class",
+    ("runtime/shardconv_runtime/saving/ordinary_checkpoint.py", "architectures"): "written for transformers",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",

@@ -15,7 +15,7 @@ _LFS = b"version https://git-lfs"
 """How a pointer file of Git LFS begins."""
 
 _OTHER_WEIGHTS = {
-    "*.gguf": "GGUF files of llama.cpp",
+    "*.gguf": "GGUF files",
     "*.h5": "weights of TensorFlow",
     "*.msgpack": "weights of Flax",
     "consolidated*": "weights in the layout of their authors' own code",

@@ -56,12 +56,10 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         try:
             return type(self).generate(self, *args, **kwargs)
         except RuntimeError as error:
-            from .lost_ranks import of_a_lost_rank
+            from .lost_ranks import raise_lost_rank
 
-            lost = of_a_lost_rank(error, start)
-            if lost is None:
-                raise
-            raise lost from error
+            raise_lost_rank(error, start)
+            raise
 
     return generate
 

@@ -11,12 +11,12 @@ _SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Sock
 """In messages of gloo, which raises a RuntimeError."""
 
 
-def of_a_lost_rank(error: RuntimeError, start: Launch) -> LaunchError | None:
-    """The error to raise if a collective failed because of another rank; None for other errors."""
+def raise_lost_rank(error: RuntimeError, start: Launch) -> None:
+    """Raises ``LaunchError`` if a collective failed because of another rank; returns for other errors."""
     if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
-        return None
+        return
     first = next(iter(str(error).splitlines()), type(error).__name__)
-    return LaunchError(
+    raise LaunchError(
         f"rank {start.rank}: another rank ended, or did not answer, during generate; its own output says why "
         f"({first})"
-    )
+    ) from error
