@@ -101,6 +101,17 @@ def odd_length(path: Path) -> object:
     return model(torch.ones((1, 5), dtype=torch.long))
 
 
+def base_model(path: Path) -> object:
+    model = loaded(path, sequence_parallel=True)
+    ids = torch.ones((1, 4), dtype=torch.long)
+    model(ids)
+    return model.base_model(ids)
+
+
+def test_a_part_of_a_sequence_parallel_model_is_not_called_by_itself(out: Path) -> None:
+    require(out, {base_model: "in a sequence-parallel model was called by itself"})
+
+
 def test_plans_that_lack_what_is_asked_for(out: Path, tmp_path: Path) -> None:
     def without_sequence(plan: Plan) -> Plan:
         assert plan.training is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from ..errors import PlanError
@@ -45,6 +46,9 @@ def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> N
     hooks = _Padding(model, num_ranks, may_pad)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel) and module is not model:
+            module.register_forward_pre_hook(hooks.require_running, prepend=True)
 
 
 class _Padding:
@@ -55,6 +59,15 @@ class _Padding:
         self._num_ranks = num_ranks
         self._may_pad = may_pad
         self._length: int | None = None
+        self._is_running = False
+
+    def require_running(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Refuse a call from outside of a part of the model, whose outputs would be parts of sequences."""
+        if not self._is_running:
+            raise PlanError(
+                f"the {type(module).__name__} in a sequence-parallel model was called by itself; its outputs "
+                "are parts of the sequence: call the model, or load it without sequence_parallel=True"
+            )
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -88,6 +101,7 @@ class _Padding:
         if missing:
             self._refuse_flat_outputs(module, given, length)
             self._pad(given, tokens, length, missing)
+        self._is_running = True
         return (), given
 
     def _refuse_flat_outputs(self, module: nn.Module, given: Mapping[str, Any], length: int) -> None:
@@ -127,6 +141,7 @@ class _Padding:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Trim the outputs to the length of the inputs."""
+        self._is_running = False
         length = self._length
         if length is None:
             return output
