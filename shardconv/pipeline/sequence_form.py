@@ -14,7 +14,6 @@ from ..planning.draws import draw_plans
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import gradient_plans, parameter_plans
-from ..planning.peer_layers import PeerLayers
 from ..planning.solution import Solution
 from ..solving.sequence_dims import solve_sequence
 from ..verifying.retracing.retrace import retrace
@@ -35,11 +34,10 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
     """
     if plan.training is None:
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
-    training, layers = plan.training, PeerLayers(problem.analysis)
+    training = plan.training
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
-        result = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
-        return layers.widened(result) if isinstance(result, Obstacle) else result
+        return _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
 
     found, ruled_out = in_rounds(attempt, problem.forbidden())
     if found is None:

@@ -205,7 +205,7 @@ def test_what_is_a_directory_or_looks_like_a_path_is_not_asked_for(
     (tmp_path / TWO).symlink_to(both / "tp-4")
     assert done(capsys, "inspect", TWO) == done(capsys, "inspect", str(both / "tp-4"))
     for path in ("./absent/out", "absent/out/", "a/b/c", "absent", "/absent/out", "~/absent"):
-        assert "is not a converted model" in refused(capsys, "inspect", path)
+        assert "there is no such directory" in refused(capsys, "inspect", path)
     assert "absent/plan.json" in refused(capsys, "report", "absent/plan.json", "-o", "page.html")
     assert not hub.requests
 

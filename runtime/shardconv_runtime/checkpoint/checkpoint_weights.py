@@ -93,7 +93,7 @@ def select(
         SourceError: the model lacks one, or the checkpoint has different values of tied ones.
     """
     for alias, name in tied:
-        if alias in weights and name in weights and weights[alias] != weights[name]:
+        if alias in weights and name in weights and not _are_equal(weights[alias], weights[name]):
             raise SourceError(
                 f"{alias} and {name} are tied by the config of {spec.name}, and its checkpoint has different "
                 "values of them; correct the config so that it does not tie them, or remove one of them"
@@ -105,6 +105,13 @@ def select(
             f"model of {spec.name}: {_some(absent)}; plan it again"
         )
     return {name: weights[name] for name in names}
+
+
+def _are_equal(one: LazyTensor | Scaled, other: LazyTensor | Scaled) -> bool:
+    """Whether two weights have the same values, which are read where they are stored twice."""
+    if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
+        return torch.equal(RecordedTensor(one), RecordedTensor(other))
+    return one == other
 
 
 def _plain(

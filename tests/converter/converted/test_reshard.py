@@ -196,6 +196,9 @@ class TestRefused:
         """Which name comes first is the model code's affair."""
         plan = hand_plan(small_config(), 2)
         embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        tensors = load_file(llama_dir / "model.safetensors")
+        tensors[head] = tensors[embedding].clone()
+        save_file(tensors, llama_dir / "model.safetensors", {"format": "pt"})
         by_name = {p.names[0]: p for p in plan.parameters}
         rest = tuple(p for p in plan.parameters if p.names[0] not in (embedding, head))
         for name, out, source in (

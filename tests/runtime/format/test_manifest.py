@@ -187,8 +187,9 @@ def test_plan_of_another_version_or_tp(converted: Path) -> None:
 
 
 def test_directory_without_manifest(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match="conversion did not finish; convert"):
+    messages = {tmp_path: "conversion did not finish; convert", tmp_path / "nowhere": "no such directory"}
+    for directory, message in messages.items():
+        with pytest.raises(CheckpointError, match=message):
             manifest.read(directory)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"manifest\.json: not JSON"):
