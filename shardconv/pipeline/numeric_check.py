@@ -17,7 +17,7 @@ from torch import nn
 from ..planning.inference_only import inference_only
 from ..tracing.inputs import TraceInputs
 from ..verifying.plans.other_numbers import other_numbers
-from ..verifying.plans.proof import Proof, prove
+from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
 from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
@@ -36,9 +36,13 @@ class NumericCheck:
     Args:
         full: the model at its true size.
         bypassed: layers to leave out, where a plan says of them what it says of those that stand for them.
+        tell: is called with what is simulated next.
     """
 
-    def __init__(self, full: FullModel, bypassed: Mapping[str, Bypass]) -> None:
+    def __init__(
+        self, full: FullModel, bypassed: Mapping[str, Bypass], tell: Tell = lambda what: None
+    ) -> None:
+        self.tell = tell
         self.full = full
         self.bypassed = bypassed
         self._small: dict[frozenset[str], SmallModel] = {}
@@ -79,7 +83,7 @@ class NumericCheck:
         failed: list[str] = []
         for index, (name, tried) in enumerate(other_numbers(case)):
             try:
-                proof = prove(tried)
+                proof = prove(tried, self.tell)
             except Unprovable as error:
                 failed.append(f"{name}: {shorten(str(error), 200)}")
                 continue

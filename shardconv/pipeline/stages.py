@@ -98,10 +98,9 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
         plan = _with_memory(plan, model, inputs, bypassed)
     check = None
     if options.check:
-        tell("simulating the ranks")
         inside = analysis if folded is traced else analyze(traced.tape, traced.ties)
         full = FullModel(model, inputs, traced, inside)
-        check = NumericCheck(full, bypassed)
+        check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
         plan = check.checked(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")

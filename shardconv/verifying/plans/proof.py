@@ -8,6 +8,7 @@ itself, which says what does not hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError
@@ -17,6 +18,8 @@ from ..simulation.rank_simulation import Logits, Unprovable
 from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
 from .implementations import PLAIN, Wrong, other_kinds, with_implementations, wrong_others, wrong_plain
 from .simulate import Case, simulate
+
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class Proof:
     """Implementations for which the plan does not hold."""
 
 
-def prove(case: Case) -> Proof:
+def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
     """Compare all that a plan is for with the unsharded model.
 
     Args:
         case: of the plan; its parallel loss is one that may be the model's own.
+        tell: is called with what is run next.
 
     Raises:
         Unprovable: the unsharded model fails.
@@ -45,14 +49,15 @@ def prove(case: Case) -> Proof:
     """
     arguments = embedding_arguments(case.model, case.inputs) if case.plan.tp > 1 else ()
     plan = replace(case.plan, proven_arguments=arguments)
-    return _Proof(replace(case, plan=plan), arguments).run()
+    return _Proof(replace(case, plan=plan), arguments, tell).run()
 
 
 class _Proof:
     """One case."""
 
-    def __init__(self, case: Case, arguments: tuple[str, ...]) -> None:
+    def __init__(self, case: Case, arguments: tuple[str, ...], tell: Tell) -> None:
         self.case = case
+        self.tell = tell
         self.arguments = arguments
         self.has_gradients = case.plan.training is not None
         self.calls = 1
@@ -60,12 +65,14 @@ class _Proof:
 
     def run(self) -> Proof:
         """All of it."""
+        self.tell("outputs, loss and gradients")
         loss = self._holds_with_labels()
         if not loss:
             self._leave_out_loss()
         if not loss or self.calls == 1:  # some hand nothing back in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
+        self.tell("other implementations and inputs")
         inputs = self._shown_at_once()
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
@@ -115,6 +122,7 @@ class _Proof:
 
     def _one_by_one(self, loss: bool, problem: str) -> Proof:
         """Each by itself; with a loss, the gradients without one are not known yet."""
+        self.tell("implementations and inputs one by one")
         simulate(self.case, logits=Logits.OWN)
         wrong = wrong_plain(self.case) if self.case.plan.tp > 1 else ()
         problem = problem or (self._wrong_gradient(self.case.inputs) if loss else "")

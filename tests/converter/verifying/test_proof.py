@@ -54,7 +54,7 @@ def case_of(model_class: type[nn.Module] = transformers.LlamaForCausalLM, tp: in
     config = transformers.LlamaConfig(**SIZES)
     cases: list[Case] = []
 
-    def kept(case: Case) -> Any:
+    def kept(case: Case, *rest: Any) -> Any:
         cases.append(case)
         return prove(case)
 
@@ -217,7 +217,7 @@ def failing_until(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[Case]:
     """Let the unsharded model fail on the weights of other seeds; what is tried."""
     tried: list[Case] = []
 
-    def proven(case: Case) -> proofs.Proof:
+    def proven(case: Case, *rest: Any) -> proofs.Proof:
         tried.append(case)
         if case.draw.seed != seed:
             raise Unprovable("division by zero")
