@@ -84,6 +84,7 @@ POINTWISE = [
     Case("div rounding", lambda x: torch.div(x, 0.3, rounding_mode="floor"), (f(4, 6),), "4 6"),
     Case("reciprocal", lambda x: 1 / (x * x + 1), (f(4, 6),), "4 6"),
     Case("silu", lambda x: F.silu(x), (f(4, 6),), "4 6"),
+    Case("hardswish", lambda x: F.hardswish(x), (f(4, 6),), "4 6"),
     Case("gelu", lambda x: F.gelu(x, approximate="tanh"), (f(4, 6),), "4 6"),
     Case("relu squared", lambda x: F.relu(x).pow(2), (f(4, 6),), "4 6"),
     Case("neg", lambda x: -x, (f(4, 6),), "4 6"),

@@ -169,6 +169,7 @@ RULES = {
             "aten.fill",
             "aten.silu",
             "aten.log_sigmoid",
+            "aten.hardswish",
             "aten.gelu",
             "aten.bernoulli",
             "aten.nan_to_num",
