@@ -275,10 +275,16 @@ call("resize_the_vocabulary", lambda m: [m.resize_token_embeddings(300)], is_ref
 call("draw_new_weights", lambda m: [m.init_weights()], is_refused=True)
 call("add_an_adapter", lambda m: [m.add_adapter(None)], is_refused=True)
 call("replace_the_head", lambda m: [setattr(m, "lm_head", nn.Linear(32, 256))], is_refused=True)
+call("replace_the_head_of_a_copy", lambda m: [with_other_head(copy.deepcopy(m))], is_refused=True)
 call("drop_layers", lambda m: [setattr(m.transformer, "h", m.transformer.h[:1])], is_refused=True)
 call("push", lambda m: [m.push_to_hub("user/model")], is_refused=True)
 call("pickle", lambda m: [pickle.dumps(m)], is_refused=True)
 call("torch_save", lambda m: [torch.save(m, io.BytesIO())], is_refused=True)
+
+
+def with_other_head(model: Any) -> Any:
+    model.lm_head = nn.Linear(32, 256)
+    return model
 
 
 @refused
@@ -384,6 +390,16 @@ def recomputed(model: Any, ids: Tensor) -> Tensor:
     return backward(model, ids)
 
 
+def copied(model: Any, ids: Tensor) -> Tensor:
+    """A step of a copy, whose gradients are clipped and taken over."""
+    other = copy.deepcopy(model)
+    loss = backward(other, ids)
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+    for parameter, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.grad = theirs.grad
+    return loss
+
+
 def own_gradients(model: Any, ids: Tensor) -> Tensor:
     loss = loss_of(model, ids)
     parameters = list(model.parameters())
@@ -418,6 +434,7 @@ trained(
     "largest_gradient", then(lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05, float("inf")))
 )
 trained("clipped_values", then(lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 0.01)))
+trained("copy", copied)
 trained("norm_alone", then(lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()])))
 trained("adafactor", backward, torch.optim.Adafactor, is_refused=True)
 trained("lbfgs", backward, torch.optim.LBFGS, is_refused=True)

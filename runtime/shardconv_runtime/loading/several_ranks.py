@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import MethodType
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -37,11 +38,19 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
     refuse_changes(model, names, dist.get_process_group_ranks(start.group))
     compare_inputs(model, start, always=check_inputs)
     if training:
-        from ..training.torch_clipping import count_gradients_of
-        from ..training.whole_tensor_optimizers import refuse_whole_tensor_optimizers
+        _watch_training(model)
+        model.register_forward_pre_hook(_watch_training)  # of copies too
 
-        count_gradients_of(model)
-        refuse_whole_tensor_optimizers(model)
+
+def _watch_training(model: nn.Module, args: object = ()) -> None:
+    """Let torch's clipping and optimizers know a model whose gradients are parts."""
+    if torch.compiler.is_compiling():
+        return
+    from ..training.torch_clipping import count_gradients_of
+    from ..training.whole_tensor_optimizers import refuse_whole_tensor_optimizers
+
+    count_gradients_of(model)
+    refuse_whole_tensor_optimizers(model)
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

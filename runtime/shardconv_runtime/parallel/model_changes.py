@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -49,7 +48,12 @@ class _Part:
     """Whether the plan has edits or steps for the module itself."""
 
 
-_PARTS: WeakKeyDictionary[nn.Module, _Part] = WeakKeyDictionary()
+_ATTRIBUTE = "_shardconv_part"
+"""Of the modules of loaded models, and so of their copies."""
+
+
+def _part(module: object) -> _Part | None:
+    return module.__dict__.get(_ATTRIBUTE) if isinstance(module, nn.Module) else None
 
 
 @cache
@@ -71,7 +75,7 @@ def refuse_changes(model: nn.Module, planned: Collection[str], ranks: Collection
     model.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
     _watch_registrations()
     for name, module in model.named_modules():
-        _PARTS[module] = _Part(frozenset(ranks), name in planned)
+        setattr(module, _ATTRIBUTE, _Part(frozenset(ranks), name in planned))
 
 
 def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -94,15 +98,17 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     """Called by torch whenever a module becomes an attribute of another one."""
     if new is None:
         return
-    if isinstance(parent, DistributedDataParallel) and new in _PARTS:
-        _check_replicas(parent, _PARTS[new].ranks)
-    if parent not in _PARTS:
+    part = _part(new)
+    if isinstance(parent, DistributedDataParallel) and part is not None:
+        _check_replicas(parent, part.ranks)
+    around = _part(parent)
+    if around is None:
         return
     old = parent._modules.get(name)
     if old is None or old is new or _keeps(new, old):
         return
     if _is_by_forward_pass(new, old):
-        _PARTS[new] = replace(_PARTS[parent], is_planned=False)
+        setattr(new, _ATTRIBUTE, replace(around, is_planned=False))
         return
     raise PlanError(
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
@@ -120,18 +126,15 @@ def _is_by_forward_pass(new: nn.Module, old: nn.Module) -> bool:
 
     The proof has done so as well. Edits and steps of the old module would be lost.
     """
-    if old not in _PARTS or _PARTS[old].is_planned or set(new.parameters()) != set(old.parameters()):
+    part = _part(old)
+    if part is None or part.is_planned or set(new.parameters()) != set(old.parameters()):
         return False
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == "forward" and _is_part(frame.f_locals.get("self")):
+        if frame.f_code.co_name == "forward" and _part(frame.f_locals.get("self")) is not None:
             return True
     return False
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, nn.Module) and value in _PARTS
 
 
 def _check_replicas(wrapper: DistributedDataParallel, ranks: frozenset[int]) -> None:
