@@ -22,6 +22,9 @@ from ..comm.mesh import Launch
 from ..errors import LaunchError
 from ..inference.generation import digest
 
+CALL_TIMEOUT_S = 1800
+"""How long a rank waits for the others to call the model: one of them may prepare data."""
+
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
 """Environment variable that has all calls compared."""
 
@@ -72,8 +75,9 @@ class _Comparison:
 def _compare(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises ``LaunchError``, on all ranks, if the arguments differ or a rank did not come."""
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+    digests = {name: digest(value) for name, value in given.items()}
     with _disable_current_modes():
-        calls = exchange(start, {name: digest(value) for name, value in given.items()}, start.timeout_s)
+        calls = exchange(start, digests, CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s)
     for rank, call in enumerate(calls):
         for name in sorted(call.keys() | calls[0].keys()):
             if call.get(name) != calls[0].get(name):
