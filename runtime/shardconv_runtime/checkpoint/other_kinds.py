@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME
+from ..parallel.model_config import CONFIG
 from .weight_files import LAYOUTS
 
-CONFIG = "config.json"
 _LFS = b"version https://git-lfs"
 """How a pointer file of Git LFS begins."""
 

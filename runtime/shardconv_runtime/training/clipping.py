@@ -65,13 +65,19 @@ def clip_grad_norm(
         >>> optimizer.step()
     """
     norm = grad_norm(model, norm_type=norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+    if error_if_nonfinite:
+        require_finite(norm, norm_type)
+    _scale(model, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach=foreach is not False)
+    return norm
+
+
+def require_finite(norm: Tensor, norm_type: float) -> None:
+    """Raises ``RuntimeError`` unless the norm of gradients, a scalar, is finite; waits for the device."""
+    if not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so that they cannot be "
             "clipped; skip the step, or pass error_if_nonfinite=False"
         )
-    _scale(model, (max_norm / (norm + 1e-6)).clamp(max=1.0), foreach=foreach is not False)
-    return norm
 
 
 def _scale(model: nn.Module, factor: Tensor, *, foreach: bool) -> None:

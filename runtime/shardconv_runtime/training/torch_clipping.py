@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..errors import PlanError
-from .clipping import norm_of_gradients
+from .clipping import norm_of_gradients, require_finite
 
 _MODELS: WeakSet[nn.Module] = WeakSet()
 """Loaded for training, on several ranks."""
@@ -50,11 +50,8 @@ def _over_ranks(local_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if model is None:
             return local_norm(given, norm_type, error_if_nonfinite, foreach)
         norm = norm_of_gradients(model, given, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients over all ranks is {norm.item()}, so that "
-                "they cannot be clipped; skip the step, or pass error_if_nonfinite=False"
-            )
+        if error_if_nonfinite:
+            require_finite(norm, norm_type)
         return norm
 
     return total_norm

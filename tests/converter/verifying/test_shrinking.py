@@ -202,8 +202,9 @@ def test_heads_and_halves_of_heads_shrink_together() -> None:
     assert attention.q_proj.weight.shape[0] == attention.v_proj.weight.shape[0] < 1024
 
 
-def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.Qwen3MoeConfig(
+def many_experts() -> transformers.PreTrainedConfig:
+    """A layer with more experts than a proof needs."""
+    return transformers.Qwen3MoeConfig(
         hidden_size=512,
         intermediate_size=512,
         moe_intermediate_size=512,
@@ -213,27 +214,20 @@ def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.Mo
         num_experts=64,
         vocab_size=512,
     )
+
+
+def test_experts_keep_their_number_where_fewer_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
     monkeypatch.setattr("shardconv.pipeline.numeric_check.runs", lambda case: False)
-    plan, check = proven(config, 2)
+    plan, check = proven(many_experts(), 2)
     experts = check.case(plan).model.get_submodule("model.layers.0.mlp.experts")
     assert experts.gate_up_proj.shape[0] == 64
 
 
 def test_experts_shrink_with_the_counts_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grouped product is given the ends of its rows, counted for a number that is an attribute."""
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=512,
-        intermediate_size=512,
-        moe_intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_experts=64,
-        vocab_size=512,
-    )
     monkeypatch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 1 << 17)
-    plan, check = proven(config, 2)
+    plan, check = proven(many_experts(), 2)
     layer = check.case(plan).model.get_submodule("model.layers.0.mlp")
     assert layer.experts.gate_up_proj.shape[0] == layer.experts.num_experts < 64
     assert layer.gate.weight.shape[0] == layer.experts.num_experts
