@@ -39,18 +39,22 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
     compare_inputs(model, start, always=check_inputs)
     if training:
         _watch_training(model)
-        model.register_forward_pre_hook(_watch_training)  # of copies too
 
 
-def _watch_training(model: nn.Module, args: object = ()) -> None:
-    """Let torch's clipping and optimizers know a model whose gradients are parts."""
-    if torch.compiler.is_compiling():
-        return
-    from ..training.torch_clipping import count_gradients_of
+def _watch_training(model: nn.Module) -> None:
+    """Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts."""
+    from ..training.models_in_parts import MODELS
+    from ..training.torch_clipping import take_norms_over_ranks
     from ..training.whole_tensor_optimizers import refuse_whole_tensor_optimizers
 
-    count_gradients_of(model)
-    refuse_whole_tensor_optimizers(model)
+    def known(model: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling():
+            MODELS.add(model)
+
+    MODELS.add(model)
+    model.register_forward_pre_hook(known)
+    take_norms_over_ranks()
+    refuse_whole_tensor_optimizers()
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,12 @@ from torch.nn.utils import clip_grad
 
 from ..errors import PlanError
 from .clipping import norm_of_gradients, require_finite
-
-_MODELS: WeakSet[nn.Module] = WeakSet()
-"""Loaded for training, on several ranks."""
-
-
-def count_gradients_of(model: nn.Module) -> None:
-    """Let torch's functions take norms over all ranks of a model that was loaded for training."""
-    _replace()
-    _MODELS.add(model)
+from .models_in_parts import MODELS
 
 
 @cache
-def _replace() -> None:
+def take_norms_over_ranks() -> None:
+    """Let torch's functions take norms over all ranks of ``MODELS``."""
     replaced = _over_ranks(clip_grad._get_total_norm)
     clip_grad._get_total_norm = replaced
     torch.nn.utils.get_total_norm = replaced
@@ -64,7 +56,7 @@ def _model_of(tensors: Iterable[Tensor]) -> nn.Module | None:
         PlanError: some of them are, and some are not, so that one norm cannot be taken of them.
     """
     given = set(tensors)  # by identity
-    for model in _MODELS:
+    for model in MODELS:
         own = {p.grad for p in model.parameters() if p.grad is not None} & given
         if own and own != given:
             raise PlanError(

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PlanError
+from .models_in_parts import MODELS
 
 WHOLE_TENSORS = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo")
 """Names of their classes, in torch, transformers and elsewhere."""
 
-_MODELS: WeakSet[nn.Module] = WeakSet()
-
-
-def refuse_whole_tensor_optimizers(model: nn.Module) -> None:
-    """Refuse the steps of such optimizers of a model that was loaded for training, on several ranks."""
-    _watch()
-    _MODELS.add(model)
-
 
 @cache
-def _watch() -> None:
+def refuse_whole_tensor_optimizers() -> None:
+    """Refuse the steps of such optimizers of parameters of ``MODELS``."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -38,7 +30,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not names & set(WHOLE_TENSORS):
         return
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if any(parameter in given for model in _MODELS for parameter in model.parameters()):
+    if any(parameter in given for model in MODELS for parameter in model.parameters()):
         raise PlanError(
             f"{type(optimizer).__name__} computes its step from whole tensors, and each rank holds parts of "
             "them; use an optimizer that treats each element alone, such as AdamW, Adam, SGD or Adagrad"
