@@ -28,7 +28,7 @@ from .writing.output import Output, WriteOptions
 
 if TYPE_CHECKING:
     from shardconv_runtime.checkpoint.model_spec import ModelSpec
-    from shardconv_runtime.checkpoint.quantized import Scaled
+    from shardconv_runtime.checkpoint.quantized import PackedWeight
     from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
     from .writing.writer import Origin
@@ -104,8 +104,8 @@ def convert(
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
 
     from shardconv_runtime.checkpoint.checkpoint_weights import select
+    from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of
     from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.checkpoint.scaled import blocks_in, flatten
 
     from .pipeline.stages import solve_plan
     from .writing.writer import write
@@ -127,7 +127,7 @@ def convert(
         origin, found = _read(spec, progress, remarks.append)
     for remark in remarks:
         progress.stage(f"note: {remark}")
-    solved: Plan = solve_plan(spec, options, blocks=blocks_in(found), progress=progress.stage)
+    solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *remarks))
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     write(solved, weights, output, origin, write_options, progress)
@@ -136,7 +136,7 @@ def convert(
 
 def _read(
     spec: ModelSpec, progress: Progress, tell: Callable[[str], object]
-) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
+) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
     """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
     from shardconv_runtime.checkpoint.other_kinds import remarks
@@ -152,14 +152,14 @@ def _read(
 
 def _initialized(
     spec: ModelSpec, seed: int, progress: Progress
-) -> tuple[Origin, dict[str, LazyTensor | Scaled]]:
+) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
     """The weights of a new model, and where they come from."""
     from .initializing.initial_weights import drawn_dtype, has_weights, initial_weights, initialized_source
     from .writing.writer import origin_of
 
     if has_weights(spec):
         progress.stage(f"the weights in {spec.name} are not read: those of a new model are written")
-    origin = origin_of(replace(spec, dequantize=spec.blocks is not None))
+    origin = origin_of(replace(spec, dequantize=spec.quantization is not None))
     identity = {"initialised": {"seed": seed, "dtype": drawn_dtype(spec)}}
     origin = replace(origin, source=initialized_source(origin.source, seed), identity=identity, identify=None)
     progress.stage(f"recording the model's own initialization: seed {seed}, drawn in {drawn_dtype(spec)}")

@@ -82,7 +82,7 @@ def hand_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         spec: Any,
         options: SolveOptions,
         *,
-        blocks: Any = None,
+        steps: Any = None,
         progress: Callable[[str], None] | None = None,
     ) -> Plan:
         return hand_plan(spec.config, options.tp, spec.dtype)

@@ -92,7 +92,7 @@ def export(
 
     ``"dcp"`` is read by ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader``, into plain
     tensors or DTensors of any placement, and by ``from_pretrained`` of transformers. Names are those of
-    ``model.state_dict()``, tied ones too; block-scaled float8 parameters are two tensors, values and factors.
+    ``model.state_dict()``, tied ones too; packed parameters are their stored tensors.
     The files of a rank hold its shards; elements that several ranks hold are written once. A run that was
     killed is continued by the same call; until it is complete, readers refuse the directory.
 

@@ -26,7 +26,9 @@ def read_any_version(path: str | os.PathLike[str]) -> Plan:
         text = read_text(Path(path), plan_json.MAX_BYTES)
         found = decode(text)
         if isinstance(found, dict) and found.get("version") == 1:
-            text = json.dumps(_from_version_1(found))
+            found = _from_version_1(found)
+        if isinstance(found, dict) and found.get("version") == 2:
+            text = json.dumps(_from_version_2(found))
         return plan_json.loads(text)
     except (MalformedError, PlanError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from error
@@ -35,7 +37,35 @@ def read_any_version(path: str | os.PathLike[str]) -> Plan:
 def _from_version_1(document: dict[str, Any]) -> dict[str, Any]:
     notes = document.get("notes", [])
     if not isinstance(notes, list):
-        return document | {"version": VERSION}
+        return document | {"version": 2}
     reasons = [n for n in notes if isinstance(n, str) and n.startswith(_INFERENCE_ONLY)]
     moved = {"inference_only": reasons[0].removeprefix(_INFERENCE_ONLY)} if reasons else {}
-    return document | {"version": VERSION, "notes": [n for n in notes if n not in reasons]} | moved
+    return document | {"version": 2, "notes": [n for n in notes if n not in reasons]} | moved
+
+
+def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
+    """Blocks of float8 values were two fields of a parameter; they are a packing."""
+    parameters = document.get("parameters", [])
+    if not isinstance(parameters, list):
+        return document | {"version": VERSION}
+    model = document.get("model")
+    dtype = model.get("dtype") if isinstance(model, dict) else None
+    return document | {
+        "version": VERSION,
+        "parameters": [_with_packing(entry, dtype) for entry in parameters],
+    }
+
+
+def _with_packing(entry: Any, dtype: Any) -> Any:
+    block = entry.get("block") if isinstance(entry, dict) else None
+    if not isinstance(block, list):
+        return entry
+    kept = {name: value for name, value in entry.items() if name not in ("block", "block_dtype", "dtype")}
+    values = {
+        "name": "*",
+        "dtype": entry.get("dtype"),
+        "dims": [{"of": i, "step": 1} for i in range(len(block))],
+    }
+    scales = [{"of": i, "step": length} for i, length in enumerate(block)]
+    factors = {"name": "*_scale_inv", "dtype": entry.get("block_dtype"), "dims": scales}
+    return kept | {"dtype": dtype, "packing": {"method": "fp8", "tensors": [values, factors]}}

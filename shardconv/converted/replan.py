@@ -54,8 +54,8 @@ def replan(
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
+    from shardconv_runtime.checkpoint.packed_plan import packings_of, planned_steps, with_packings
     from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.checkpoint.scaled import block_sizes, stored_blocks_of, with_blocks
 
     from ..pipeline.stages import solve_plan
     from ..writing.writer import tool_versions
@@ -64,8 +64,8 @@ def replan(
     is_wanted = sequence_parallel or has_sequence_form(old)
     options = SolveOptions(old.tp, old.experts, is_wanted, check, measure=True)
     tell = (progress or Silent()).stage
-    new: Plan = solve_plan(spec, options, blocks=block_sizes(old), progress=tell)
-    new = with_blocks(new, stored_blocks_of(old))
+    new: Plan = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
+    new = with_packings(new, packings_of(old))
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
-from shardconv_runtime.checkpoint.scaled import block_sizes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format.stored_layout import SUFFIX
+from shardconv_runtime.format.packed_layout import tensor_name
+from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from . import derived
 from .saved import model_of, require_loadable, saved_tensors
-from .saved_blocks import Factors, saved_factors
+from .saved_packed import SavedWeight, positions, with_packed
 from .shards import Converted
 
 
@@ -30,16 +29,15 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
         SourceError: a stored tensor would not be saved, or would be loaded as another one.
     """
     model = model_of(spec)
-    weights = derived.weights_of(found)
-    factors = _factors(found, weights)
-    beside = {name + SUFFIX for name in factors}
-    values = {name: tensor for name, tensor in weights.items() if name not in beside}
-    _require_known(found, values, model.state_dict())
-    tied = dict(found.plan.tied)
-    require_loadable(spec, model, _plain(values, factors, model.state_dict(), tied), tied)
-    tensors = saved_tensors(model, values)
-    if factors:
-        tensors = _beside(tensors, saved_factors(model, values, factors))
+    state = model.state_dict()
+    packed = _packed(found, derived.weights_of(found))
+    stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
+    weights = {name: tensor for name, tensor in derived.weights_of(found).items() if name not in stored}
+    weights |= {name: _stand_in(name, weight, state) for name, weight in packed.items()}
+    weights |= {alias: weights[name] for alias, name in found.plan.tied}
+    _require_known(found, weights, state)
+    require_loadable(spec, model, weights, dict(found.plan.tied))
+    tensors = with_packed(saved_tensors(model, weights), packed)
     return {name: _in_bands(name, tensor) for name, tensor in tensors.items()}, model.num_parameters()
 
 
@@ -57,38 +55,19 @@ def _require_known(found: Converted, weights: Iterable[str], names: Iterable[str
         )
 
 
-def _factors(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, Factors]:
-    """Of the parameters that are stored with blocks, under each of their names."""
-    blocks = block_sizes(found.plan)
-    names = {name: name for name in blocks} | {
-        alias: name for alias, name in found.plan.tied if name in blocks
-    }
+def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, SavedWeight]:
+    """The packed parameters."""
     return {
-        alias: Factors(weights[name].shape, blocks[name], weights[name + SUFFIX])
-        for alias, name in names.items()
+        name: SavedWeight(
+            global_shape(entry),
+            entry.packing,
+            {tensor.name: weights[tensor_name(name, tensor.name)] for tensor in entry.packing.tensors},
+        )
+        for name, entry in parameter_plans(found.plan).items()
+        if entry.packing is not None
     }
 
 
-def _plain(
-    values: Mapping[str, LazyTensor],
-    factors: Iterable[str],
-    state: Mapping[str, Any],
-    tied: Mapping[str, str],
-) -> dict[str, LazyTensor]:
-    """The weights of the model without blocks, as far as their dtypes and shapes go."""
-    plain = dict(values)
-    made: dict[str, LazyTensor] = {}
-    for name in factors:
-        dtype = str(state[name].dtype).removeprefix("torch.")
-        plain[name] = made.setdefault(tied.get(name, name), replace(values[name], dtype=dtype))
-    return plain
-
-
-def _beside(tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Values, each followed by its factors."""
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if name in factors:
-            found[name + SUFFIX] = factors[name]
-    return found
+def _stand_in(name: str, weight: SavedWeight, state: Mapping[str, Any]) -> LazyTensor:
+    dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
+    return positions(name, dtype, weight.shape)

@@ -76,7 +76,7 @@ def tp_plan(plan: Plan, model: nn.Module) -> dict[str, str]:
         raise PlanError(
             "a tp_plan cannot express --experts ep: its styles shard every expert; use --experts tp"
         )
-    if any(entry.block for entry in plan.parameters):
+    if any(entry.packing for entry in plan.parameters):
         raise PlanError(_QUANTIZED)
     translation = _Translation(plan, model)
     rules = translation.rules()
@@ -109,7 +109,7 @@ def skeleton(
         ShardconvError: the model cannot be found or built, or its weights are quantized.
     """
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
-    if spec.blocks is not None:
+    if spec.quantization is not None:
         raise PlanError(f"{spec.name}: {_QUANTIZED}")
     return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
 

@@ -10,10 +10,10 @@ from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.plan import ModelInfo, Plan, TrainingPlan
 from torch import nn
 
-from ..planning.block_alignment import find_divided_block, split_at_blocks
 from ..planning.draws import draw_plans
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
+from ..planning.packing_alignment import find_divided_step, split_at_steps
 from ..planning.parameter_plans import parameter_plans, tied_names
 from ..planning.peer_layers import PeerLayers
 from ..planning.sharded_logits import logits_info
@@ -34,7 +34,7 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
         SolveError: obstacles are met in every round.
     """
     forbidden = problem.forbidden()
-    forbidden += split_at_blocks(problem.analysis, problem.folded, problem.blocks)
+    forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
     layers = PeerLayers(problem.analysis)
 
     def attempt(ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
@@ -57,7 +57,7 @@ def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution]
     plan = _assembled(problem, solution)
     if isinstance(plan, Obstacle):
         return plan
-    obstacle = find_divided_block(solution, plan.parameters, problem.blocks)
+    obstacle = find_divided_step(solution, plan.parameters, problem.steps)
     if obstacle is None:
         if problem.expert_parallel:
             notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))

@@ -12,12 +12,12 @@ from ..arguments import SolveOptions
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.analyze import with_calls_alike
 from ..dim_analysis.dim_trees import Node
-from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel
 from ..planning.layout import Layouts
 from ..planning.localize import localize
 from ..planning.norm_plans import norm_plans
 from ..planning.obstacle import Obstacle
+from ..planning.packing_alignment import Steps
 from ..planning.solution import Solution
 from ..solving.gradients import solve_gradients
 from ..solving.solve import Assignment
@@ -38,7 +38,7 @@ class PlanProblem:
     folded: Folded
     analysis: Analysis
     expert_parallel: ExpertParallel | None
-    blocks: BlockSizes
+    steps: Steps
     bypassed: Mapping[str, Bypass]
     """Layers that others stand for, and how to leave them out."""
 

@@ -19,8 +19,8 @@ from ..arguments import SolveOptions
 from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..measuring.measure import NotMeasured, measure_memory
-from ..planning.block_alignment import BlockSizes
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
+from ..planning.packing_alignment import Steps
 from ..tracing.fold import fold
 from ..tracing.inputs import TraceInputs, trace_inputs
 from ..verifying.shrinking.small_model import FullModel
@@ -37,7 +37,7 @@ def solve_plan(
     spec: ModelSpec,
     options: SolveOptions,
     *,
-    blocks: BlockSizes | None = None,
+    steps: Steps | None = None,
     progress: Tell | None = None,
 ) -> Plan:
     """The plan of a model.
@@ -45,7 +45,7 @@ def solve_plan(
     Args:
         spec: the resolved model; only its config is used.
         options: what to solve for.
-        blocks: of block-scaled parameters; no rank's shard of them begins or ends inside of a block.
+        steps: of packed parameters; no rank's part of them begins or ends inside of a step.
         progress: told the name of each stage.
 
     Raises:
@@ -53,7 +53,7 @@ def solve_plan(
     """
     try:
         with _no_collection():
-            return _solved(spec, options, blocks or {}, progress or (lambda _: None))
+            return _solved(spec, options, steps or {}, progress or (lambda _: None))
     except ShardconvError:
         raise
     except Exception as error:
@@ -75,7 +75,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Tell) -> Plan:
+def _solved(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell) -> Plan:
     tell("building the model")
     model = _built(spec)
     _require_dims(spec, model, options.tp)
@@ -90,7 +90,7 @@ def _solved(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: Te
     analysis = with_parts(analyze(folded.tape, folded.ties), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = find_bypasses(tape, traced.representatives())
-    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, blocks, bypassed)
+    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, bypassed)
     plan, solution = plain_form(problem)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
     if options.measure:

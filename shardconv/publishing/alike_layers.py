@@ -132,7 +132,7 @@ def _looks(layer: LayerParts) -> Iterator[Hashable]:
 
 def layout_of(entry: ParameterPlan) -> Hashable:
     """Everything about a tensor that a picture shows."""
-    return entry.dims, entry.dtype, entry.partial, entry.block
+    return entry.dims, entry.dtype, entry.partial, entry.packing
 
 
 def _ordered(kinds: list[AlikeLayers]) -> list[AlikeLayers]:

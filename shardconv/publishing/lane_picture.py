@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardconv_runtime.format.dims import axes_of
-from shardconv_runtime.format.plan import Plan, global_shape
-from shardconv_runtime.format.stored_layout import factors_entry
+from shardconv_runtime.format.plan import Plan
 
 from ..reporting.human_numbers import human_bytes
 from .geometry import INNER_WIDTH, INNER_X, LANE_WIDTH, LANE_X
 from .lanes import Bar, Cell, Lane
 from .outline import Block
-from .svg import COLLECTIVE_COLORS, TIMES, Row, element, fitted, moved, rect, text, text_width, title
+from .svg import COLLECTIVE_COLORS, Row, element, fitted, moved, rect, text, text_width, title
 from .weight_picture import Drawn, Paint, draw, shape_lines
 
 CELL_WIDTH, MAX_CELL_WIDTH, BAR_WIDTH, GAP = 100.0, 148.0, 56.0, 8.0
@@ -139,9 +138,8 @@ def _notes(cell: Cell, block: Block, plan: Plan) -> Iterator[str]:
         yield f"each shard on {plan.tp // num_shards} ranks"
     if cell.is_replicated and plan.tp > 1 and not cell.is_small:
         yield "replicated"
-    if entry.block:
-        factors = f" {TIMES} ".join(map(str, global_shape(factors_entry(entry))))
-        yield f"float8, factors {factors}"
+    if entry.packing is not None:
+        yield f"packed ({entry.packing.method}, {len(entry.packing.tensors)} tensors)"
 
 
 _BAR_LINES = ({"font_weight": "650"}, {"class_": "muted"}, {"class_": "muted"})

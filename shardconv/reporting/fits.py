@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from shardconv_runtime.format.measured import MemoryPlan
 from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
-from shardconv_runtime.format.plan import Plan, local_shape, parameter_plans
+from shardconv_runtime.format.plan import Plan, local_shape
+from shardconv_runtime.format.stored_layout import stored_plans
 
 from .summary import item_bytes
 
@@ -48,11 +49,10 @@ class Needs:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes of the weights in the memory of the rank that has most; blocks are multiplied out."""
+    """Bytes of the weights in the memory of the rank that has most; packed ones stay packed."""
     total = plan.memory.buffer_bytes if plan.memory else 0
-    for entry in parameter_plans(plan).values():
-        dtype = plan.model.dtype if entry.block else entry.dtype
-        total += math.prod(local_shape(entry, plan.mesh, 0)) * item_bytes(dtype)
+    for entry in stored_plans(plan).values():
+        total += math.prod(local_shape(entry, plan.mesh, 0)) * item_bytes(entry.dtype)
     return total
 
 

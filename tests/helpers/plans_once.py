@@ -23,7 +23,7 @@ from shardconv_runtime.format.plan import Plan
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline import stages
-from shardconv.planning.block_alignment import BlockSizes
+from shardconv.planning.packing_alignment import Steps
 
 SOLVER = (
     "shardconv.dim_analysis.",
@@ -58,11 +58,11 @@ def install(directory: Path) -> None:
     Solved.solver = dict(_parts())
 
 
-def _remembered(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes, tell: stages.Tell) -> Plan:
+def _remembered(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: stages.Tell) -> Plan:
     if Solved.directory is None or _own_class(spec) or _changed():
-        return _solve(spec, options, blocks, tell)
-    path = Solved.directory / _name(spec, options, blocks)
-    return _read(path, tell) if path.exists() else _write(path, tell, partial(_solve, spec, options, blocks))
+        return _solve(spec, options, steps, tell)
+    path = Solved.directory / _name(spec, options, steps)
+    return _read(path, tell) if path.exists() else _write(path, tell, partial(_solve, spec, options, steps))
 
 
 def _read(path: Path, tell: stages.Tell) -> Plan:
@@ -107,11 +107,11 @@ def _parts() -> Iterator[tuple[tuple[str, ...], Any]]:
                     yield (module.__name__, name, attribute), inner
 
 
-def _name(spec: ModelSpec, options: SolveOptions, blocks: BlockSizes) -> str:
+def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
     """Names everything that a plan depends on."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
-    asked = [*model, repr(options), sorted(blocks.items()), settings]
+    asked = [*model, repr(options), sorted(steps.items()), settings]
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 

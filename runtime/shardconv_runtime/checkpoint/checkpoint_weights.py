@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.name_patterns import natural_key
-from ..format.stored_layout import SUFFIX
 from ..tensors.lazy_tensor import LazyTensor
 from .model_spec import ModelSpec
-from .quantized import Scaled, Scales, dequantized_tensors, factors_in
+from .quantized import PackedWeight, PackedWeights
 from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
 from .stored_leaves import lazy_tensors
 
@@ -34,7 +33,7 @@ _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE
 
 def lazy_weights(
     spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None
-) -> dict[str, LazyTensor | Scaled]:
+) -> dict[str, LazyTensor | PackedWeight]:
     """The global tensors of all parameters and persistent buffers.
 
     Args:
@@ -42,16 +41,18 @@ def lazy_weights(
         tell: is called with a remark about tensors of the checkpoint that the model does not use.
 
     Returns:
-        By FQN, tied tensors under each of their names. Parameters of a block-scaled checkpoint are values
-        with factors, unless the checkpoint is to be dequantized.
+        By FQN, tied tensors under each of their names. Packed parameters of a quantized checkpoint are their
+        stored tensors, unless the checkpoint is to be dequantized.
 
     Raises:
         SourceError: a tensor is missing from the checkpoint, or of another shape, or the model does not use
             one that belongs to a module of which it uses others.
     """
     tensors = lazy_tensors(spec.weight_files)
-    factors = {} if spec.blocks is None else factors_in(tensors, spec.blocks)
-    plain = _plain(spec, tensors, factors)
+    packed = None
+    if spec.quantization is not None:
+        packed = PackedWeights(spec.quantization, tensors, spec.weight_files, spec.name, spec.dtype)
+    plain = tensors if packed is None else packed.plain
     model, info = _load(spec, plain)
     _require_shapes(spec, info["mismatched_keys"])
     _require_all(spec, info["missing_keys"])
@@ -69,18 +70,17 @@ def lazy_weights(
     weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
     found = {name: lazy for name, lazy in weights.items() if lazy is not None}
-    if spec.blocks is None or spec.dequantize:
+    if packed is None or spec.dequantize:
         return dict(found)
-    scales = Scales(tensors, factors, spec.blocks)
-    return {name: scales.of(name, lazy) or lazy for name, lazy in found.items()}
+    return {name: packed.of(name, lazy) or lazy for name, lazy in found.items()}
 
 
 def select(
     spec: ModelSpec,
-    weights: Mapping[str, LazyTensor | Scaled],
+    weights: Mapping[str, LazyTensor | PackedWeight],
     names: Collection[str],
     tied: Iterable[tuple[str, str]] = (),
-) -> dict[str, LazyTensor | Scaled]:
+) -> dict[str, LazyTensor | PackedWeight]:
     """The weights that a plan names.
 
     Args:
@@ -107,21 +107,11 @@ def select(
     return {name: weights[name] for name in names}
 
 
-def _are_equal(one: LazyTensor | Scaled, other: LazyTensor | Scaled) -> bool:
+def _are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
     """Whether two weights have the same values, which are read where they are stored twice."""
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))
     return one == other
-
-
-def _plain(
-    spec: ModelSpec, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """The checkpoint as one of the unquantized model."""
-    if spec.blocks is not None and spec.dequantize:
-        return dequantized_tensors(tensors, factors, spec.blocks, spec.dtype)
-    scales = {name + SUFFIX for name in factors}
-    return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
 def _drawn(

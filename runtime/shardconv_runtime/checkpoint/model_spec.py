@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ class ModelSpec:
     """Commit of a Hub repository; None for local directories."""
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
-    blocks: tuple[int, int] | None = None
-    """Rows and columns of a block of a block-scaled float8 checkpoint; ``config`` is the unquantized one."""
+    quantization: Mapping[str, Any] | None = None
+    """The ``quantization_config`` of a quantized checkpoint; ``config`` is that of the unquantized model."""
     dequantize: bool = False
     """Convert such a checkpoint to unquantized weights."""
 

@@ -1,198 +1,292 @@
-"""Quantized checkpoints: block-scaled float8 is converted, other methods are refused.
+"""Quantized checkpoints: their packed weights as the parameters of the plain model.
 
-A block-scaled checkpoint holds float8 values under the name of a weight, and under NAME_scale_inv one
-factor for each block of, usually, 128 by 128 of them. The unquantized model is planned; conversions that
-only move elements move the factors like the values.
+The unquantized model is planned, and transformers loads the checkpoint as one of it: the stored tensors of a
+packed weight are replaced by a stand-in of the weight's shape, which transformers renames, stacks and
+concatenates like any other tensor. What became of the stand-ins says of which stored tensors each parameter
+consists. A stand-in that is read is computed: the dequantized weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import SourceError
-from ..format.block_scales import VALUES_DTYPE, dequantized
-from ..format.stored_layout import SUFFIX
+from ..format.plan import PackedDim, PackedTensor, Packing
+from ..packed.checkpoint_view import Found, Info
+from ..packed.dequantize import dequantize
+from ..packed.held import Held
+from ..packed.schemes import scheme_of
+from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
-from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, StridedBox, from_leaf
+from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
+from .stored_leaves import header_metadata
+from .weight_files import WeightFile
 
-BlockShape = tuple[int, int]
-"""Rows and columns of a block of a matrix."""
+Settings = Mapping[str, Any]
+"""The ``quantization_config`` of a config."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """A parameter as values and factors."""
+class PackedWeight:
+    """A packed parameter."""
 
-    values: LazyTensor
-    factors: LazyTensor
-    block: tuple[int, ...]
-    """Sizes of the blocks, one for each dim of the values."""
+    shape: Shape
+    """Of the weight that it stands for."""
+    packing: Packing
+    tensors: Mapping[str, LazyTensor]
+    """Global stored tensors, in the shapes of their ``dims``, by their names in the packing."""
 
 
-def block_shape_of(config: Any, where: str) -> BlockShape | None:
-    """Sizes of the blocks of a block-scaled checkpoint; None for an unquantized one.
+def quantization_of(config: Any) -> Settings | None:
+    """The quantization settings of a config or of one of its sub-configs; None for an unquantized model."""
+    for part in _parts(config):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            found = settings if isinstance(settings, dict) else settings.to_dict()
+            return dict(found)
+    return None
+
+
+def require_supported(settings: Settings, where: str) -> None:
+    """Check that weights of this format can be read.
 
     Args:
-        config: of the checkpoint.
+        settings: a ``quantization_config``.
         where: the checkpoint, for messages.
 
     Raises:
-        SourceError: the checkpoint is quantized with another method.
+        SourceError: they cannot; the message names the format.
     """
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        settings = getattr(part, "quantization_config", None)
-        if settings:
-            found = settings if isinstance(settings, dict) else vars(settings)
-            return _blocks(found, where)
-    return None
+    scheme_of(settings, where)
 
 
 def without_quantization(config: Any) -> Any:
     """A copy of a config that builds the unquantized model."""
     plain = type(config).from_dict(config.to_dict())
-    for part in (plain, *(getattr(plain, name, None) for name in getattr(plain, "sub_configs", ()))):
+    for part in _parts(plain):
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
     return plain
 
 
-def factors_in(tensors: Mapping[str, LazyTensor], blocks: BlockShape) -> dict[str, LazyTensor]:
-    """The factors of a checkpoint by the names of their values.
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            yield getattr(config, name)
+
+
+class PackedWeights:
+    """The packed weights of a checkpoint.
+
+    Args:
+        settings: its ``quantization_config``.
+        tensors: all of its tensors.
+        files: that hold them; only their headers are read here.
+        where: the checkpoint, for messages.
+        dtype: of the dequantized weights.
+
+    Attributes:
+        plain: the checkpoint as one of the unquantized model, with stand-ins for packed weights.
 
     Raises:
-        SourceError: factors lack their float8 values or the reverse, or their number is not that of blocks.
+        SourceError: the format is not supported, or stored tensors are malformed, or some are missing.
     """
-    found = {}
-    for name, tensor in tensors.items():
-        values = tensors.get(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
-        if values is not None:
-            _require_pair(name, values, tensor, blocks)
-            found[name.removesuffix(SUFFIX)] = tensor
-    for name, tensor in tensors.items():
-        if tensor.dtype == VALUES_DTYPE and name not in found:
-            raise SourceError(f"{name} is in float8 and lacks {name}{SUFFIX}; download the checkpoint again")
-    return found
-
-
-def dequantized_tensors(
-    tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape, dtype: str
-) -> dict[str, LazyTensor]:
-    """The checkpoint with values times factors, computed when they are written."""
-    plain = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SUFFIX) not in factors}
-    for name, scale in factors.items():
-        values = tensors[name]
-
-        def compute(values: LazyTensor = values, scale: LazyTensor = scale) -> torch.Tensor:
-            return dequantized(read_tensor(values), read_tensor(scale), blocks, getattr(torch, dtype))
-
-        count = torch.Size(values.shape).numel()
-        plain[name] = from_leaf(ComputedLeaf(f"{name}, dequantized", compute, dtype, count), values.shape)
-    return plain
-
-
-class Scales:
-    """From parameters of float8 values to their factors."""
 
     def __init__(
-        self, tensors: Mapping[str, LazyTensor], factors: Mapping[str, LazyTensor], blocks: BlockShape
+        self,
+        settings: Settings,
+        tensors: Mapping[str, LazyTensor],
+        files: tuple[WeightFile, ...],
+        where: str,
+        dtype: str,
     ) -> None:
-        self._blocks = blocks
-        self._by_leaf: dict[LazyLeaf, tuple[LazyTensor, LazyTensor]] = {
-            tensors[name].pieces[0].leaf: (tensors[name], scale) for name, scale in factors.items()
-        }
+        self._tensors = tensors
+        self._by_leaf: dict[LazyLeaf, Found] = {}
+        found = scheme_of(settings, where).find(_Checkpoint(tensors, files))
+        packed = {stored for weight in found.values() for stored in weight.tensors.values()}
+        self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
+        for name, weight in found.items():
+            self.plain[name] = self._stand_in(name, weight, dtype)
 
-    def of(self, name: str, weight: LazyTensor) -> Scaled | None:
-        """The values and factors of a parameter; None if it has no float8 values.
+    def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
+        """The stored tensors of a parameter; None if it has no packed weights.
+
+        Args:
+            name: FQN, for messages.
+            weight: what transformers made of the stand-ins.
 
         Raises:
-            SourceError: the parameter is assembled from partial blocks.
+            SourceError: the parameter is put together from parts of packed weights that cannot be cut so.
         """
-        scaled = [piece.leaf in self._by_leaf for piece in weight.pieces]
-        if not any(scaled):
+        packed = [piece.leaf in self._by_leaf for piece in weight.pieces]
+        if not any(packed):
             return None
-        if not all(scaled):
-            raise SourceError(f"{name} is assembled from weights with and without factors; pass --dtype")
-        block = self._block(name, weight)
-        pieces = tuple(self._factors(name, weight, piece, block) for piece in weight.pieces)
-        shape = tuple(-(-extent // length) for extent, length in zip(weight.shape, block, strict=True))
-        return Scaled(
-            replace(weight, dtype=VALUES_DTYPE), LazyTensor(pieces[0].leaf.dtype, shape, pieces), block
-        )
+        if not all(packed):
+            raise _inseparable(name, "packed and plain weights")
+        found = self._by_leaf[weight.pieces[0].leaf]
+        if weight.shape == found.shape and _is_whole(weight):
+            return PackedWeight(weight.shape, found.packing, self._stored(found))
+        return self._composed(name, weight)
 
-    def _block(self, name: str, weight: LazyTensor) -> tuple[int, ...]:
-        """The block's size in each dim; rows and columns of the stored matrices may be any two of them."""
-        block = [1] * len(weight.shape)
-        for piece in weight.pieces:
-            columns = self._by_leaf[piece.leaf][0].shape[1]
-            for dim, (extent, stride) in enumerate(zip(piece.shape, piece.strides, strict=True)):
-                length = self._blocks[0 if stride == columns else 1]
-                if extent > 1 and (stride not in (1, columns) or block[dim] not in (1, length)):
-                    raise SourceError(f"{name} is reordered on loading, and its blocks with it; pass --dtype")
-                if extent > 1:
-                    block[dim] = length
-        return tuple(block)
+    def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
+        def compute() -> torch.Tensor:
+            read = {part: read_tensor(tensor) for part, tensor in self._stored(found).items()}
+            return dequantize(found.packing, read, Held.whole(found.shape), getattr(torch, dtype))
 
-    def _factors(
-        self, name: str, weight: LazyTensor, piece: StridedBox, block: tuple[int, ...]
-    ) -> StridedBox:
-        values, scale = self._by_leaf[piece.leaf]
-        rows, columns = values.shape
-        row, column = divmod(piece.offset, columns)
-        num_rows = next(
-            (e for e, s in zip(piece.shape, piece.strides, strict=True) if e > 1 and s == columns), 1
-        )
-        num_columns = next(
-            (e for e, s in zip(piece.shape, piece.strides, strict=True) if e > 1 and s == 1), 1
-        )
-        stretches = [
-            (row, num_rows, rows, self._blocks[0]),
-            (column, num_columns, columns, self._blocks[1]),
-            *zip(piece.start, piece.shape, weight.shape, block, strict=True),
-        ]
-        if any(not _is_aligned(*stretch) for stretch in stretches):
-            raise SourceError(
-                f"{name} is assembled from parts of blocks of {self._blocks[0]} by {self._blocks[1]}; "
-                "pass --dtype to convert it without them"
+        count = torch.Size(found.shape).numel()
+        leaf = ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
+        self._by_leaf[leaf] = found
+        return lazy.from_leaf(leaf, found.shape)
+
+    def _stored(self, found: Found) -> dict[str, LazyTensor]:
+        """The stored tensors of a weight, in the shapes of their dims."""
+        return {
+            tensor.name: _in_dims(self._tensors[found.tensors[tensor.name]], tensor, found.shape)
+            for tensor in found.packing.tensors
+        }
+
+    def _composed(self, name: str, weight: LazyTensor) -> PackedWeight:
+        """A parameter that is stacked, concatenated or transposed from packed weights."""
+        pieces = [_Piece(name, piece, self._by_leaf[piece.leaf]) for piece in weight.pieces]
+        first = pieces[0].found.packing
+        kinds = {(p.found.packing.method, p.found.packing.settings, _kinds(p.found.packing)) for p in pieces}
+        if len(kinds) > 1:
+            raise _inseparable(name, "weights that are packed in different ways")
+        made: dict[str, LazyTensor] = {}
+        packed = []
+        for tensor in first.tensors:
+            steps = _steps(name, weight, pieces, tensor.name)
+            shape = tuple(-(-size // step) for size, step in zip(weight.shape, steps, strict=True))
+            boxes = tuple(
+                p.box(self._stored(p.found)[tensor.name], tensor.name, weight.shape, steps) for p in pieces
             )
-        source = scale.pieces[0]
-        across = scale.shape[1]
-        strides = tuple(
-            (across if stride == columns else 1) if extent > 1 else 0
-            for extent, stride in zip(piece.shape, piece.strides, strict=True)
-        )
+            made[tensor.name] = LazyTensor(tensor.dtype, shape, boxes)
+            packed.append(
+                PackedTensor(tensor.name, tensor.dtype, tuple(map(PackedDim, range(len(shape)), steps)))
+            )
+        return PackedWeight(weight.shape, Packing(first.method, tuple(packed), first.settings), made)
+
+
+class _Piece:
+    """A box of a parameter that is a window of a packed weight."""
+
+    def __init__(self, name: str, piece: StridedBox, found: Found) -> None:
+        self.piece = piece
+        self.found = found
+        self._name = name
+        strides = contiguous_strides(found.shape)
+        by_stride = {stride: dim for dim, stride in enumerate(strides) if found.shape[dim] > 1}
+        extents = zip(piece.shape, piece.strides, strict=True)
+        self.dims = [by_stride.get(stride, -1) if extent > 1 else None for extent, stride in extents]
+        """For each dim of the parameter that of the packed weight; None where the piece has one position."""
+        if -1 in self.dims:
+            raise _inseparable(name, "rearranged parts of packed weights")
+
+    def steps(self, tensor: str) -> list[int | None]:
+        """The steps of a stored tensor in the dims of the parameter."""
+        steps = self._own_steps(tensor)
+        return [None if dim is None else steps[dim] for dim in self.dims]
+
+    def _own_steps(self, tensor: str) -> list[int]:
+        """The steps of a stored tensor in the dims of the packed weight; a single factor is one step."""
+        (found,) = (t for t in self.found.packing.tensors if t.name == tensor)
+        shape = self.found.shape
+        if len(found.dims) != len(shape) or any(
+            dim.of not in (None, index) or (dim.of is None and dim.step != 1)
+            for index, dim in enumerate(found.dims)
+        ):
+            raise _inseparable(self._name, f"packed weights, whose {tensor} cannot be cut")
+        return [size if dim.of is None else dim.step for dim, size in zip(found.dims, shape, strict=True)]
+
+    def box(self, tensor: LazyTensor, name: str, shape: Shape, steps: tuple[int, ...]) -> StridedBox:
+        """The window of a stored tensor that belongs to the piece."""
+        own_steps = self._own_steps(name)
+        (source,) = tensor.pieces
+        offset, rest = source.offset, self.piece.offset
+        extents = {dim: n for dim, n in zip(self.dims, self.piece.shape, strict=True) if dim is not None}
+        strides = contiguous_strides(self.found.shape)
+        for dim, stride in enumerate(strides):
+            start, rest = divmod(rest, stride)
+            step, size = own_steps[dim], self.found.shape[dim]
+            self._require_between(start, extents.get(dim, 1), size, step)
+            offset += start // step * source.strides[dim]
+        for start, extent, size, step in zip(self.piece.start, self.piece.shape, shape, steps, strict=True):
+            self._require_between(start, extent, size, step)
         return StridedBox(
-            start=tuple(start // length for start, length in zip(piece.start, block, strict=True)),
-            shape=tuple(-(-extent // length) for extent, length in zip(piece.shape, block, strict=True)),
+            start=tuple(start // step for start, step in zip(self.piece.start, steps, strict=True)),
+            shape=tuple(-(-extent // step) for extent, step in zip(self.piece.shape, steps, strict=True)),
             leaf=source.leaf,
-            offset=source.offset + row // self._blocks[0] * across + column // self._blocks[1],
-            strides=strides,
+            offset=offset,
+            strides=tuple(0 if dim is None else source.strides[dim] for dim in self.dims),
         )
 
+    def _require_between(self, start: int, extent: int, size: int, step: int) -> None:
+        """A stretch must begin and end at steps, or at the end of the dim."""
+        if start % step or ((start + extent) % step and start + extent != size):
+            raise _inseparable(self._name, f"parts of blocks of {step}")
 
-def _is_aligned(start: int, extent: int, size: int, length: int) -> bool:
-    """Whether a stretch begins and ends at boundaries of blocks, or at the end of the dim."""
-    return start % length == 0 and ((start + extent) % length == 0 or start + extent == size)
+
+class _Checkpoint:
+    """The tensors of a checkpoint, as a format sees them."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], files: tuple[WeightFile, ...]) -> None:
+        self.tensors = {name: Info(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        self._lazy = tensors
+        self._files = files
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Of the headers of all files."""
+        return header_metadata(self._files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor's values."""
+        return read_tensor(self._lazy[name])
 
 
-def _blocks(settings: Mapping[str, Any], where: str) -> BlockShape:
-    method = str(settings.get("quant_method") or "an unnamed method")
-    block = settings.get("weight_block_size")
-    if method == "fp8" and isinstance(block, list | tuple) and len(block) == 2:
-        return int(block[0]), int(block[1])
-    raise SourceError(
-        f"{where} is quantized ({method}), which cannot be sharded; convert the unquantized model, or one "
-        "in block-scaled fp8 (quant_method fp8 with weight_block_size)"
+def _is_whole(weight: LazyTensor) -> bool:
+    """Whether the tensor is a stand-in as it was made, under another name."""
+    if len(weight.pieces) != 1:
+        return False
+    (piece,) = weight.pieces
+    strides = contiguous_strides(weight.shape)
+    return (
+        piece.shape == weight.shape
+        and piece.leaf.num_elements == torch.Size(weight.shape).numel()
+        and all(n == 1 or a == b for n, a, b in zip(piece.shape, piece.strides, strides, strict=True))
     )
 
 
-def _require_pair(name: str, values: LazyTensor, factors: LazyTensor, blocks: BlockShape) -> None:
-    expected = tuple(-(-extent // length) for extent, length in zip(values.shape, blocks, strict=False))
-    if values.dtype != VALUES_DTYPE or len(values.shape) != 2 or factors.shape != expected:
-        raise SourceError(
-            f"{name} is {list(factors.shape)}, factors for {values.dtype} {list(values.shape)}, and should "
-            f"be {list(expected)} for a matrix in {VALUES_DTYPE} with blocks of {blocks[0]} by {blocks[1]}"
-        )
+def _in_dims(tensor: LazyTensor, packed: PackedTensor, shape: Shape) -> LazyTensor:
+    """A stored tensor in the shape of its dims."""
+    if not packed.checkpoint_shape:
+        return tensor
+    sizes = [dim.step if dim.of is None else -(-shape[dim.of] // dim.step) for dim in packed.dims]
+    reshaped = lazy.reshape(tensor, sizes)
+    assert reshaped is not None, "a stored tensor is contiguous"
+    return reshaped
+
+
+def _kinds(packing: Packing) -> tuple[tuple[str, str], ...]:
+    return tuple((tensor.name, tensor.dtype) for tensor in packing.tensors)
+
+
+def _steps(name: str, weight: LazyTensor, pieces: list[_Piece], tensor: str) -> tuple[int, ...]:
+    """The steps of a stored tensor in the dims of a parameter, the same in all pieces."""
+    found: list[set[int]] = [set() for _ in weight.shape]
+    for piece in pieces:
+        for index, step in enumerate(piece.steps(tensor)):
+            if step is not None:
+                found[index].add(step)
+    if any(len(steps) > 1 for steps in found):
+        raise _inseparable(name, "weights that are packed in different steps")
+    return tuple(max(steps, default=1) for steps in found)
+
+
+def _inseparable(name: str, what: str) -> SourceError:
+    return SourceError(f"{name} is put together from {what}; pass --dtype to convert it dequantized")

@@ -12,7 +12,7 @@ from ..hub_options import Hub
 from .locate import locate
 from .model_spec import ModelSpec, is_custom
 from .other_kinds import refuse_other_kinds
-from .quantized import block_shape_of, without_quantization
+from .quantized import quantization_of, require_supported, without_quantization
 from .source_config import model_class_of, read_config
 from .weight_files import WeightFile, stored_dtype, validate, weight_files
 
@@ -50,8 +50,9 @@ def resolve(
     directory = located.directory
     refuse_other_kinds(directory, need_weights=need_weights and not located.remote)
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    blocks = block_shape_of(config, str(directory))
-    if blocks is not None:
+    quantization = quantization_of(config)
+    if quantization is not None:
+        require_supported(quantization, str(directory))
         config = without_quantization(config)
     files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
     validate(files)
@@ -65,8 +66,8 @@ def resolve(
         directory=directory,
         revision=located.commit,
         weight_files=files,
-        blocks=blocks,
-        dequantize=blocks is not None and dtype is not None,
+        quantization=quantization,
+        dequantize=quantization is not None and dtype is not None,
     )
 
 
@@ -74,8 +75,9 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
     name = type(config).__name__
     if need_weights:
         raise SourceError(f"a config object ({name}) has no weights; name a directory or a Hub id")
-    blocks = block_shape_of(config, name)
-    if blocks is not None:
+    quantization = quantization_of(config)
+    if quantization is not None:
+        require_supported(quantization, name)
         config = without_quantization(config)
     model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
     return ModelSpec(
@@ -84,7 +86,7 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
         model_class=model_class,
         dtype=_dtype(dtype, config, ()),
         trust_remote_code=is_custom(model_class),
-        blocks=blocks,
+        quantization=quantization,
     )
 
 

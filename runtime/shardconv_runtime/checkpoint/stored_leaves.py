@@ -9,7 +9,7 @@ from ..format.header import TORCH_NAME
 from ..hub.remote_files import RemoteFile
 from ..tensors.lazy_tensor import LazyTensor, stored
 from .pickled import pickled_tensors
-from .weight_files import WeightFile, header_of
+from .weight_files import WeightFile, header_of, metadata_of
 
 
 def lazy_tensors(files: Iterable[WeightFile]) -> dict[str, LazyTensor]:
@@ -40,3 +40,16 @@ def _safetensors(file: WeightFile) -> Iterator[tuple[str, LazyTensor]]:
         if tensor.dtype not in TORCH_NAME:
             raise SourceError(f"{file}: {name} is of dtype {tensor.dtype}, which torch does not have")
         yield name, stored(file, start, tensor)
+
+
+def header_metadata(files: Iterable[WeightFile]) -> dict[str, str]:
+    """The metadata in the headers of the safetensors files among these, those of all files together.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    found: dict[str, str] = {}
+    for file in files:
+        if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
+            found.update(metadata_of(file))
+    return found

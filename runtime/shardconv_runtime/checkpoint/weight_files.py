@@ -60,12 +60,25 @@ def header_of(file: WeightFile) -> tuple[int, dict[str, StoredTensor]]:
     Raises:
         SourceError: the file is not a complete safetensors file, or cannot be read.
     """
+    tensors = _header(file)[1]
+    return data_start(num_bytes(file), tensors), tensors
+
+
+def metadata_of(file: WeightFile) -> dict[str, str]:
+    """The metadata in the header of a safetensors file.
+
+    Raises:
+        SourceError: see ``header_of``.
+    """
+    return _header(file)[0]
+
+
+def _header(file: WeightFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     try:
-        tensors = remote_header(file) if isinstance(file, RemoteFile) else read_header(file)[1]
+        return remote_header(file) if isinstance(file, RemoteFile) else read_header(file)
     except CheckpointError as error:
         reason = str(error).removesuffix("; copy or convert it again")
         raise SourceError(f"{reason}; download or copy it again") from error
-    return data_start(num_bytes(file), tensors), tensors
 
 
 def num_bytes(file: WeightFile) -> int:

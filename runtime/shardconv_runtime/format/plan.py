@@ -14,7 +14,7 @@ from .measured import MemoryPlan
 from .names import MAX_NAMES, expand_all
 from .slices import Mesh, local_size
 
-VERSION = 2
+VERSION = 3
 FORMAT = "shardconv.plan"
 
 
@@ -43,6 +43,46 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedDim:
+    """A dim of a stored tensor of a packed parameter."""
+
+    of: int | None
+    """The dim of the weight along which it runs; None: it is whole on each rank."""
+    step: int
+    """Positions of the weight's dim for one of this dim, the last one perhaps fewer; the size where ``of`` is
+    None."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A stored tensor of a packed parameter."""
+
+    name: str
+    """In the module that owns the parameter; ``*`` stands for the parameter's own name: ``qweight``,
+    ``*_scale_inv``, ``*.absmax``."""
+    dtype: str
+    dims: tuple[PackedDim, ...]
+    checkpoint_shape: tuple[int, ...] = ()
+    """Its global shape in an ordinary checkpoint, where that is not the one of ``dims`` (flat tensors); the
+    elements are in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a packed parameter is stored: as the tensors of a quantized format, in place of the weight.
+
+    Its stored tensors run along dims of the weight, in coarser steps where they are packed or shared by a
+    group, so that a rank's part of the weight says its part of each of them.
+    """
+
+    method: str
+    """The format: ``fp8``, ``gptq``, ``awq``, ``bnb_4bit`` ..., a file of ``shardconv_runtime.packed``."""
+    tensors: tuple[PackedTensor, ...]
+    settings: tuple[tuple[str, int], ...] = ()
+    """What the format needs to know beside its tensors, such as ``bits``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterPlan:
     """How the parameters (and persistent buffers) of these names are laid out over the ranks."""
 
@@ -55,11 +95,8 @@ class ParameterPlan:
     """Mesh axes over which the parameter is a Partial: its values where their coordinate is 0, else zero."""
     reason: str = ""
     """Why it is replicated; empty where some dim is sharded or partial."""
-    block: tuple[int, ...] = ()
-    """Sizes of the blocks, one for each dim, of float8 values that share a factor, see ``block_scales``. The
-    module gets values times factors, in the model's dtype."""
-    block_dtype: str = ""
-    """Of the factors."""
+    packing: Packing | None = None
+    """How it is stored, if not as it is; dims and dtype are those of the weight that it stands for."""
     grad_axes: tuple[int, ...] = ()
     """Mesh axes over which the gradient is a Partial; positions that are not sharded over them are summed."""
     grad_levels: int = 0

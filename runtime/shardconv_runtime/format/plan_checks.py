@@ -157,19 +157,6 @@ def _check_ranges(plan: Plan) -> None:
         )
 
 
-def _check_blocks(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
-    if not entry.block:
-        if entry.block_dtype:
-            fail(f"{where}.block_dtype", "only a parameter with blocks has it")
-        return
-    from .block_scales import VALUES_DTYPE, check_blocks  # few plans have blocks
-
-    if entry.dtype != VALUES_DTYPE or len(entry.block) != len(entry.dims) or min(entry.block) < 1:
-        fail(f"{where}.block", f"blocks of {VALUES_DTYPE} have one size for each dim, 1 or more")
-    check_dtype(f"{where}.block_dtype", entry.block_dtype)
-    check_blocks(entry, mesh)
-
-
 def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if not entry.names or "" in entry.names:
         fail(f"{where}.names", "a parameter needs a name")
@@ -177,7 +164,10 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if len(entry.dims) > MAX_TENSOR_DIMS:
         fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
     _check_dims(f"{where}.dims", entry.dims, mesh)
-    _check_blocks(where, entry, mesh)
+    if entry.packing is not None:
+        from .packing_checks import check_packed  # few plans need it
+
+        check_packed(f"{where}.packing", entry, mesh)
     check_axes(f"{where}.partial", entry.partial, mesh)
     check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
     if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:

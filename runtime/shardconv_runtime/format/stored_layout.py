@@ -9,14 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
-from .dims import Dim, Leaf, Sum, axes_of, leaves, segments, size
+from .dims import axes_of, size
 from .names import expand_all
 from .plan import ParameterPlan, Plan, by_name
 from .slices import Mesh, coordinates, ranges
-
-SUFFIX = "_scale_inv"
 
 
 def layout_sha256(plan: Plan) -> str:
@@ -58,11 +55,14 @@ def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
-    """The tensors in the files: the parameters, each followed by its factors if it has blocks."""
+    """The tensors in the files: the parameters; of a packed one, its stored tensors."""
     for entry in plan.parameters:
-        yield entry
-        if entry.block:
-            yield factors_entry(entry)
+        if entry.packing is None:
+            yield entry
+        else:
+            from .packed_layout import packed_entries  # few plans need it
+
+            yield from packed_entries(entry)
 
 
 def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
@@ -72,21 +72,3 @@ def stored_plans(plan: Plan) -> dict[str, ParameterPlan]:
         PlanError: two entries claim one name, or the patterns stand for too many names.
     """
     return by_name("parameters", tuple(stored_entries(plan)))
-
-
-def factors_entry(entry: ParameterPlan) -> ParameterPlan:
-    """How the factors of a parameter with blocks are laid out."""
-    dims = tuple(map(block_dim, entry.dims, entry.block))
-    names = tuple(name + SUFFIX for name in entry.names)
-    return replace(entry, names=names, dims=dims, dtype=entry.block_dtype, block=(), block_dtype="")
-
-
-def block_dim(dim: Dim, block: int) -> Dim:
-    """The blocks of a dim, as a dim; sharded alike only where ``check_blocks`` accepts the dim."""
-    if block == 1:
-        return dim
-    blocks = []
-    for segment in segments(dim):
-        axes = dict.fromkeys(axis for leaf in leaves(segment) for axis in leaf.axes)
-        blocks.append(Leaf(math.ceil(size(segment) / block), tuple(axes)))
-    return blocks[0] if len(blocks) == 1 else Sum(tuple(blocks))

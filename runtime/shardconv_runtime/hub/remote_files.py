@@ -105,8 +105,8 @@ def remote_files(
 
 
 @cache
-def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, read with two requests: for the header's length and its text.
+def remote_header(file: RemoteFile) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+    """The metadata and the tensors of a safetensors file, read with two requests.
 
     Raises:
         CheckpointError: the file is not a safetensors file.
@@ -119,7 +119,7 @@ def remote_header(file: RemoteFile) -> dict[str, StoredTensor]:
         reader.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
-    return parse_header(read, file.num_bytes, str(file))[1]
+    return parse_header(read, file.num_bytes, str(file))
 
 
 class RemoteReader:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..checkpoint.checkpoint_weights import lazy_weights, select
 from ..checkpoint.model_spec import ModelSpec
+from ..checkpoint.packed_plan import flatten
 from ..checkpoint.rank_tensors import as_planned, shard
 from ..checkpoint.resolve import resolve
-from ..checkpoint.scaled import flatten
 from ..errors import PlanError
 from ..format import plan_json as codec
 from ..format.manifest import Manifest, Source, sha256_of
@@ -62,11 +62,11 @@ def ordinary(
     """
     plan_file = plan_path(plan, hub)
     solved = codec.read(plan_file)
-    has_blocks = any(entry.block for entry in solved.parameters)
+    is_packed = any(entry.packing for entry in solved.parameters)
     spec = resolve(
         model,
         hub,
-        dtype=None if has_blocks else solved.model.dtype,
+        dtype=None if is_packed else solved.model.dtype,
         trust_remote_code=trust_remote_code and solved.model.trust_remote_code,
         stream=True,
     )
@@ -78,8 +78,8 @@ def ordinary(
     with without_library_logging():  # transformers would log of a model that is not loaded yet
         found = lazy_weights(spec)
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
-    if has_blocks and parameter_plans(planned) != parameter_plans(solved):
-        raise PlanError(f"the plan is for other float8 blocks than those of {spec.name}; make a plan of it")
+    if is_packed and parameter_plans(planned) != parameter_plans(solved):
+        raise PlanError(f"the plan is for other packed weights than those of {spec.name}; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
     described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
     return Ordinary(spec.directory, described, solved, weights)

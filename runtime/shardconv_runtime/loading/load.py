@@ -57,6 +57,7 @@ def load(
     token: str | bool | None = None,
     trust_remote_code: bool = False,
     verify: bool = False,
+    dequantize: bool = False,
     check_inputs: bool = False,
     **other: Any,
 ) -> Any:
@@ -103,6 +104,8 @@ def load(
             set, all files are read from the cache.
         trust_remote_code: allow a model whose code is in ``path`` to run that code.
         verify: read this rank's files once before, and compare their checksums with those in the manifest.
+        dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
+            that the plain model runs; without it they stay packed, and the format's own modules compute.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
         other: no others; those of ``from_pretrained`` are refused by name.
@@ -137,6 +140,7 @@ def load(
         sequence_parallel,
         gather_logits,
         verify,
+        dequantize,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -186,6 +190,7 @@ class _Wanted:
     sequence_parallel: bool
     gather_logits: bool | None
     verify: bool
+    dequantize: bool
 
 
 @dataclass(frozen=True)
@@ -294,7 +299,7 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
         from .file_checksums import verify_checksums
 
         verify_checksums(directory, checked.manifest, start.rank)
-    rank_files.read(model, plan, _stored(checked, start), start.device, wanted.dtype)
+    rank_files.read(model, plan, _stored(checked, start), start, wanted.dtype)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
     return model.eval()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..comm.mesh import Launch
 from ..errors import CheckpointError
 from ..format.header import STORED_NAME, ShardFile, StoredTensor
 from ..format.manifest import (
@@ -24,7 +25,7 @@ from ..format.manifest import (
     sha256_checksum,
 )
 from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
-from ..format.stored_layout import SUFFIX, is_common, layout_sha256, stored_plans
+from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from .reading import mapped
@@ -101,7 +102,7 @@ def read(
     model: nn.Module,
     plan: Plan,
     stored: Generator[tuple[str, Tensor]],
-    device: torch.device,
+    start: Launch,
     dtype: torch.dtype | None,
 ) -> None:
     """Fill a parallelized model, of local shapes, in place; buffers that no file holds move to the device.
@@ -110,7 +111,7 @@ def read(
         model: as ``build.parallelize`` leaves it.
         plan: its plan.
         stored: local tensors by the names under which they are stored, on the device; it is closed.
-        device: of all tensors afterwards.
+        start: this rank, and the device of all tensors afterwards.
         dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
 
     Raises:
@@ -118,7 +119,11 @@ def read(
     """
     todo = set(parameter_plans(plan))
     modules = dict(model.named_modules(remove_duplicate=False))
-    with closing(_parameters(stored, plan)) as parameters:
+    if any(entry.packing is not None for entry in plan.parameters):
+        from .packed_tensors import dequantized
+
+        stored = dequantized(stored, plan, start.rank)
+    with closing(stored) as parameters:
         for name, tensor in parameters:
             target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
             owner, _, attribute = name.rpartition(".")
@@ -127,7 +132,7 @@ def read(
     if todo:
         raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
     retie(model, plan)
-    _move_buffers(model, device)
+    _move_buffers(model, start.device)
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"no file had {empty[0]}; {_REMEDY}")
 
@@ -142,27 +147,6 @@ def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> to
         return stored
     kept_wide = stored.itemsize > getattr(torch, model_dtype).itemsize
     return torch.promote_types(stored, wanted) if kept_wide else wanted
-
-
-def _parameters(stored: Generator[tuple[str, Tensor]], plan: Plan) -> Generator[tuple[str, Tensor]]:
-    """The parameters; one with blocks once its values and its factors were read."""
-    scaled = {name: entry for name, entry in parameter_plans(plan).items() if entry.block}
-    partner = {name: name + SUFFIX for name in scaled} | {name + SUFFIX: name for name in scaled}
-    waiting: dict[str, Tensor] = {}
-    if scaled:
-        from ..format.block_scales import dequantized
-    with closing(stored) as found_tensors:
-        for name, tensor in found_tensors:
-            if name not in partner:
-                yield name, tensor
-            elif partner[name] not in waiting:
-                waiting[name] = tensor
-            else:
-                found = {name: tensor, partner[name]: waiting.pop(partner[name])}
-                values = name if name in scaled else partner[name]
-                dtype = getattr(torch, plan.model.dtype)
-                block = scaled[values].block
-                yield values, dequantized(found[values], found[partner[values]], block, dtype)
 
 
 def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:

@@ -50,11 +50,11 @@ def save(
 ) -> None:
     """Write the model as a converted directory for the same number of ranks; every process calls it.
 
-    Tensors are written in their present dtypes; block-scaled float8 tensors, which ``load`` dequantizes, stay
-    dequantized. The rank files of an unchanged model equal, byte for byte, those that it was loaded from.
-    Replicated tensors are written by rank 0. Config, tokenizer and code are copied from the directory that
-    the model was loaded from. ``out`` appears only once it is complete; if any process fails, all raise, and
-    ``out`` is unchanged.
+    Tensors are written in their present dtypes; those of a model that was loaded dequantized stay so. The
+    rank files of another unchanged model equal, byte for byte, those that it was loaded from. Replicated
+    tensors are written by rank 0. Config, tokenizer and code are copied from the directory that the model was
+    loaded from. ``out`` appears only once it is complete; if any process fails, all raise, and ``out`` is
+    unchanged.
 
     Args:
         model: returned by ``load``; it may be sharded by ``fully_shard`` over other processes than those that
@@ -203,9 +203,9 @@ def _require_seen(directory: Path, shards: list[FileEntry]) -> None:
 
 
 def _copy_small_files(source: Loaded, target: Path) -> list[FileEntry]:
-    """Copy the files other than weights; the config loses its settings of float8 blocks."""
+    """Copy the files other than weights; the config of a dequantized model loses its quantization."""
     entries = copy_small_files(source.directory, source.manifest, target)
-    if not any(entry.block for entry in source.plan.parameters):
+    if not any(entry.packing for entry in source.plan.parameters):
         return entries
     config = target / "config.json"
     config.write_text(plain_config(config.read_text(encoding="utf-8")), encoding="utf-8")

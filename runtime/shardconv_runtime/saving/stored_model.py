@@ -25,7 +25,7 @@ class StoredModel:
     """One rank's tensors, and their layout."""
 
     plan: Plan
-    """With the present dtypes of the tensors, and without blocks."""
+    """With the present dtypes of the tensors, and without packings."""
     tensors: dict[str, Tensor]
     """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
     data-parallel processes, is local to the rank too."""
@@ -95,7 +95,7 @@ def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: in
 
 
 def _with_dtypes(plan: Plan, tensors: dict[str, Tensor]) -> Plan:
-    """The plan with the dtypes of these tensors, and without blocks."""
+    """The plan with the dtypes of these tensors, and without packings."""
     parameters = [part for entry in plan.parameters for part in _parts(entry, tensors)]
     dtype = _model_dtype(plan, tensors)
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
@@ -106,11 +106,10 @@ def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPl
     kinds: dict[str, list[str]] = {}
     for name in expand_all(entry.names):
         kinds.setdefault(_name(tensors[name].dtype), []).append(name)
-    if kinds.keys() == {entry.dtype} and not entry.block:
+    if kinds.keys() == {entry.dtype} and entry.packing is None:
         return [entry]
     return [
-        replace(entry, names=compress(names), dtype=dtype, block=(), block_dtype="")
-        for dtype, names in kinds.items()
+        replace(entry, names=compress(names), dtype=dtype, packing=None) for dtype, names in kinds.items()
     ]
 
 
@@ -118,7 +117,7 @@ def _model_dtype(plan: Plan, tensors: dict[str, Tensor]) -> str:
     """The dtype of most elements among the tensors that had the model's own dtype."""
     counts: Counter[str] = Counter()
     for name, entry in parameter_plans(plan).items():
-        if (entry.dtype == plan.model.dtype or entry.block) and tensors[name].is_floating_point():
+        if entry.dtype == plan.model.dtype and tensors[name].is_floating_point():
             counts[_name(tensors[name].dtype)] += 1 + tensors[name].numel()
     return counts.most_common(1)[0][0] if counts else plan.model.dtype
 

@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.packed_plan import flatten
 from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.checkpoint.scaled import flatten
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim
 from shardconv_runtime.format.manifest import Manifest
-from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape
+from shardconv_runtime.format.packed_layout import tensor_name
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
-from shardconv_runtime.format.stored_layout import SUFFIX, stored_plans
+from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
@@ -74,9 +75,9 @@ def read_reference(
     Raises:
         SourceError: the model cannot be had, or its weights do not fit its config.
     """
-    has_blocks = any(entry.block for entry in plan.parameters)
+    is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
-    spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.blocks is not None and not has_blocks)
+    spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.quantization is not None and not is_packed)
     _, found = flatten(plan, lazy_weights(spec))
     weights: dict[str, LazyTensor] = {}
     problems = []
@@ -93,10 +94,19 @@ def read_reference(
             f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
             "converted; name the model that it was converted from"
         )
-    tied = {alias + suffix for alias, _ in plan.tied for suffix in ("", SUFFIX)}
-    planned = stored_plans(plan).keys() | tied
+    planned = stored_plans(plan).keys() | _tied(plan)
     problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
     return Reference(spec, weights, tuple(problems))
+
+
+def _tied(plan: Plan) -> set[str]:
+    """The names of tied tensors under their aliases."""
+    entries = parameter_plans(plan)
+    tied = set()
+    for alias, name in plan.tied:
+        packing = entries[name].packing
+        tied |= {alias} if packing is None else {tensor_name(alias, t.name) for t in packing.tensors}
+    return tied
 
 
 def compare(converted: Converted, reference: Reference, progress: Progress) -> Comparison:

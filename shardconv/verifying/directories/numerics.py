@@ -13,14 +13,13 @@ from collections.abc import Mapping
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
-from shardconv_runtime.format.block_scales import dequantized
 from shardconv_runtime.format.measured import Numerics
-from shardconv_runtime.format.plan import parameter_plans
-from shardconv_runtime.format.stored_layout import SUFFIX
+from shardconv_runtime.format.packed_layout import tensor_name
+from shardconv_runtime.format.plan import global_shape, parameter_plans
+from shardconv_runtime.loading.packed_tensors import held_part
+from shardconv_runtime.packed.held import Held
 from shardconv_runtime.parallel.meta_model import build_model
-from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, take
-from torch import Tensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
@@ -32,7 +31,8 @@ from ..simulation.available_memory import available_bytes
 from ..simulation.lockstep import Lockstep, LockstepOutcome
 from ..simulation.model_runs import PRECISIONS, Precision
 from ..simulation.rank_simulation import Unprovable
-from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed_rows, largest_read
+from ..simulation.streamed_weights import RecentReads, TooLargeToRead, largest_read
+from .packed_rows import dequantized_rows
 
 MEMORY_SHARE = 0.75
 """Of the free memory that may be taken: the estimate is one."""
@@ -90,28 +90,30 @@ class _Sources:
         self._entries = parameter_plans(converted.plan)
 
     def usable(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Those of the plan, without factors of blocks."""
-        return {name: self._usable(tensors, name) for name in self._entries if name in tensors}
+        """Those of the unsharded model, packed ones dequantized when they are read."""
+        return self._usable(tensors, None)
 
     def of_ranks(self) -> list[dict[str, LazyTensor]]:
-        """Those of each rank; what is common is the same value for all."""
+        """Those of each rank."""
         tensors = self._converted.tensors
-        common = self.usable(tensors[None])
-        return [common | self.usable(tensors[rank]) for rank in range(self._converted.plan.tp)]
+        return [
+            self._usable({**tensors[None], **tensors[rank]}, rank) for rank in range(self._converted.plan.tp)
+        ]
 
-    def _usable(self, tensors: Mapping[str, LazyTensor], name: str) -> LazyTensor:
-        """A weight; values in float8 are multiplied with their factors when they are read."""
-        values, block = tensors[name], self._entries[name].block
-        if not block:
-            return values
-        factors, dtype = tensors[name + SUFFIX], self._converted.plan.model.dtype
-
-        def compute(span: tuple[int, int]) -> Tensor:
-            blocks = (span[0] // block[0], math.ceil(span[1] / block[0]))
-            read = [read_tensor(take(t, 0, (part,))) for t, part in ((values, span), (factors, blocks))]
-            return dequantized(read[0], read[1], block, getattr(torch, dtype))
-
-        return computed_rows(name, dtype, values.shape, compute)
+    def _usable(self, tensors: Mapping[str, LazyTensor], rank: int | None) -> dict[str, LazyTensor]:
+        found = {}
+        for name, entry in self._entries.items():
+            if entry.packing is None:
+                if name in tensors:
+                    found[name] = tensors[name]
+                continue
+            names = {t.name: tensor_name(name, t.name) for t in entry.packing.tensors}
+            if all(stored in tensors for stored in names.values()):
+                parts = {part: tensors[stored] for part, stored in names.items()}
+                plan = self._converted.plan
+                held = Held.whole(global_shape(entry)) if rank is None else held_part(plan, name, rank)
+                found[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
+        return found
 
 
 def _run(lockstep: Lockstep, converted: Converted, progress: Progress) -> tuple[Precision, LockstepOutcome]:

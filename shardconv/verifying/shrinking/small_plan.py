@@ -107,7 +107,7 @@ class _Translation:
     def _parameter(self, entry: ParameterPlan) -> ParameterPlan:
         name = entry.names[0]
         tid = self.parameters.get(stand_in(name, self.small.stand_ins))
-        entry = replace(entry, block=(), block_dtype="")
+        entry = replace(entry, packing=None)
         if tid is None or tid not in self.dims:
             return entry
         nodes = self.dims[tid]

@@ -1,0 +1,96 @@
+"""Plans of quantized checkpoints: the plan of the unquantized model with the packings of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import PlanError
+from ..format.name_patterns import compress
+from ..format.names import expand_all
+from ..format.packed_layout import check_packing, granularity, tensor_name
+from ..format.plan import Packing, ParameterPlan, Plan, parameter_plans
+from ..tensors.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from .quantized import PackedWeight
+
+Packings = Mapping[str, Packing]
+"""How packed parameters are stored, by FQN."""
+
+
+def flatten(
+    plan: Plan, weights: Mapping[str, LazyTensor | PackedWeight]
+) -> tuple[Plan, dict[str, LazyTensor]]:
+    """The plan with packings, and all tensors to store by their names.
+
+    Args:
+        plan: of the unquantized model.
+        weights: of the checkpoint, by FQN.
+
+    Raises:
+        PlanError: a rank's part of a parameter would begin or end inside of a step.
+    """
+    flat: dict[str, LazyTensor] = {}
+    packings = {}
+    for name, weight in weights.items():
+        if isinstance(weight, LazyTensor):
+            flat[name] = weight
+        else:
+            packings[name] = weight.packing
+            flat |= {tensor_name(name, part): tensor for part, tensor in weight.tensors.items()}
+    return with_packings(plan, packings), flat
+
+
+def with_packings(plan: Plan, packings: Packings) -> Plan:
+    """A plan whose parameters are stored packed.
+
+    Raises:
+        PlanError: a rank's part of a parameter would begin or end inside of a step.
+    """
+    if not packings:
+        return plan
+    parameters = [part for entry in plan.parameters for part in _parts(entry, packings)]
+    try:
+        for entry in parameters:
+            if entry.packing is not None:
+                check_packing(entry, plan.mesh)
+    except PlanError as error:
+        raise PlanError(
+            f"{error}; choose another tp than {plan.tp}, or pass --dtype to convert the model dequantized"
+        ) from error
+    return replace(plan, parameters=tuple(parameters))
+
+
+def steps_of(weights: Mapping[str, LazyTensor | PackedWeight]) -> dict[str, tuple[int, ...]]:
+    """The steps in which each packed weight of a checkpoint may be cut, for each dim."""
+    return {
+        name: granularity(weight.packing, len(weight.shape))
+        for name, weight in weights.items()
+        if not isinstance(weight, LazyTensor)
+    }
+
+
+def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The steps in which each packed parameter of a plan may be cut, for each dim."""
+    return {
+        name: granularity(entry.packing, len(entry.dims))
+        for name, entry in parameter_plans(plan).items()
+        if entry.packing is not None
+    }
+
+
+def packings_of(plan: Plan) -> dict[str, Packing]:
+    """The packings of a plan's parameters, to be used in another plan of the same model."""
+    return {name: e.packing for name, e in parameter_plans(plan).items() if e.packing is not None}
+
+
+def _parts(entry: ParameterPlan, packings: Packings) -> list[ParameterPlan]:
+    """One entry for each packing among the names of an entry."""
+    kinds: dict[Packing | None, list[str]] = {}
+    for name in expand_all(entry.names):
+        kinds.setdefault(packings.get(name), []).append(name)
+    if kinds.keys() == {None}:
+        return [entry]
+    return [replace(entry, names=compress(names), packing=kind) for kind, names in kinds.items()]

@@ -1,0 +1,207 @@
+"""bitsandbytes: 4-bit codes with a factor for each block of them, and 8-bit integers with one for each row.
+
+4 bits: the weight is flat, two codes in a byte, the first in the high half. Each ``blocksize`` consecutive
+values share a factor, ``absmax``. Nested, these factors are codes themselves, ``nested_blocksize`` of which
+share a factor. The rest is JSON in a tensor of bytes, the quantization state. As a rule, a row is a whole
+number of blocks; where it is not, a shard is of so many rows that it is, or there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, SourceError
+from ..format.plan import PackedDim, Packing
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, matrix, require_owners
+from .held import Held
+
+STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
+SCALE = ".SCB"
+COMPANIONS = (
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+    ".SCB",
+    ".weight_format",
+)
+ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element of a tensor that may hold codes."""
+MAP_SIZE = 16
+NESTED_MAP_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A quantization state: how blocks of values share factors."""
+
+    shape: tuple[int, ...]
+    """Of the weight; local in a state of a part."""
+    dtype: torch.dtype
+    """The one that the library dequantizes to."""
+    size: int
+    """Values in a block."""
+    nested_size: int = 0
+    """Factors in a block of them; 0: they are not nested."""
+    nested_offset: float = 0.0
+
+    @classmethod
+    def of(cls, state: Tensor) -> Blocks:
+        """Out of the tensor of bytes.
+
+        Raises:
+            ValueError: it holds something else.
+        """
+        try:
+            said: dict[str, Any] = json.loads(bytes(state.tolist()).decode())
+            dtype = getattr(torch, str(said["dtype"]).removeprefix("torch."))
+            nested = int(said.get("nested_blocksize") or 0)
+            offset = float(said["nested_offset"]) if nested else 0.0
+            shape = tuple(int(size) for size in said["shape"])
+            blocks = cls(shape, dtype, int(said["blocksize"]), nested, offset)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"cannot be read: {error!r}") from error
+        if blocks.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"names the dtype {blocks.dtype}")
+        if len(blocks.shape) != 2 or min(*blocks.shape, blocks.size) < 1 or not math.isfinite(offset):
+            raise ValueError(f"has the shape {list(blocks.shape)}, blocks of {blocks.size}, offset {offset}")
+        return blocks
+
+
+class BnbScheme:
+    """Weights of linear layers in 4 or 8 bits."""
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        found = {}
+        for name in checkpoint.tensors:
+            if match := STATE.match(name):
+                found[match["weight"]] = _four_bits(checkpoint, match["weight"], name)
+            elif name.endswith(SCALE):
+                found[f"{name.removesuffix(SCALE)}.weight"] = _eight_bits(
+                    checkpoint, name.removesuffix(SCALE)
+                )
+        require_owners(checkpoint, found, COMPANIONS, "bitsandbytes")
+        return found
+
+
+def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Codes looked up in the map, times the factor of their block, in float32, rounded to the state's dtype.
+
+    This is what the library's functions in torch compute.
+    """
+    blocks = Blocks.of(_state(packing, tensors))
+    both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
+    codes = torch.stack([both >> 4, both & 15], 1).reshape(-1)[: math.prod(held.local_shape)]
+    factors = _factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
+    values = tensors["*.quant_map"].float()[codes.int()]
+    return (values * factors).to(blocks.dtype).reshape(held.local_shape)
+
+
+def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+    """Check the quantization state.
+
+    Raises:
+        CheckpointError: it is not the one of a weight of this shape.
+    """
+    try:
+        blocks = Blocks.of(_state(packing, tensors))
+    except ValueError as error:
+        raise CheckpointError(f"{name}: its quantization state {error}") from error
+    if blocks.shape != held.shape:
+        raise CheckpointError(
+            f"{name} is {list(held.shape)}, and its quantization state says {list(blocks.shape)}"
+        )
+
+
+def dequantized_8bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Integers times the factors of their rows, over 127, in float32; what the library computes in torch."""
+    return tensors["*"] * tensors["SCB"].view(-1, 1) * 7.874015718698502e-3
+
+
+def _four_bits(checkpoint: Checkpoint, weight: str, state: str) -> Found:
+    try:
+        blocks = Blocks.of(checkpoint.read(state))
+    except ValueError as error:
+        raise SourceError(f"{state}: the quantization state {error}{REMEDY}") from error
+    suffixes = [
+        "",
+        ".absmax",
+        ".quant_map",
+        *([".nested_absmax", ".nested_quant_map"] if blocks.nested_size else []),
+    ]
+    names = {f"*{suffix}": f"{weight}{suffix}" for suffix in suffixes}
+    group = Group(checkpoint, blocks.shape, {**names, f"*{state.removeprefix(weight)}": state})
+    dtype = checkpoint.tensors[weight].dtype
+    if dtype not in ITEM_BYTES:
+        raise SourceError(f"{weight} is {dtype}, and should be one of {', '.join(ITEM_BYTES)}{REMEDY}")
+    stored = 2 * ITEM_BYTES[dtype]
+    count = -(-math.prod(blocks.shape) // stored)
+    group.add("*", [dtype], _flat(blocks.shape, stored), (count, 1))
+    count = -(-math.prod(blocks.shape) // blocks.size)
+    group.add(
+        "*.absmax",
+        ["uint8"] if blocks.nested_size else ["float32"],
+        _flat(blocks.shape, blocks.size),
+        (count,),
+    )
+    group.add("*.quant_map", ["float32"], (PackedDim(None, MAP_SIZE),))
+    if blocks.nested_size:
+        group.add("*.nested_absmax", ["float32"], (PackedDim(None, -(-count // blocks.nested_size)),))
+        group.add("*.nested_quant_map", ["float32"], (PackedDim(None, NESTED_MAP_SIZE),))
+    length = info(checkpoint, state, weight).shape[0]
+    group.add(f"*{state.removeprefix(weight)}", ["uint8"], (PackedDim(None, length),))
+    return group.found("bnb_4bit")
+
+
+def _eight_bits(checkpoint: Checkpoint, module: str) -> Found:
+    weight, layout = f"{module}.weight", f"{module}.weight_format"
+    names = {"*": weight, "SCB": f"{module}{SCALE}"}
+    if layout in checkpoint.tensors:
+        names["weight_format"] = layout
+    group = Group(checkpoint, matrix(checkpoint, weight, f"{module}{SCALE}"), names)
+    group.add("*", ["int8"], (PackedDim(0, 1), PackedDim(1, 1)))
+    group.add("SCB", ["float32"], (PackedDim(0, 1),))
+    if layout in names.values():
+        group.add("weight_format", ["uint8"], ())
+        if int(checkpoint.read(layout)) != 0:
+            raise SourceError(f"{layout}: the weight is not row by row, but in a layout of old GPUs{REMEDY}")
+    return group.found("bnb_8bit")
+
+
+def _flat(shape: tuple[int, ...], step: int) -> tuple[PackedDim, ...]:
+    """Dims of a flat tensor with one element for each ``step`` consecutive values of a matrix."""
+    rows, columns = shape
+    if columns % step == 0:
+        return PackedDim(0, 1), PackedDim(1, step)
+    together = step // math.gcd(step, columns)
+    if rows % together == 0:
+        return PackedDim(0, together), PackedDim(1, columns), PackedDim(None, together * columns // step)
+    return PackedDim(0, rows), PackedDim(1, columns), PackedDim(None, -(-rows * columns // step))
+
+
+def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> Tensor:
+    """The factors of the local blocks, flat, float32."""
+    factors = tensors["*.absmax"].reshape(-1)
+    if not blocks.nested_size:
+        return factors
+    columns = held.local_shape[1]
+    first = torch.arange(0, math.prod(held.local_shape), blocks.size)
+    rows = held.positions(0)[first // columns] * held.shape[1]
+    block = (rows + held.positions(1)[first % columns]) // blocks.size
+    shared = tensors["*.nested_absmax"][(block // blocks.nested_size).to(factors.device)]
+    return tensors["*.nested_quant_map"][factors.int()] * shared + blocks.nested_offset
+
+
+def _state(packing: Packing, tensors: Mapping[str, Tensor]) -> Tensor:
+    return next(tensors[stored.name] for stored in packing.tensors if ".quant_state." in stored.name)

@@ -1,0 +1,154 @@
+"""What a format reads of a checkpoint, and what it says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import SourceError
+from ..format.plan import PackedDim, PackedTensor, Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What the header of a file says about a tensor."""
+
+    shape: tuple[int, ...]
+    """Global."""
+    dtype: str
+    """torch's name."""
+
+
+class Checkpoint(Protocol):
+    """The tensors of an ordinary checkpoint."""
+
+    @property
+    def tensors(self) -> Mapping[str, Info]:
+        """By their names."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Of the headers of the files."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's values; formats read small ones only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A packed parameter of a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Global shape of the weight."""
+    packing: Packing
+    tensors: dict[str, str]
+    """By the names of the packing's tensors, the names of them in the checkpoint."""
+
+
+class Scheme(Protocol):
+    """A way to quantize a model, with its settings."""
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """The packed parameters, by the names that their weights have in a plain checkpoint.
+
+        Raises:
+            SourceError: a stored tensor is missing, or its shape, dtype or values do not fit the others.
+        """
+
+
+REMEDY = "; convert the unquantized model, or download the checkpoint again if it is damaged"
+
+
+class Group:
+    """The stored tensors of one parameter, checked while they are described."""
+
+    def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], names: Mapping[str, str]) -> None:
+        """
+        Args:
+            shape: global, of the weight.
+            names: by the names that the packing gives its tensors, the names in the checkpoint.
+
+        Raises:
+            SourceError: the checkpoint lacks one.
+        """
+        self._checkpoint = checkpoint
+        self._shape = shape
+        self._names = dict(names)
+        self._stored: list[PackedTensor] = []
+        first = next(iter(names.values()))
+        for name in names.values():
+            info(checkpoint, name, first)
+
+    def add(
+        self, name: str, dtypes: Collection[str], dims: tuple[PackedDim, ...], shape: tuple[int, ...] = ()
+    ) -> None:
+        """Describe a tensor.
+
+        Args:
+            name: in the packing.
+            dtypes: that it may have.
+            shape: in the checkpoint, where that is not the one of ``dims``.
+
+        Raises:
+            SourceError: it has another shape or dtype in the checkpoint.
+        """
+        full = self._names[name]
+        found = self._checkpoint.tensors[full]
+        expected = shape or tuple(global_size(dim, self._shape) for dim in dims)
+        if found.dtype not in dtypes or found.shape != expected:
+            raise SourceError(
+                f"{full} is {found.dtype} {list(found.shape)}, and should be {' or '.join(dtypes)} "
+                f"{list(expected)} for a weight of {list(self._shape)}{REMEDY}"
+            )
+        self._stored.append(PackedTensor(name, found.dtype, dims, shape))
+
+    def found(self, method: str, **settings: int) -> Found:
+        """The parameter, of all tensors that were added."""
+        packing = Packing(method, tuple(self._stored), tuple(settings.items()))
+        return Found(self._shape, packing, {stored.name: self._names[stored.name] for stored in self._stored})
+
+
+def global_size(dim: PackedDim, shape: tuple[int, ...]) -> int:
+    """Size of a dim of a stored tensor of a weight of this global shape."""
+    return dim.step if dim.of is None else -(-shape[dim.of] // dim.step)
+
+
+def info(checkpoint: Checkpoint, name: str, owner: str) -> Info:
+    """Shape and dtype of a tensor that belongs to ``owner``.
+
+    Raises:
+        SourceError: the checkpoint lacks it.
+    """
+    try:
+        return checkpoint.tensors[name]
+    except KeyError:
+        raise SourceError(f"{name} is missing from the checkpoint, which has {owner}{REMEDY}") from None
+
+
+def matrix(checkpoint: Checkpoint, name: str, owner: str) -> tuple[int, int]:
+    """Shape of a tensor of two dims that belongs to ``owner``.
+
+    Raises:
+        SourceError: the checkpoint lacks it, or it has another number of dims.
+    """
+    shape = info(checkpoint, name, owner).shape
+    if len(shape) != 2:
+        raise SourceError(f"{name} is {list(shape)}, and should have two dims{REMEDY}")
+    return shape[0], shape[1]
+
+
+def require_owners(
+    checkpoint: Checkpoint, found: Mapping[str, Found], suffixes: tuple[str, ...], method: str
+) -> None:
+    """Check that each tensor with such a suffix belongs to a parameter that was found.
+
+    Raises:
+        SourceError: one does not.
+    """
+    taken = {name for parameter in found.values() for name in parameter.tensors.values()}
+    for name in checkpoint.tensors:
+        if name.endswith(suffixes) and name not in taken:
+            raise SourceError(f"{name} belongs to no weight that {method} has packed{REMEDY}")

@@ -1,0 +1,124 @@
+"""GPTQ: integers of 2, 4 or 8 bits, packed along the inputs, with a factor and a zero point for each group.
+
+``g_idx`` gives the group of each input. As a rule, groups are consecutive inputs; in *act-order* any inputs form
+a group, and factors and zero points are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, SourceError
+from ..format.plan import PackedDim, Packing
+from .bits import WORD, unpacked
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, matrix, require_owners
+from .held import Held, along
+
+BITS = (2, 4, 8)
+COMPANIONS = (".qweight", ".qzeros", ".g_idx")
+SCALES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class GptqScheme:
+    """Weights of linear layers."""
+
+    zeros_minus_one: bool
+    """Whether zero points are stored less one, as in the first version of the format."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], where: str) -> GptqScheme:
+        """
+        Raises:
+            SourceError: a variant of the format that is not covered.
+        """
+        form = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+        bits = settings.get("bits")
+        if form not in ("gptq", "gptq_v2"):
+            raise SourceError(
+                f"{where} is quantized with gptq in the variant {form}; gptq and gptq_v2 are covered{REMEDY}"
+            )
+        if bits is not None and bits not in BITS:
+            raise SourceError(
+                f"{where} is quantized with gptq in {bits} bits; 2, 4 and 8 are covered{REMEDY}"
+            )
+        return cls(form == "gptq")
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        modules = [n.removesuffix(".qweight") for n in checkpoint.tensors if n.endswith(".qweight")]
+        found = {f"{module}.weight": self._module(checkpoint, module) for module in modules}
+        require_owners(checkpoint, found, COMPANIONS, "gptq")
+        return found
+
+    def _module(self, checkpoint: Checkpoint, module: str) -> Found:
+        names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
+        words, outputs = matrix(checkpoint, names["qweight"], names["qweight"])
+        groups, _ = matrix(checkpoint, names["scales"], names["qweight"])
+        inputs = info(checkpoint, names["g_idx"], names["qweight"]).shape[0]
+        bits = _bits(names, words, inputs)
+        group = Group(checkpoint, (outputs, inputs), names)
+        group.add("g_idx", ["int32"], (PackedDim(1, 1),))
+        shared = _shared(names["g_idx"], checkpoint.read(names["g_idx"]), groups)
+        group.add("qweight", ["int32"], (PackedDim(1, WORD // bits), PackedDim(0, 1)))
+        group.add("qzeros", ["int32"], (shared, PackedDim(0, WORD // bits)))
+        group.add("scales", SCALES, (shared, PackedDim(0, 1)))
+        return group.found("gptq", bits=bits, zeros_minus_one=int(self.zeros_minus_one))
+
+
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Factor times (integer less zero point), in the dtype of the factors; what the library computes in torch.
+
+    Zero points that are stored less one are corrected a word at a time, as the library does.
+    """
+    settings, dims = dict(packing.settings), {stored.name: stored.dims for stored in packing.tensors}
+    bits, zeros = settings["bits"], tensors["qzeros"]
+    if settings["zeros_minus_one"]:
+        zeros = zeros + sum(1 << shift for shift in range(0, WORD, bits))
+    values = unpacked(tensors["qweight"], bits, 0)
+    groups = dims["scales"][0]
+    indices = tensors["g_idx"] if groups.of is None else held.local_steps(groups.of, groups.step)
+    indices = indices.to(values.device).long()
+    return (tensors["scales"][indices] * (values - unpacked(zeros, bits, 1)[indices])).T
+
+
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+    """Check the groups of the inputs.
+
+    Raises:
+        CheckpointError: an input's group does not exist, or is not the one of consecutive inputs.
+    """
+    found = tensors["g_idx"].cpu().long()
+    groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
+    if groups.of is None:
+        if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < groups.step:
+            raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
+    elif not torch.equal(found, held.positions(1) // groups.step):
+        raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
+
+
+def _bits(names: Mapping[str, str], words: int, inputs: int) -> int:
+    bits = words * WORD // max(inputs, 1)
+    if bits * inputs != words * WORD or bits not in BITS:
+        raise SourceError(
+            f"{names['qweight']} has {words} words for {inputs} inputs, that is "
+            f"{words * WORD / max(inputs, 1):g} bits; 2, 4 and 8 are covered{REMEDY}"
+        )
+    return bits
+
+
+def _shared(name: str, indices: Tensor, groups: int) -> PackedDim:
+    """The dim of factors along the inputs, which have these groups."""
+    indices = indices.long()
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < groups:
+        raise SourceError(f"{name} names a group outside of the {groups} of the weight{REMEDY}")
+    size = int((indices == 0).sum())
+    consecutive = size and torch.equal(indices, torch.arange(len(indices)) // size)
+    if consecutive and -(-len(indices) // size) == groups:
+        return along(1, size, len(indices))
+    return PackedDim(None, groups)

@@ -1,0 +1,46 @@
+"""The format of a checkpoint, by the ``quantization_config`` of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import SourceError
+from .awq import AwqScheme
+from .bnb import BnbScheme
+from .checkpoint_view import Scheme
+from .gptq import GptqScheme
+
+SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
+    "awq": AwqScheme.of,
+    "bitsandbytes": lambda settings, where: BnbScheme(),
+    "gptq": GptqScheme.of,
+}
+"""By ``quant_method``."""
+
+
+def scheme_of(settings: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme of a quantized checkpoint.
+
+    Args:
+        settings: its ``quantization_config``.
+        where: the checkpoint, for messages.
+
+    Raises:
+        SourceError: no such method is known, or the settings ask for a variant that is not covered.
+    """
+    method = _method(settings)
+    if method not in SCHEMES:
+        raise SourceError(
+            f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
+            f"unquantized model, or one that is quantized with {', '.join(sorted(SCHEMES))}"
+        )
+    return SCHEMES[method](settings, where)
+
+
+def _method(settings: Mapping[str, Any]) -> str:
+    """The method; bitsandbytes once left it out."""
+    found = settings.get("quant_method")
+    if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        return "bitsandbytes"
+    return str(getattr(found, "value", found) or "")

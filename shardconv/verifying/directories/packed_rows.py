@@ -1,0 +1,66 @@
+"""Packed parameters in files as weights that are dequantized when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from shardconv_runtime.format.plan import PackedTensor, Packing
+from shardconv_runtime.format.slices import Range
+from shardconv_runtime.packed.dequantize import check_values, dequantize
+from shardconv_runtime.packed.held import Held
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, take
+from torch import Tensor
+
+from ..simulation.streamed_weights import computed, computed_rows
+
+
+def dequantized_rows(
+    name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: Held, dtype: str
+) -> LazyTensor:
+    """A weight that is dequantized when it is read, a stack of matrices matrix by matrix.
+
+    Args:
+        name: of the parameter, for messages.
+        packing: how it is stored.
+        stored: its stored tensors, local ones if ``held`` is a part.
+        held: which part of the weight it is.
+        dtype: of the weight.
+    """
+
+    def compute(span: Range) -> Tensor:
+        part = (
+            held
+            if span == (0, held.local_shape[0])
+            else replace(held, ranges=(_within(held.ranges[0], span), *held.ranges[1:]))
+        )
+        read = {t.name: read_tensor(_rows(stored[t.name], t, span)) for t in packing.tensors}
+        check_values(packing, read, part, name)
+        return dequantize(packing, read, part, getattr(torch, dtype))
+
+    shape = held.local_shape
+    if any(dim.of == 0 and dim.step != 1 for tensor in packing.tensors for dim in tensor.dims):
+        return computed(name, dtype, shape, lambda: compute((0, shape[0])))
+    return computed_rows(name, dtype, shape, compute)
+
+
+def _rows(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
+    """What belongs to a span of the weight's first dim."""
+    for index, dim in enumerate(packed.dims):
+        if dim.of == 0 and dim.step == 1:
+            tensor = take(tensor, index, (span,))
+    return tensor
+
+
+def _within(ranges: tuple[Range, ...], span: Range) -> tuple[Range, ...]:
+    """The global positions of a span of the local ones."""
+    found = []
+    offset = 0
+    for start, stop in ranges:
+        first, last = max(span[0], offset), min(span[1], offset + stop - start)
+        if first < last:
+            found.append((start + first - offset, start + last - offset))
+        offset += stop - start
+    return tuple(found)
