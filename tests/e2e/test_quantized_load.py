@@ -27,7 +27,7 @@ def logits_of_rank(path: Path, plan: Path | None = None) -> torch.Tensor:
     """Runs on each rank."""
     import shardconv_runtime
 
-    model = shardconv_runtime.load(path, plan=plan, dtype="float32")
+    model = shardconv_runtime.load(path, plan=plan, dtype="float32", dequantize=True)
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor(IDS)).logits
     return found

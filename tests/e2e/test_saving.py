@@ -78,6 +78,10 @@ def load_and_save(path: Path, out: Path, **options: Any) -> None:
     shardconv_runtime.save(shardconv_runtime.load(path), out, **options)
 
 
+def load_dequantized_and_save(path: Path, out: Path) -> None:
+    shardconv_runtime.save(shardconv_runtime.load(path, dequantize=True), out)
+
+
 def load_grow_save(path: Path, out: Path) -> torch.Tensor:
     model = shardconv_runtime.load(path)
     grow(model)
@@ -90,7 +94,7 @@ def load_logits(path: Path) -> torch.Tensor:
 
 
 def load_parameters(path: Path) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in shardconv_runtime.load(path).named_parameters()}
+    return {name: p.detach() for name, p in shardconv_runtime.load(path, dequantize=True).named_parameters()}
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -173,9 +177,9 @@ class TestDtypes:
     def test_blocks_are_multiplied_out(self, tmp_path: Path) -> None:
         save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
-        run_processes(2, load_and_save, tmp_path / "out", tmp_path / "saved")
+        run_processes(2, load_dequantized_and_save, tmp_path / "out", tmp_path / "saved")
         plan = plan_json.read(tmp_path / "saved" / "plan.json")
-        assert not any(entry.block for entry in plan.parameters)
+        assert not any(entry.packing for entry in plan.parameters)
         assert {entry.dtype for entry in plan.parameters} == {plan.model.dtype}
         assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
         shardconv.verify(tmp_path / "saved")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.format.block_scales import dequantized
-from shardconv_runtime.format.stored_layout import SUFFIX
+
+SUFFIX = "_scale_inv"
+"""Of the names of factors."""
 
 BLOCK = 16
 PLAIN = ("lm_head", "embed", "norm", "mlp.gate.", "bias")
@@ -27,6 +28,14 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.to(torch.float8_e4m3fn), factors
 
 
+def dequantized(values: torch.Tensor, factors: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+    """Values times the factors of their blocks, in bfloat16; ``values`` of any number of dims, experts first."""
+    spread = factors
+    for dim in (-2, -1):
+        spread = spread.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
+    return (values.float() * spread).to(torch.bfloat16)
+
+
 def save_quantized(config: Any, cls: Any, directory: Path) -> None:
     """A random model, quantized in ``directory`` and dequantized in ``directory``-plain."""
     torch.manual_seed(0)
@@ -38,7 +47,7 @@ def save_quantized(config: Any, cls: Any, directory: Path) -> None:
         if tensor.dim() == 2 and not any(part in name for part in PLAIN):
             stored[name], stored[name + SUFFIX] = quantize(tensor)
             factors = stored[name + SUFFIX]
-            plain[name] = dequantized(stored[name], factors, (BLOCK, BLOCK), torch.bfloat16)
+            plain[name] = dequantized(stored[name], factors)
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     settings = json.loads((directory / "config.json").read_text())
     other = directory.with_name(f"{directory.name}-plain")

@@ -20,7 +20,7 @@ import transformers
 from export_cases import CASES, Exported, convert, require_cover, require_same, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized_checkpoints import dense_config, save_quantized
+from quantized_checkpoints import SUFFIX, dense_config, save_quantized
 from random_plans import Declared, declared, plans, random_bytes
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,6 @@ from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import CheckpointError, ShardconvError
 from shardconv_runtime.format.manifest import Source
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.stored_layout import SUFFIX
 from small_conversion import Model, Stages, contents, crashes, placed
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader

@@ -179,7 +179,9 @@ class TestBlocks:
 
         monkeypatch.setattr(saved, "revert_weight_conversion", split)
         monkeypatch.setattr("shardconv.converted.saved_layout.require_loadable", lambda *args: None)
-        with pytest.raises(SourceError, match=rf"{name}\.upper would be saved with parts of blocks"):
+        with pytest.raises(
+            SourceError, match=rf"{name}\.upper would be saved with parts of its packed steps"
+        ):
             shardconv.merge(tmp_path / "out", tmp_path / "hf")
         assert not (tmp_path / "hf").exists()
 

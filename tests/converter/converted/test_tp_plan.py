@@ -14,7 +14,7 @@ from boundaries import boundary
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import Edit, ModulePlan, Plan
+from shardconv_runtime.format.plan import Edit, ModulePlan, PackedDim, PackedTensor, Packing, Plan
 from torch import nn
 from tp_plan_cases import (
     HIDDEN,
@@ -183,9 +183,9 @@ class TestRefusals:
 
     def test_quantized_weights(self) -> None:
         """transformers has modules of its own for them, which nobody planned."""
-        plan = change_parameters(
-            solved("llama", 2), "up_proj.weight", lambda e: replace(e, block=(32, 32), block_dtype="float32")
-        )
+        stored = PackedTensor("*", "float8_e4m3fn", (PackedDim(0, 1), PackedDim(1, 1)))
+        packing = Packing("fp8", (stored,))
+        plan = change_parameters(solved("llama", 2), "up_proj.weight", lambda e: replace(e, packing=packing))
         assert "quantized weights" in refusal(plan, built("llama"))
         quantized = config("llama")
         settings = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}

@@ -401,7 +401,7 @@ class TestConvert:
 def test_a_block_scaled_config_gives_a_plain_model(tmp_path: Path) -> None:
     save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
     plan = shardconv.convert(tmp_path / "model", tmp_path / "out", 2, random_init=True, check=False)
-    assert not any(entry.block for entry in plan.parameters)
+    assert not any(entry.packing for entry in plan.parameters)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 

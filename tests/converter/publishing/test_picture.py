@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
-from shardconv_runtime.format.plan import ParameterPlan, Plan
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
 from shardconv_runtime.format.slices import ranges
 from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
@@ -206,13 +206,12 @@ def test_float8_and_partial_parameters() -> None:
     blocks = ParameterPlan(
         ("extra.weight",),
         (Leaf(256, (0,)), Leaf(128)),
-        "float8_e4m3fn",
-        block=(128, 128),
-        block_dtype="float32",
+        "bfloat16",
+        packing=Packing("fp8", (PackedTensor("*", "float8_e4m3fn", (PackedDim(0, 1), PackedDim(1, 1))),)),
     )
     term = ParameterPlan(("extra.bias",), (Leaf(256),), "float32", partial=(0,))
     root = parsed(dataclasses.replace(plan, parameters=(*plan.parameters, blocks, term)))
-    assert "float8, factors 2 \N{MULTIPLICATION SIGN} 1" in texts(root)
+    assert "packed (fp8, 1 tensors)" in texts(root)
     assert "partial: full on one rank, zero on the others" in texts(root)
     assert any(node.get("id") == "sc-hatch" for node in root.iter(f"{SVG}pattern"))
 

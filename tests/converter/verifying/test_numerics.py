@@ -161,7 +161,7 @@ def test_block_scaled_values(tmp_path: Path, kind: str, dtype: str | None) -> No
     found = shardconv.verify(tmp_path / "out", tmp_path / "model", numerics=True)
     plan = plan_json.read(tmp_path / "out" / "plan.json")
     assert (found.num_tensors, found.remarks) == (len(stored_plans(plan)), ())
-    assert any(entry.block for entry in plan.parameters) == (dtype is None)
+    assert any(entry.packing for entry in plan.parameters) == (dtype is None)
     assert found.numerics is not None
     assert found.numerics.worst < 1e-12
     if dtype is None:

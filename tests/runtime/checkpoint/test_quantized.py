@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from quantized_checkpoints import dense_config, experts_config, save_quantized, set_method
+from quantized_checkpoints import (
+    SUFFIX,
+    dense_config,
+    dequantized,
+    experts_config,
+    save_quantized,
+    set_method,
+)
 from safetensors.torch import load_file, save_file
+from shardconv_runtime.checkpoint.packed_plan import with_packings
 from shardconv_runtime.checkpoint.resolve import resolve
-from shardconv_runtime.checkpoint.scaled import with_blocks
 from shardconv_runtime.errors import PlanError, SourceError
 from shardconv_runtime.format import manifest, plan_json
-from shardconv_runtime.format.block_scales import VALUES_DTYPE, check_blocks, dequantized
-from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
-from shardconv_runtime.format.plan import ParameterPlan, parameter_plans
-from shardconv_runtime.format.slices import ranges
-from shardconv_runtime.format.stored_layout import SUFFIX, factors_entry, is_common
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, parameter_plans
+from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.tensors.copying import read_tensor
 from small_models import hand_plan, small_config
 
@@ -52,7 +54,7 @@ def test_each_rank_has_the_factors_of_its_values(
     assert plan_json.read(tmp_path / "out" / "plan.json") == plan
     stored, plain = read(tmp_path / "out"), read(tmp_path / "plain").weights()
     entries = parameter_plans(plan)
-    scaled = {name: entry for name, entry in entries.items() if entry.block}
+    scaled = {name: entry for name, entry in entries.items() if entry.packing}
     assert len(scaled) >= 2 * 6
     split = 0
     for rank, tensors in stored.tensors.items():
@@ -62,7 +64,7 @@ def test_each_rank_has_the_factors_of_its_values(
             if name in scaled:
                 factors = read_tensor(tensors[name + SUFFIX])
                 assert (found.dtype, factors.dtype) == (torch.float8_e4m3fn, torch.float32)
-                found = dequantized(found, factors, scaled[name].block, torch.bfloat16)
+                found = dequantized(found, factors)
                 split += rank is not None
             assert torch.equal(found, expected), (rank, name)
     assert split >= 2 * 6
@@ -84,22 +86,25 @@ def test_few_blocks_for_many_ranks(kind: str, tmp_path: Path, request: pytest.Fi
     model = request.getfixturevalue(kind)
     plan = shardconv.convert(model, tmp_path / "out", 4, check=False)
     shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", 4, check=False)
-    scaled = [entry for entry in parameter_plans(plan).values() if entry.block]
-    assert sum(not is_common(entry) for entry in scaled) > len(scaled) / 2
+    scaled = [name for name, entry in parameter_plans(plan).items() if entry.packing]
+    assert sum(not is_common(stored_plans(plan)[name]) for name in scaled) > len(scaled) / 2
     expected = read(tmp_path / "plain").weights()
     stored = read(tmp_path / "out").weights()
     for name, entry in parameter_plans(plan).items():
         found = read_tensor(stored[name])
-        if entry.block:
-            found = dequantized(found, read_tensor(stored[name + SUFFIX]), entry.block, torch.bfloat16)
+        if entry.packing:
+            found = dequantized(found, read_tensor(stored[name + SUFFIX]))
         assert torch.equal(found, read_tensor(expected[name])), name
 
 
 def test_a_plan_that_tears_blocks_is_refused() -> None:
     plan = hand_plan(small_config(), 4)
-    blocks = {name: ((3,) * len(e.dims), "float32") for name, e in parameter_plans(plan).items()}
-    with pytest.raises(PlanError, match=r"sharded inside of blocks of 3.*another tp than 4, or pass --dtype"):
-        with_blocks(plan, blocks)
+    threes = {
+        name: Packing("x", (PackedTensor("*", "int8", tuple(PackedDim(i, 3) for i in range(len(e.dims)))),))
+        for name, e in parameter_plans(plan).items()
+    }
+    with pytest.raises(PlanError, match=r"sharded inside of the 3 .*another tp than 4, or pass --dtype"):
+        with_packings(plan, threes)
 
 
 def change(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
@@ -140,29 +145,3 @@ def test_other_methods_are_refused_by_name(dense: Path, settings: dict[str, obje
             SourceError, match=rf"is quantized \({method}\), which cannot be sharded; convert"
         ):
             resolve(dense, need_weights=need_weights)
-
-
-DIMS = st.recursive(
-    st.builds(Leaf, st.integers(1, 12), st.sampled_from([(), (0,)])),
-    lambda inner: (
-        st.builds(lambda parts: Sum(tuple(parts)), st.lists(inner, min_size=1, max_size=3))
-        | st.builds(lambda a, b: Product((a, Leaf(b))), inner, st.integers(1, 8))
-    ),
-    max_leaves=4,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(DIMS, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3]))
-def test_blocks_are_split_as_values_or_not_at_all(dim: Dim, block: int, tp: int) -> None:
-    entry = ParameterPlan(("w",), (dim,), VALUES_DTYPE, block=(block,), block_dtype="float32")
-    try:
-        check_blocks(entry, (tp,))
-    except PlanError:
-        return
-    (factors,) = factors_entry(entry).dims
-    for rank in range(tp):
-        positions = [at for start, stop in ranges(dim, (tp,), rank) for at in range(start, stop)]
-        blocks = [at for start, stop in ranges(factors, (tp,), rank) for at in range(start, stop)]
-        assert sorted({at // block for at in positions}) == blocks
-        assert [block * b + i for b in blocks for i in range(block) if block * b + i < size(dim)] == positions

@@ -18,14 +18,14 @@ import pytest
 import shardconv_runtime
 import torch
 from converted import llama_plan, random_llama, write_directory
+from quantized_checkpoints import dequantized
 from quick_calls import real_fsync
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format.block_scales import dequantized
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.header import STORED_NAME, ShardFile, read_header
-from shardconv_runtime.format.plan import ParameterPlan
-from shardconv_runtime.loading import rank_files, read_ahead
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
+from shardconv_runtime.loading import packed_tensors, rank_files, read_ahead
 from shardconv_runtime.loading.read_ahead import ReadAhead
 from shardconv_runtime.loading.reading import mapped
 from shardconv_runtime.loading.staged_reading import ALIGNMENT, DeviceEvent, staged
@@ -344,16 +344,18 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
         written(tmp_path / "values", {"scaled": values, "plain": plain}),
         written(tmp_path / "factors", {"scaled_scale_inv": factors}),
     ]
+    stored = PackedTensor("*", "float8_e4m3fn", (PackedDim(0, 1), PackedDim(1, 1)))
+    factor = PackedTensor("*_scale_inv", "float32", (PackedDim(0, 16), PackedDim(1, 16)))
     scaled = ParameterPlan(
-        ("scaled",), (Leaf(40), Leaf(48)), "float8_e4m3fn", block=(16, 16), block_dtype="float32"
+        ("scaled",), (Leaf(40), Leaf(48)), "bfloat16", packing=Packing("fp8", (stored, factor))
     )
     plan = dataclasses.replace(
         llama_plan(random_llama().config, (1,), "bfloat16"),
         parameters=(scaled, ParameterPlan(("plain",), (Leaf(4), Leaf(4)), "bfloat16")),
     )
-    found = dict(rank_files._parameters(read(shards), plan))
+    found = dict(packed_tensors.dequantized(read(shards), plan, 0))
     assert torch.equal(found["plain"], plain)
-    assert torch.equal(found["scaled"], dequantized(values, factors, (16, 16), torch.bfloat16))
+    assert torch.equal(found["scaled"], dequantized(values, factors))
 
 
 def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
