@@ -49,6 +49,7 @@ RUNTIME_ORDER = (
     "wording",
     "hub_options",
     "format",
+    "packed",
     "comm",
     "loaded",
     "parallel",

@@ -1,7 +1,7 @@
 """GPTQ: integers of 2, 4 or 8 bits, packed along the inputs, with a factor and a zero point for each group.
 
-``g_idx`` gives the group of each input. As a rule, groups are consecutive inputs; in *act-order* any inputs form
-a group, and factors and zero points are replicated.
+``g_idx`` gives the group of each input. As a rule, groups are consecutive inputs; in *act-order* any inputs
+form a group, and factors and zero points are replicated.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GptqScheme:
 
 
 def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
-    """Factor times (integer less zero point), in the dtype of the factors; what the library computes in torch.
+    """Factor times (integer less zero point), in the dtype of the factors, as the library does in torch.
 
     Zero points that are stored less one are corrected a word at a time, as the library does.
     """

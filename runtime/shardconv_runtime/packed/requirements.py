@@ -1,0 +1,39 @@
+"""What a machine needs to compute with weights that stay packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Of one format."""
+
+    packages: tuple[str, ...]
+    """That transformers imports, as pip names them."""
+    why: str
+    """What they are for, and where they compute; a phrase for errors and model cards."""
+
+    @property
+    def command(self) -> str:
+        """Installs them."""
+        return f"pip install {' '.join(self.packages)}"
+
+
+BNB = Requirement(("bitsandbytes", "accelerate"), "bitsandbytes has the kernels, for CPUs and GPUs")
+
+REQUIREMENTS = {
+    "awq": Requirement(("gptqmodel", "accelerate"), "gptqmodel has the kernels, for CPUs and GPUs"),
+    "bnb_4bit": BNB,
+    "bnb_8bit": BNB,
+    "gptq": Requirement(
+        ("gptqmodel", "optimum"),
+        "gptqmodel has the kernels, for CPUs and GPUs, and optimum puts them into the model",
+    ),
+}
+"""By the method of a packing."""
+
+
+def requirement(method: str) -> Requirement:
+    """What computing with a packed parameter of this method needs."""
+    return REQUIREMENTS[method]
