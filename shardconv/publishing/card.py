@@ -9,10 +9,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.format.manifest import Source
+from shardconv_runtime.packed.requirements import requirement
 
 from ..reporting.human_numbers import human_bytes, human_count
 from ..reporting.report import numerics_text
-from ..reporting.summary import summarize
+from ..reporting.summary import packed_methods, summarize, weights_text
 from .published import Published
 from .readme import BEGIN, END
 
@@ -116,6 +117,13 @@ def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield "```"
     yield ""
     yield "The number of processes selects the directory: `tp-N` is for N of them."
+    for method in sorted({method for variant in variants for method in packed_methods(variant.plan)}):
+        needed = requirement(method)
+        yield ""
+        yield (
+            f"Weights are packed ({escaped(method)}), on disk and in memory: `{needed.command}`, since "
+            f"{needed.why}. With `load(..., dequantize=True)` they are multiplied out instead."
+        )
 
 
 def _quoted(text: str) -> str:
@@ -136,7 +144,7 @@ def _variants(variants: Sequence[Published]) -> Iterator[str]:
             human_bytes(max(summary.rank_bytes)),
             human_bytes(total),
             human_count(plan.model.num_parameters),
-            plan.model.dtype,
+            weights_text(plan),
             human_bytes(sum(group.num_bytes for group in summary.replicated)),
         )
         yield "| " + " | ".join(map(escaped, cells)) + " |"

@@ -11,7 +11,7 @@ from html import escape
 from shardconv_runtime.format.plan import Plan, global_shape
 
 from ..reporting.human_numbers import human_bytes, human_count
-from ..reporting.summary import COMMUNICATING, Summary, summarize
+from ..reporting.summary import COMMUNICATING, Summary, summarize, weights_text
 from .geometry import CARD_WIDTH, CARD_X, INNER_X, LANE_WIDTH, LANE_X, MARGIN, PAD, WIDTH
 from .lane_picture import lane_picture
 from .lanes import Bar, Cell
@@ -118,7 +118,7 @@ def _header(plan: Plan, summary: Summary) -> Row:
     ranks = "1 rank" if plan.tp == 1 else f"{plan.tp} ranks"
     facts = [
         f"{human_count(plan.model.num_parameters)} parameters",
-        plan.model.dtype,
+        weights_text(plan),
         ranks + (f" (mesh {mesh})" if len(plan.mesh) > 1 else ""),
     ]
     costs = [f"{human_bytes(max(summary.rank_bytes))} of {human_bytes(summary.total_bytes)} on each rank"]

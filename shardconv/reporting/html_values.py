@@ -10,7 +10,7 @@ from shardconv_runtime.format.plan import Edit, Plan
 from shardconv_runtime.format.stored_layout import is_common
 
 from .human_numbers import human_bytes, human_count, percent
-from .summary import Collective, Summary, local_bytes
+from .summary import Collective, Summary, local_bytes, weights_text
 
 MAX_BARS = 16
 """With more ranks, those that hold the same number of bytes share a bar."""
@@ -64,7 +64,7 @@ def figures(plan: Plan, summary: Summary) -> list[Figure]:
     if human_bytes(smallest) != human_bytes(largest):
         share += f"; the smallest holds {human_bytes(smallest)}"
     return [
-        Figure("Parameters", human_count(plan.model.num_parameters), plan.model.dtype),
+        Figure("Parameters", human_count(plan.model.num_parameters), weights_text(plan)),
         Figure("The model", human_bytes(summary.total_bytes), f"{sharded} is sharded"),
         Figure("Each rank", human_bytes(largest), share),
         Figure("Replicated", human_bytes(replicated), percent(replicated, summary.total_bytes)),

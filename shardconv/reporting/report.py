@@ -13,7 +13,16 @@ from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 from .fits import Load
 from .human_numbers import human_bytes, human_count, percent
 from .memory_lines import device_lines, memory_lines
-from .summary import Collective, LayerKind, Replicated, Summary, TensorLine, all_notes, summarize
+from .summary import (
+    Collective,
+    LayerKind,
+    Replicated,
+    Summary,
+    TensorLine,
+    all_notes,
+    summarize,
+    weights_text,
+)
 
 WIDTH = 100
 TOKENS = 2048
@@ -48,7 +57,7 @@ def _header(plan: Plan) -> Iterator[str]:
     mesh = " x ".join(map(str, plan.mesh)) or "1"
     yield model.class_name.partition(":")[2]
     yield (
-        f"  {human_count(model.num_parameters)} parameters, {model.dtype}"
+        f"  {human_count(model.num_parameters)} parameters, {weights_text(plan)}"
         f" · tp {plan.tp}, mesh {mesh}"
         f" · torch {plan.code.torch}, transformers {plan.code.transformers}"
     )

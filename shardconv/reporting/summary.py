@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
 from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import (
     Edit,
     ModulePlan,
@@ -18,6 +19,7 @@ from shardconv_runtime.format.plan import (
     global_shape,
     local_shape,
     module_plans,
+    parameter_plans,
 )
 from shardconv_runtime.format.stored_layout import is_common, stored_entries
 
@@ -128,15 +130,38 @@ def item_bytes(dtype: str) -> int:
 def _kinds(plan: Plan, parameters: Mapping[str, ParameterPlan]) -> tuple[LayerKind, ...]:
     """Group the modules that have an entry in the plan or hold parameters that are not replicated."""
     modules = module_plans(plan)
+    owners = _packed_owners(plan)
     owned: dict[str, list[TensorLine]] = {name: [] for name in modules}
     for name, entry in parameters.items():
-        owner, _, leaf = name.rpartition(".")
+        owner = owners.get(name, name.rpartition(".")[0])
+        leaf = name.removeprefix(f"{owner}.")
         if owner in modules or not is_common(entry):
             owned.setdefault(owner, []).append(TensorLine(leaf, entry))
     groups: dict[tuple[ModulePlan | None, tuple[TensorLine, ...]], list[str]] = {}
     for owner, tensors in owned.items():
         groups.setdefault((modules.get(owner), tuple(tensors)), []).append(owner)
     return tuple(_kind(plan, names, modules.get(names[0]), owned[names[0]]) for names in groups.values())
+
+
+def _packed_owners(plan: Plan) -> dict[str, str]:
+    """The module of each stored tensor of a packed parameter; the tensor's name may have dots of its own."""
+    return {
+        tensor_name(name, tensor.name): name.rpartition(".")[0]
+        for name, entry in parameter_plans(plan).items()
+        if entry.packing is not None
+        for tensor in entry.packing.tensors
+    }
+
+
+def packed_methods(plan: Plan) -> tuple[str, ...]:
+    """The formats in which parameters are stored packed, sorted."""
+    return tuple(sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None}))
+
+
+def weights_text(plan: Plan) -> str:
+    """The dtype of a model, and the formats of its packed parameters."""
+    packed = ", ".join(packed_methods(plan))
+    return f"{plan.model.dtype}, packed in {packed}" if packed else plan.model.dtype
 
 
 def _kind(plan: Plan, names: list[str], module: ModulePlan | None, tensors: list[TensorLine]) -> LayerKind:

@@ -29,7 +29,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantized(values: torch.Tensor, factors: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
-    """Values times the factors of their blocks, in bfloat16; ``values`` of any number of dims, experts first."""
+    """Values times the factors of their blocks, in bfloat16; blocks are in the last two dims."""
     spread = factors
     for dim in (-2, -1):
         spread = spread.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
