@@ -71,7 +71,7 @@ def spread(values: Tensor, stored: PackedTensor, held: Held) -> Tensor:
     along = {dim.of: place for place, dim in enumerate(stored.dims) if dim.of is not None}
     others = [place for place, dim in enumerate(stored.dims) if dim.of is None]
     shape = [values.shape[along[dim]] if dim in along else 1 for dim in range(len(held.shape))]
-    return values.permute(*(along[dim] for dim in sorted(along)), *others).reshape(shape)
+    return values.permute([*(along[dim] for dim in sorted(along)), *others]).reshape(shape)
 
 
 def along(of: int, step: int, size: int) -> PackedDim:

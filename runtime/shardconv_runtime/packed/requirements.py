@@ -26,6 +26,10 @@ REQUIREMENTS = {
     "awq": Requirement(("gptqmodel", "accelerate"), "gptqmodel has the kernels, for CPUs and GPUs"),
     "bnb_4bit": BNB,
     "bnb_8bit": BNB,
+    "fp8": Requirement(
+        ("accelerate", "kernels"),
+        "kernels downloads those that multiply float8, for GPUs with compute capability 8.9 or more",
+    ),
     "gptq": Requirement(
         ("gptqmodel", "optimum"),
         "gptqmodel has the kernels, for CPUs and GPUs, and optimum puts them into the model",

@@ -9,11 +9,13 @@ from ..errors import SourceError
 from .awq import AwqScheme
 from .bnb import BnbScheme
 from .checkpoint_view import Scheme
+from .fp8 import Fp8Scheme
 from .gptq import GptqScheme
 
 SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": AwqScheme.of,
     "bitsandbytes": lambda settings, where: BnbScheme(),
+    "fp8": Fp8Scheme.of,
     "gptq": GptqScheme.of,
 }
 """By ``quant_method``."""

@@ -1,0 +1,125 @@
+"""float8 with one factor for a tensor, or for each block of it, as transformers reads it (quant_method fp8).
+
+Usual names are NAME, of values, NAME_scale_inv, of factors, and perhaps a factor of the inputs. The weights
+of experts may be stacked, ``[E, out, in]``; blocks are in the last two dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SourceError
+from ..format.plan import PackedDim, Packing
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
+from .exponents import as_factors
+from .held import Held, along, spread
+
+VALUES = "float8_e4m3fn"
+BLOCK = (128, 128)
+"""Of settings that name none."""
+FACTORS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
+"""Dtypes; bytes are exponents of two."""
+SCALES = {
+    "_scale_inv": "*_scale_inv",
+    ".scale": "scale",
+    ".qscale_weight": "qscale_weight",
+    "_scale": "*_scale",
+}
+"""Ends of the names of factors, and their names in a packing; those with a point stand beside NAME.weight."""
+INPUTS = ("activation_scale", "*_activation_scale", "qscale_act")
+"""Names of factors of the inputs, in a packing."""
+COMPANIONS = ("_scale_inv", ".qscale_weight", ".qscale_act", "activation_scale", ".input_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """Matrices, and stacks of them."""
+
+    block: tuple[int, int] | None
+    """Rows and columns of a block; None: a factor is of a whole matrix."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], where: str) -> Fp8Scheme:
+        """
+        Raises:
+            SourceError: a variant of the format that is not covered.
+        """
+        if settings.get("expert_dtype", "fp8") != "fp8":
+            raise SourceError(f"{where} has experts in {settings['expert_dtype']} beside fp8{REMEDY}")
+        block = settings.get("weight_block_size", BLOCK)
+        if block is None:
+            return cls(None)
+        if (
+            not isinstance(block, list | tuple)
+            or len(block) != 2
+            or any(type(n) is not int or n < 1 for n in block)
+        ):
+            raise SourceError(f"{where} is quantized with fp8 in blocks of {block}{REMEDY}")
+        return cls((block[0], block[1]))
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        found = {}
+        for weight, name, stored in _factors(checkpoint):
+            found[weight] = self._parameter(checkpoint, weight, name, stored)
+        require_owners(checkpoint, found, COMPANIONS, "fp8")
+        for name, tensor in checkpoint.tensors.items():
+            if tensor.dtype == VALUES and name not in found:
+                raise SourceError(f"{name} is in float8 and lacks {name}_scale_inv{REMEDY}")
+        return found
+
+    def _parameter(self, checkpoint: Checkpoint, weight: str, name: str, stored: str) -> Found:
+        shape = info(checkpoint, weight, name).shape
+        if len(shape) < 2:
+            raise SourceError(f"{weight} is {list(shape)}, and should have two dims or more{REMEDY}")
+        inputs = {part: full for part in INPUTS if (full := _beside(weight, part)) in checkpoint.tensors}
+        group = Group(checkpoint, shape, {"*": weight, stored: name, **inputs})
+        group.add("*", [VALUES], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
+        group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
+        for part, full in inputs.items():
+            group.add(part, FACTORS[:3], _input_dims(shape, checkpoint.tensors[full].shape))
+        return group.found("fp8")
+
+    def _dims(self, shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
+        """Dims of the factors of a weight."""
+        if factors in ((), (1,)):
+            return tuple(PackedDim(None, 1) for _ in factors)
+        last = len(shape) - 2
+        block = self.block or shape[last:]
+        stack = tuple(PackedDim(dim, 1) for dim in range(last))
+        return *stack, *(along(last + i, block[i], shape[last + i]) for i in range(2))
+
+
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Values times factors in float32, as transformers does."""
+    stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
+    return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)
+
+
+def _factors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    """Names of weights and of their factors, in the checkpoint and in a packing."""
+    for name in checkpoint.tensors:
+        for end, stored in SCALES.items():
+            if name.endswith(end):
+                owner = name.removesuffix(end)
+                weight = f"{owner}.weight" if end.startswith(".") else owner
+                found = checkpoint.tensors.get(weight)
+                if end == "_scale_inv" or (found is not None and found.dtype == VALUES):
+                    yield weight, name, stored
+
+
+def _beside(weight: str, part: str) -> str:
+    """Name in the checkpoint of a tensor of the same module."""
+    module, _, own = weight.rpartition(".")
+    return f"{module}.{part.replace('*', own)}"
+
+
+def _input_dims(shape: tuple[int, ...], factors: tuple[int, ...]) -> tuple[PackedDim, ...]:
+    """Dims of a factor of the inputs, or of those of each expert."""
+    if factors in ((), (1,)):
+        return tuple(PackedDim(None, 1) for _ in factors)
+    return (PackedDim(0, 1),) if len(shape) > 2 else (PackedDim(None, 1),)
