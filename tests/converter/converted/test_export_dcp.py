@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
 from shardconv_runtime.errors import CheckpointError, ShardconvError
 from shardconv_runtime.format.manifest import Source
-from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.stored_layout import stored_plans
 from small_conversion import Model, Stages, contents, crashes, placed
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -178,7 +179,7 @@ class TestFiles:
         export(tmp_path / "out", tmp_path / "dir")
         state = load_file(tmp_path / "model" / "model.safetensors")
         assert any(name.endswith(SUFFIX) for name in state)
-        assert {entry.dtype for entry in parameter_plans(plan).values()} > {"float8_e4m3fn"}
+        assert {entry.dtype for entry in stored_plans(plan).values()} > {"float8_e4m3fn"}
         require_same(read(tmp_path / "dir", state), state)
         require_cover(tmp_path / "dir", state)
 
