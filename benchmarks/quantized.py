@@ -2,8 +2,8 @@
 """Quantized checkpoints of hundreds of GB, converted for one rank: their real layouts, as files of holes.
 
 The header of the checkpoint has the name, shape and dtype of each tensor of a release; its bytes are a hole,
-which reads as zeros. One rank of ``--tp`` is converted, bytes that are zero are not written (the disk would not
-hold them), and everything else is as for a user: headers, plan, copying, checksums, journal.
+which reads as zeros. One rank of ``--tp`` is converted; bytes that are zero are not written, since the disk would
+not hold them. Everything else is as for a user: headers, plan, copying, checksums, journal.
 
     python benchmarks/quantized.py [deepseek_v3] [gpt_oss] [--tp 8] [--experts tp|ep] [--markdown FILE]
 """
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
@@ -106,21 +107,22 @@ def write_holes(directory: Path, config: Any, tensors: Tensors) -> int:
 
 
 def convert(arguments: list[str]) -> None:
-    """``shardconv convert`` that leaves holes where it would write zeros."""
+    """``shardconv convert`` that leaves holes where it would write zeros, and so needs no free space."""
     real = os.pwrite
     zeros = bytes(1 << 20)
 
     def pwrite(handle: int, data: Any, offset: int) -> int:
         view = memoryview(data).cast("B")
         parts = (view[i : i + len(zeros)] for i in range(0, len(view), len(zeros)))
-        if all(part == zeros[: len(part)] for part in parts):
+        if all(bytes(part) == zeros[: len(part)] for part in parts):
             return len(view)
         return real(handle, data, offset)
 
     os.pwrite = pwrite
+    os.statvfs = lambda path: SimpleNamespace(f_bavail=1 << 40, f_frsize=1 << 20)
     from shardconv.cli.entry import main as run
 
-    run(["convert", *arguments], standalone_mode=False)
+    run(["convert", *arguments])
 
 
 def measure(name: str, options: argparse.Namespace, scratch: Path) -> Iterator[str]:
