@@ -2,8 +2,8 @@
 """Quantized checkpoints of hundreds of GB, converted for one rank: their real layouts, as files of holes.
 
 The header of the checkpoint has the name, shape and dtype of each tensor of a release; its bytes are a hole,
-which reads as zeros. One rank of ``--tp`` is converted; bytes that are zero are not written, since the disk would
-not hold them. Everything else is as for a user: headers, plan, copying, checksums, journal.
+which reads as zeros. One rank of ``--tp`` is converted; bytes that are zero are not written, since the disk
+would not hold them. Everything else is as for a user: headers, plan, copying, checksums, journal.
 
     python benchmarks/quantized.py [deepseek_v3] [gpt_oss] [--tp 8] [--experts tp|ep] [--markdown FILE]
 """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,9 +63,15 @@ def save_packed(
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != HEAD:
+            module.name = name
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in pack(module).items()}
     model.save_pretrained(directory)
+    return save_tensors(directory, tensors, settings)
+
+
+def save_tensors(directory: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> Path:
+    """A saved model with other tensors, which are quantized with these settings."""
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = settings
@@ -144,6 +152,131 @@ def pack_awq(linear: torch.nn.Linear, group: int) -> dict[str, torch.Tensor]:
     """The stored tensors of a linear layer."""
     module = awq_module(linear, group)
     return {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
+
+
+def save_fp8(directory: Path, model: Any, block: tuple[int, int], **settings: Any) -> Path:
+    """Block-scaled float8 of all linear layers and experts, by the quantizer of transformers.
+
+    Args:
+        settings: others of ``FineGrainedFP8Config``.
+    """
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config = transformers.FineGrainedFP8Config(weight_block_size=block, **settings)
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    model.save_pretrained(directory)
+    tensors = {}
+    for name, tensor in stored(directory).items():
+        is_linear = name.endswith("_proj.weight")
+        tensors |= quantizer.convert({name: tensor}) if is_linear else {name: tensor}
+    return save_tensors(directory, tensors, config.to_dict())
+
+
+def experts_model() -> Any:
+    """A random mixture of four experts; in per-expert files."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+
+
+def save_mxfp4(directory: Path) -> Path:
+    """A random mixture of four experts with random values in MXFP4, of 3 blocks and of 5."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = transformers.GptOssForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    tensors = {}
+    for name, tensor in stored(directory).items():
+        if not name.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        shape = (tensor.shape[0], tensor.shape[2], tensor.shape[1] // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(115, 123, shape, dtype=torch.uint8)
+    return save_tensors(directory, tensors, transformers.Mxfp4Config().to_dict())
+
+
+def save_compressed(directory: Path, groups: dict[str, dict[str, Any]]) -> Path:
+    """compressed-tensors, packed by its own compressors.
+
+    Args:
+        groups: for each pattern of names of modules the settings of their weights.
+    """
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+
+    schemes = {
+        pattern: QuantizationScheme(targets=[f"re:{pattern}"], weights=weights)
+        for pattern, weights in groups.items()
+    }
+    for scheme in schemes.values():
+        scheme.format = infer_module_format(torch.nn.Linear, scheme)
+    formats = {scheme.format.value for scheme in schemes.values()}
+    config = QuantizationConfig(
+        config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
+        format=formats.pop() if len(formats) == 1 else "mixed-precision",
+        quantization_status="compressed",
+        ignore=[HEAD],
+    )
+
+    def pack(linear: torch.nn.Linear) -> dict[str, torch.Tensor]:
+        pattern = next(p for p in schemes if re.fullmatch(p, linear.name))
+        return pack_compressed(linear.weight, schemes[pattern])
+
+    return save_packed(directory, pack, json.loads(config.model_dump_json()))
+
+
+def pack_compressed(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
+    """The stored tensors of a matrix."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    weight, shared = weight.detach().bfloat16(), {}
+    cells = in_cells(weight, scheme.weights)
+    if scheme.weights.strategy == "tensor_group":
+        shared["global_scale"] = generate_gparam(weight.amin(), weight.amax())
+    scale, zeros = calculate_qparams(*cells.aminmax(dim=-1), scheme.weights, **shared)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zeros}
+    state |= {f"weight_{name}": tensor for name, tensor in shared.items()}
+    compressor = BaseCompressor.get_value_from_registry(infer_module_format(torch.nn.Linear, scheme))
+    return compressor.compress(state, scheme)
+
+
+def in_cells(weight: torch.Tensor, settings: Any) -> torch.Tensor:
+    """The values that share a factor, in the last dim."""
+    if settings.strategy == "tensor":
+        return weight.reshape(1, -1)
+    if settings.strategy == "channel":
+        return weight[:, None]
+    if settings.strategy == "block":
+        rows, columns = settings.block_structure
+        height, width = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -width % columns, 0, -height % rows))
+        cells = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        return cells.transpose(1, 2).flatten(2)
+    return weight.unflatten(1, (-1, settings.group_size))
 
 
 def round_to_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .dims import MAX_SIZE
 from .names import FORBIDDEN
@@ -15,15 +16,19 @@ MAX_TENSORS = 16
 """Most stored tensors of a packed parameter, and most settings."""
 
 
-def check_packed(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
-    """Check how a parameter is packed.
+def check_packings(entries: Iterable[ParameterPlan], mesh: Mesh) -> None:
+    """Check how parameters are packed.
 
     Raises:
-        MalformedError: a rule is broken; the message begins with ``where``.
+        MalformedError: a rule is broken; the message begins with the path of the field.
         PlanError: a rank's part begins or ends inside of a step.
     """
-    packing = entry.packing
-    assert packing is not None
+    for index, entry in enumerate(entries):
+        if entry.packing is not None:
+            _check_packing(f"parameters[{index}].packing", entry, entry.packing, mesh)
+
+
+def _check_packing(where: str, entry: ParameterPlan, packing: Packing, mesh: Mesh) -> None:
     if entry.partial:
         fail(where, "a packed parameter cannot be Partial: its zeros cannot be stored")
     if any(name.endswith("}") for name in entry.names):

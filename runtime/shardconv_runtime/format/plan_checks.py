@@ -164,10 +164,6 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if len(entry.dims) > MAX_TENSOR_DIMS:
         fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
     _check_dims(f"{where}.dims", entry.dims, mesh)
-    if entry.packing is not None:
-        from .packing_checks import check_packed  # few plans need it
-
-        check_packed(f"{where}.packing", entry, mesh)
     check_axes(f"{where}.partial", entry.partial, mesh)
     check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
     if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:

@@ -97,6 +97,10 @@ def _check(plan: Plan) -> None:
         from .norm_checks import check_norms
 
         check_norms("modules", plan.modules, plan.mesh)
+    if any(entry.packing is not None for entry in plan.parameters):
+        from .packing_checks import check_packings
+
+        check_packings(plan.parameters, plan.mesh)
     if plan.training is not None and (plan.training.sequence or plan.training.draws):
         from .training_checks import check_training
 

@@ -13,22 +13,26 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.plan import Packing
-from . import awq, bnb, exponents, fp8, gptq
+from . import awq, bnb, compressed_tensors, exponents, fp8, gptq, mxfp4
 from .held import Held, stored_shape
 
 FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held], Tensor]] = {
     "awq": awq.dequantized,
     "bnb_4bit": bnb.dequantized_4bit,
     "bnb_8bit": bnb.dequantized_8bit,
+    "compressed_tensors": compressed_tensors.dequantized,
     "fp8": fp8.dequantized,
     "gptq": gptq.dequantized,
+    "mxfp4": mxfp4.dequantized,
 }
 """By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
 
 CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
+    "compressed_tensors": compressed_tensors.check,
     "fp8": exponents.check,
     "gptq": gptq.check,
+    "mxfp4": exponents.check,
 }
 """What is checked beside shapes, dtypes and that factors are finite."""
 

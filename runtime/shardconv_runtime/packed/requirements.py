@@ -26,6 +26,10 @@ REQUIREMENTS = {
     "awq": Requirement(("gptqmodel", "accelerate"), "gptqmodel has the kernels, for CPUs and GPUs"),
     "bnb_4bit": BNB,
     "bnb_8bit": BNB,
+    "compressed_tensors": Requirement(
+        ("compressed-tensors",),
+        "compressed-tensors reads the tensors; it dequantizes most of its formats to compute",
+    ),
     "fp8": Requirement(
         ("accelerate", "kernels"),
         "kernels downloads those that multiply float8, for GPUs with compute capability 8.9 or more",
@@ -33,6 +37,10 @@ REQUIREMENTS = {
     "gptq": Requirement(
         ("gptqmodel", "optimum"),
         "gptqmodel has the kernels, for CPUs and GPUs, and optimum puts them into the model",
+    ),
+    "mxfp4": Requirement(
+        ("accelerate", "kernels"),
+        "kernels downloads those that multiply 4-bit floats, for GPUs with compute capability 7.5 or more",
     ),
 }
 """By the method of a packing."""

@@ -9,14 +9,18 @@ from ..errors import SourceError
 from .awq import AwqScheme
 from .bnb import BnbScheme
 from .checkpoint_view import Scheme
+from .compressed_tensors import CompressedScheme
 from .fp8 import Fp8Scheme
 from .gptq import GptqScheme
+from .mxfp4 import Mxfp4Scheme
 
 SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": AwqScheme.of,
     "bitsandbytes": lambda settings, where: BnbScheme(),
+    "compressed-tensors": CompressedScheme.of,
     "fp8": Fp8Scheme.of,
     "gptq": GptqScheme.of,
+    "mxfp4": lambda settings, where: Mxfp4Scheme(),
 }
 """By ``quant_method``."""
 

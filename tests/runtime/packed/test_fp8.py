@@ -12,6 +12,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from library_checkpoints import experts_model, save_fp8
 from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, helds, require_equal_parts
 from quantized_checkpoints import BLOCK, dense_config, experts_config, save_quantized
 from shardconv_runtime.errors import CheckpointError, SourceError
@@ -115,6 +116,29 @@ def test_checkpoints(config: Any, cls: Any, tmp_path: Path) -> None:
         assert granularity(parameter, 0) in (1, BLOCK)
         for held in even_parts(parameter, 3):
             require_equal_parts(parameter, tensors, held)
+
+
+@pytest.mark.parametrize("kind", ["float", "ue8m0"])
+def test_checkpoints_of_transformers(kind: str, tmp_path: Path) -> None:
+    """It dequantizes on a CPU; per-expert matrices are stacked there."""
+    save_fp8(tmp_path / "model", experts_model(), (16, 32), scale_fmt=kind)
+    checkpoint = MemoryCheckpoint.of(tmp_path / "model")
+    said = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    found = scheme_of(said, "here").find(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    expected = dict(model.named_parameters())
+    assert len(found) == 4 + 4 * 3
+    for name, parameter in found.items():
+        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        local = dequantize(parameter.packing, tensors, whole, torch.bfloat16)
+        if "experts" not in name:
+            assert torch.equal(local, expected[name])
+            continue
+        prefix, expert, kind = name.removesuffix(".weight").rsplit(".", 2)
+        merged = "down_proj" if kind == "down_proj" else "gate_up_proj"
+        matrix = expected[f"{prefix}.{merged}"][int(expert)]
+        start = len(local) if kind == "up_proj" else 0
+        assert torch.equal(local, matrix[start : start + len(local)])
 
 
 @pytest.mark.parametrize(("tensors", "message"), [

@@ -1,0 +1,250 @@
+"""compressed-tensors: integers or floats of 4 or 8 bits, with factors of tensors, channels, groups or blocks.
+
+Values of a byte stand under the name of the weight, smaller ones are packed along the inputs. Zero points of
+packed integers are packed along the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, SourceError
+from ..format.plan import PackedDim, PackedTensor, Packing
+from . import exponents
+from .bits import WORD, unpacked
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, global_size, info, matrix, require_owners
+from .fp4 import PER_BYTE, unpacked_fp4
+from .held import Held, spread
+from .weight_settings import WeightSettings, weight_settings
+
+SCALE = ".weight_scale"
+FLOATS = ("float32", "bfloat16", "float16")
+SCALES = {
+    "float8_e4m3fn": (*FLOATS, "uint8"),
+    "int8": FLOATS,
+    "int32": FLOATS,
+    "uint8": ("float8_e4m3fn", "uint8"),
+}
+"""Dtypes of factors, by that of the values."""
+INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
+"""Of quantized inputs; replicated."""
+OTHERS = ("*_zero_point", "*_shape", "*_g_idx", "*_global_scale", *INPUTS)
+DTYPES = {
+    "*_zero_point": ("int8",),
+    "*_shape": ("int64", "int32"),
+    "*_g_idx": ("int32",),
+    "*_global_scale": ("float32",),
+    "input_scale": FLOATS,
+    "input_zero_point": ("int8", "float8_e4m3fn"),
+    "input_global_scale": FLOATS,
+}
+COMPANIONS = (".weight_packed", ".weight_scale", *(f".{part.replace('*', 'weight')}" for part in OTHERS))
+BITS = (1, 2, 4, 8)
+"""That fill a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedScheme:
+    """Weights of linear layers."""
+
+    weights: tuple[WeightSettings, ...]
+    """Of all groups of modules."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], where: str) -> CompressedScheme:
+        """
+        Raises:
+            SourceError: a variant of the format that is not covered.
+        """
+        return cls(weight_settings(settings, where))
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        modules = [name.removesuffix(SCALE) for name in checkpoint.tensors if name.endswith(SCALE)]
+        found = {f"{name}.weight": _Weight(checkpoint, name).found(self.weights) for name in modules}
+        require_owners(checkpoint, found, COMPANIONS, "compressed-tensors")
+        return found
+
+
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """(Value less zero point) times factor, in the dtype of the factors, as the library does.
+
+    Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
+    first. Groups of any inputs (``g_idx``) are read as the library did before it gave them up.
+    """
+    stored = {tensor.name: tensor for tensor in packing.tensors}
+    scale = _for_inputs(_factors(tensors["*_scale"]), stored["*_scale"], tensors, held)
+    values = _values(dict(packing.settings), tensors, held)
+    if "*_global_scale" in tensors:
+        return (values * (scale / tensors["*_global_scale"])).to(values.dtype)
+    values = values.to(scale.dtype)
+    if "*_zero_point" in tensors:
+        values = values - _zero_points(packing, tensors, held).to(scale.dtype)
+    return values * scale
+
+
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+    """Check what the tensors say about the shape and the groups of the weight.
+
+    Raises:
+        CheckpointError: it is not so, or an exponent stands for no number.
+    """
+    exponents.check(packing, tensors, held, name)
+    if "*_shape" in tensors and tuple(tensors["*_shape"].tolist()) != held.shape:
+        raise CheckpointError(
+            f"{name} is {list(held.shape)}, and its stored shape says {tensors['*_shape'].tolist()}"
+        )
+    if "*_g_idx" in tensors:
+        groups = next(stored.dims[1] for stored in packing.tensors if stored.name == "*_scale")
+        _check_groups(tensors["*_g_idx"].cpu().long(), groups, held, name)
+
+
+class _Weight:
+    """A weight in a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, module: str) -> None:
+        self._checkpoint = checkpoint
+        self._module = module
+        packed = self._name("*_packed")
+        self._values = "*_packed" if packed in checkpoint.tensors else "*"
+        stored = info(checkpoint, self._name(self._values), module + SCALE)
+        self._kind = stored.dtype
+        self._stored = matrix(checkpoint, self._name(self._values), module + SCALE)
+        self._shape = self._weight_shape()
+
+    def found(self, choices: tuple[WeightSettings, ...]) -> Found:
+        """Its description with the settings that fit.
+
+        Raises:
+            SourceError: none does.
+        """
+        scale = info(self._checkpoint, self._module + SCALE, self._module)
+        right = [weights for weights in choices if self._is_of(weights)]
+        for weights in right:
+            if scale.shape in ((), tuple(global_size(dim, self._shape) for dim in weights.dims(self._shape))):
+                return self._described(weights)
+        raise SourceError(
+            f"{self._module}{SCALE} is {list(scale.shape)}, for values in {self._kind} of a weight of "
+            f"{list(self._shape)}, which fits no group of modules in config.json{REMEDY}"
+        )
+
+    def _name(self, part: str) -> str:
+        own = part.startswith("*")
+        return f"{self._module}.{part.replace('*', 'weight')}" if own else f"{self._module}.{part}"
+
+    def _weight_shape(self) -> tuple[int, int]:
+        rows, columns = self._stored
+        if self._kind == "int32" and self._values == "*_packed":
+            name = self._name("*_shape")
+            if info(self._checkpoint, name, self._module + SCALE).shape != (2,):
+                raise SourceError(f"{name} is not the shape of a matrix{REMEDY}")
+            said = tuple(int(size) for size in self._checkpoint.read(name).tolist())
+            if said[0] != rows:
+                raise SourceError(f"{name} says {list(said)}, and the weight has {rows} rows{REMEDY}")
+            return said[0], said[1]
+        return rows, columns * (PER_BYTE if self._values == "*_packed" else 1)
+
+    def _is_of(self, weights: WeightSettings) -> bool:
+        """Whether the values may be of a group with these settings."""
+        if self._values == "*":
+            return self._kind == {"int": "int8", "float": "float8_e4m3fn"}.get(weights.kind)
+        if self._kind == "uint8":
+            return (weights.kind, weights.bits) == ("float", 4)
+        return (
+            weights.kind == "int"
+            and weights.bits in BITS
+            and -(-self._shape[1] * weights.bits // WORD) == self._stored[1]
+        )
+
+    def _described(self, weights: WeightSettings) -> Found:
+        parts = [self._values, "*_scale", *(p for p in OTHERS if self._name(p) in self._checkpoint.tensors)]
+        group = Group(self._checkpoint, self._shape, {part: self._name(part) for part in parts})
+        step = {"int32": WORD // weights.bits, "uint8": PER_BYTE}.get(self._kind, 1)
+        group.add(self._values, [self._kind], (PackedDim(0, 1), PackedDim(1, step)))
+        scale = self._scale_dims(weights)
+        group.add("*_scale", SCALES[self._kind], scale)
+        for part in parts[2:]:
+            if part == "*_zero_point" and self._kind == "int32" and len(scale) == 2:
+                group.add(part, ["int32"], (PackedDim(0, step), scale[1]))
+            else:
+                group.add(part, DTYPES[part], self._other_dims(part, scale))
+        return group.found("compressed_tensors", bits=weights.bits)
+
+    def _scale_dims(self, weights: WeightSettings) -> tuple[PackedDim, ...]:
+        if self._checkpoint.tensors[self._name("*_scale")].shape == ():
+            return ()
+        dims = weights.dims(self._shape)
+        name = self._name("*_g_idx")
+        if name not in self._checkpoint.tensors:
+            return dims
+        groups = global_size(dims[-1], self._shape)
+        index = self._checkpoint.read(name).long()
+        in_order = torch.arange(self._shape[1]) // max(weights.group_size, 1)
+        if (index == -1).all() or torch.equal(index, in_order):
+            return dims
+        if len(dims) != 2 or not 0 <= int(index.min()) <= int(index.max()) < groups:
+            raise SourceError(f"{name} names a group outside of the {groups} of the weight{REMEDY}")
+        return dims[0], PackedDim(None, groups)
+
+    def _other_dims(self, part: str, scale: tuple[PackedDim, ...]) -> tuple[PackedDim, ...]:
+        if part == "*_zero_point":
+            return scale
+        if part == "*_g_idx":
+            return (PackedDim(1, 1),)
+        return tuple(PackedDim(None, size) for size in self._checkpoint.tensors[self._name(part)].shape)
+
+
+def _factors(scale: Tensor) -> Tensor:
+    """Factors in a dtype that computes; bytes are exponents of two."""
+    if scale.dtype == torch.uint8:
+        factors: Tensor = 2.0 ** (scale.int() - exponents.BIAS).bfloat16()
+        return factors
+    return scale.bfloat16() if scale.element_size() == 1 else scale
+
+
+def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Local values of the weight, before zero points and factors."""
+    if "*" in tensors:
+        return tensors["*"]
+    packed, columns = tensors["*_packed"], held.local_shape[1]
+    if packed.dtype == torch.uint8:
+        return unpacked_fp4(packed)
+    return _signed(packed, settings["bits"], 1, columns)
+
+
+def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Local zero points; they broadcast with the weight."""
+    stored = {tensor.name: tensor for tensor in packing.tensors}
+    points = tensors["*_zero_point"]
+    if points.dtype != torch.int32:
+        return spread(points, stored["*_zero_point"], held)
+    points = _signed(points, dict(packing.settings)["bits"], 0, held.local_shape[0])
+    return _for_inputs(points, stored["*_scale"], tensors, held)
+
+
+def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
+    """Integers of words, which are stored from 0 and perhaps padded to a whole word."""
+    integers: Tensor = unpacked(words, bits, dim).narrow(dim, 0, size) - 2 ** (bits - 1)
+    return integers
+
+
+def _for_inputs(values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """What groups share, repeated to the part of the weight."""
+    if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
+        return values.index_select(1, tensors["*_g_idx"].long())
+    return spread(values, stored, held)
+
+
+def _check_groups(index: Tensor, groups: PackedDim, held: Held, name: str) -> None:
+    if (index == -1).all():
+        return
+    if groups.of is None:
+        if not 0 <= int(index.min()) <= int(index.max()) < groups.step:
+            raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
+    elif not torch.equal(index, held.positions(1) // groups.step):
+        raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")

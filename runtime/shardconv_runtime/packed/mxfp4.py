@@ -1,0 +1,59 @@
+"""MXFP4: 4-bit floats in blocks of 32 along the inputs, with an exponent of two for each; weights of experts.
+
+The weight is ``[E, in, out]``. NAME_blocks holds it as ``[E, out, in / 32, 16]``, two values in a byte, and
+NAME_scales as ``[E, out, in / 32]`` the exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import SourceError
+from ..format.plan import PackedDim, Packing
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
+from .exponents import BIAS
+from .fp4 import PER_BYTE, unpacked_fp4
+from .held import Held
+
+BLOCKS = "_blocks"
+BLOCK = 32
+COMPANIONS = (BLOCKS, "_scales")
+DIMS = (PackedDim(0, 1), PackedDim(2, 1), PackedDim(1, BLOCK))
+
+
+class Mxfp4Scheme:
+    """Stacked weights of experts."""
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        names = [name.removesuffix(BLOCKS) for name in checkpoint.tensors if name.endswith(BLOCKS)]
+        found = {name: _parameter(checkpoint, name) for name in names}
+        require_owners(checkpoint, found, COMPANIONS, "mxfp4")
+        return found
+
+
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """Values times powers of two, which bfloat16 holds exactly, as transformers does; expert by expert."""
+    experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
+    return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
+
+
+def _parameter(checkpoint: Checkpoint, name: str) -> Found:
+    shape = info(checkpoint, f"{name}{BLOCKS}", name).shape
+    if len(shape) != 4:
+        raise SourceError(f"{name}{BLOCKS} is {list(shape)}, and should have four dims{REMEDY}")
+    experts, outputs, blocks, _ = shape
+    names = {f"*{end}": f"{name}{end}" for end in COMPANIONS}
+    group = Group(checkpoint, (experts, blocks * BLOCK, outputs), names)
+    group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
+    group.add("*_scales", ["uint8"], DIMS)
+    return group.found("mxfp4")
+
+
+def _expert(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 ``[in, out]`` of ``[out, in / 32, 16]`` and ``[out, in / 32]``."""
+    powers = (scales.float() - BIAS).exp2().bfloat16()
+    return (unpacked_fp4(blocks) * powers[..., None]).flatten(1).T
