@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,16 @@ from ..format.plan import (
 from .boundary import RowIds, TensorStep, attach, forward_signature, in_use, step
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+if TYPE_CHECKING:
+    from .packed_modules import PackedModules  # few models have them
+
 
 def parallelize(
-    model: nn.Module, plan: Plan, comm: Communicator, gather_logits: bool | None = None
+    model: nn.Module,
+    plan: Plan,
+    comm: Communicator,
+    gather_logits: bool | None = None,
+    packed: PackedModules | None = None,
 ) -> nn.Module:
     """Make ``model`` one rank's part of itself, for inference, in place.
 
@@ -46,6 +53,7 @@ def parallelize(
         plan: solved for this model's code.
         comm: this rank; its mesh is the plan's.
         gather_logits: if False, the logits stay sharded, and the model refuses labels.
+        packed: computes with packed parameters as they are stored; None: with dequantized ones.
 
     Raises:
         PlanError: the plan does not fit the model, or gathers no logits; the message names the module or
@@ -59,7 +67,7 @@ def parallelize(
 
         modules = without_logits_gather(modules, plan.logits)
         refuse(model, "labels", WHY_NO_LABELS)
-    apply_plan(model, plan, comm, modules)
+    apply_plan(model, plan, comm, modules, packed=packed)
     return model
 
 
@@ -80,6 +88,7 @@ def apply_plan(
     modules: dict[str, ModulePlan],
     *,
     training: bool = False,
+    packed: PackedModules | None = None,
 ) -> None:
     """Edit, replace and wrap modules, and give the tensors of a model their local shapes, in place.
 
@@ -89,14 +98,16 @@ def apply_plan(
         comm: this rank.
         modules: the entries of the modules to change, by FQN.
         training: give the steps backwards; parameters require gradients as they did.
+        packed: see ``parallelize``; has no backward.
 
     Raises:
         PlanError: the plan does not fit the model.
     """
     parameters = parameter_plans(plan)
     _check_names(model, plan, parameters)
-    _convert_modules(model, plan, modules, parameters, comm, training)
-    _shrink(model, parameters, comm, training)
+    _convert_modules(model, plan, modules, parameters, comm, training, packed)
+    plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
+    _shrink(model, plain, comm, training)
     retie(model, plan)
     if plan.modules and plan.tp > 1:
         from .guards import attach_guards
@@ -111,21 +122,29 @@ def _convert_modules(
     parameters: dict[str, ParameterPlan],
     comm: Communicator,
     training: bool,
+    packed: PackedModules | None,
 ) -> None:
     """Edit, replace and wrap the modules that the plan names."""
-    targets = {fqn: submodule(model, fqn) for fqn in modules}
+    plain = {fqn: submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
         if entry.edits or entry.flags:
             from .edits import apply_edits, raise_flags
 
             with _at(fqn):
-                apply_edits(targets[fqn], entry.edits, comm.rank)
-                raise_flags(targets[fqn], entry.flags)
+                apply_edits(plain[fqn], entry.edits, comm.rank)
+                raise_flags(plain[fqn], entry.flags)
+    computing = {} if packed is None else packed.replace(model)
+    _swap(model, {id(old): new for old, new in computing.items()})
     replaced = {}
     for fqn, entry in modules.items():
         with _at(fqn):
-            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
-            replaced[id(targets[fqn])] = _convert(target)
+            if packed is not None and plain[fqn] in computing:
+                module = computing[plain[fqn]]
+                steps = packed.entry(fqn, entry, plain[fqn], module)
+                attach(module, steps, comm, forward_signature(plain[fqn]))
+            else:
+                target = _Target(fqn, plain[fqn], entry, parameters, dict(plan.tied), comm, training)
+                replaced[id(plain[fqn])] = _convert(target)
     _swap(model, replaced)
 
 

@@ -1,0 +1,185 @@
+"""The modules that compute with packed weights: transformers' own, of the library of the quantized format.
+
+They take the places of plain modules on the meta device, with local shapes, and are filled with this rank's
+stored tensors. Nothing is dequantized. The steps of the plan run in hooks around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.collectives import Communicator
+from ..errors import CheckpointError, PlanError
+from ..format.dims import axes_of
+from ..format.plan import Edit, ModulePlan, Packing, ParameterPlan, SliceStep, local_shape
+from ..format.slices import coordinates
+from ..packed.held import Held
+from .edits import raise_flags
+from .packed_values import KEEPS_MODULES, fill_module
+from .quantizers import Quantized, quantizer_of
+
+
+class PackedModules:
+    """The packed parameters of a model that is loaded: ``replace``, ``fill`` for each of them, ``finish``.
+
+    Args:
+        quantized: the model.
+        parameters: all entries of the plan, by FQN.
+        comm: this rank.
+
+    Raises:
+        PlanError: the installed packages cannot compute with these parameters on this device.
+    """
+
+    def __init__(
+        self, quantized: Quantized, parameters: Mapping[str, ParameterPlan], comm: Communicator
+    ) -> None:
+        self.names = frozenset(name for name, entry in parameters.items() if entry.packing is not None)
+        self._packings = {name: p for name, e in parameters.items() if (p := e.packing) is not None}
+        self._parameters = parameters
+        self._comm = comm
+        self._quantized = quantized
+        self._quantizer = quantizer_of(quantized, self._packings.values())
+        self._model: nn.Module | None = None
+        self._without_bias: list[nn.Module] = []
+
+    def replace(self, model: nn.Module) -> dict[nn.Module, nn.Module]:
+        """Have the format's quantizer replace the modules of packed weights.
+
+        Args:
+            model: plain and edited, on meta, of global shapes; changed in place.
+
+        Returns:
+            The new modules by the plain ones.
+
+        Raises:
+            PlanError: it replaces other modules than those whose weights the plan packs.
+        """
+        for name in self.names:
+            self._localize(model, name)
+        plain = dict(model.named_modules())
+        self._quantizer.preprocess_model(
+            model=model,
+            dtype=self._quantized.dtype,
+            device_map={"": self._quantized.device},
+            checkpoint_files=None,
+        )
+        now = dict(model.named_modules())
+        replaced = {name: now[name] for name in plain if name in now and now[name] is not plain[name]}
+        _require_packed(replaced, self._packings)
+        self._model = model
+        return {plain[name]: module for name, module in replaced.items()}
+
+    def entry(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
+        """The plan's entry of a module that was replaced, for hooks around the new one.
+
+        Attributes that shape the new module's code get their local values, too.
+
+        Args:
+            fqn: of the module.
+            entry: of the plan.
+            plain: the module that was replaced.
+            module: the new one.
+
+        Raises:
+            PlanError: an attribute has neither its global nor its local value.
+        """
+        _carry_over(module, entry.edits, entry.flags, self._comm.rank)
+        weight = self._parameters.get(f"{fqn}.weight")
+        if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
+            return entry
+        bias = self._parameters.get(f"{fqn}.bias")
+        if bias is not None and not bias.partial and not self._is_first(weight):
+            self._without_bias.append(module)
+        return _with_slice(entry, weight)
+
+    def fill(self, name: str, tensors: Mapping[str, Tensor], held: Held) -> None:
+        """Give a module its stored tensors.
+
+        Args:
+            name: FQN of the packed parameter.
+            tensors: local, by their names in the packing, in the shape of its dims, on the device.
+            held: the part of the weight that they are.
+        """
+        assert self._model is not None, "modules are replaced before they are filled"
+        owner, _, attribute = name.rpartition(".")
+        module = self._model.get_submodule(owner)
+        fill_module(module, attribute, self._packings[name], tensors, held)
+
+    def finish(self) -> None:
+        """What is left once all tensors of the model are on the device.
+
+        Raises:
+            CheckpointError: a tensor of the model was not filled.
+        """
+        model = self._model
+        assert model is not None, "modules are replaced before they are filled"
+        for module in self._without_bias:
+            module.bias.data.zero_()  # type: ignore[union-attr, operator]  # the first rank adds it
+        model.hf_quantizer = self._quantizer
+        self._quantizer.postprocess_model(model)
+        for name, module in model.named_modules():
+            for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and tensor.is_meta:
+                    raise CheckpointError(f"no file had {name}.{own}, which a {type(module).__name__} needs")
+
+    def _localize(self, model: nn.Module, name: str) -> None:
+        """Give the plain module of a packed weight its local shape, for the quantizer to copy."""
+        module, entry = model.get_submodule(name.rpartition(".")[0]), self._parameters[name]
+        if type(module) is nn.Linear:
+            shape = local_shape(entry, self._comm.mesh, self._comm.rank)
+            module.out_features, module.in_features = shape
+            module.weight = nn.Parameter(
+                torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta"), requires_grad=False
+            )
+        elif len(entry.dims) == 2:
+            raise PlanError(
+                f"{name} is packed, and computed by a {type(module).__name__}, which is not a plain linear "
+                "layer; pass dequantize=True"
+            )
+
+    def _is_first(self, weight: ParameterPlan) -> bool:
+        """Whether this rank is the first of those whose terms of a row-parallel layer are summed."""
+        coords = coordinates(self._comm.mesh, self._comm.rank)
+        return all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
+
+
+def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) -> None:
+    expected = {
+        name.rpartition(".")[0] for name, packing in packings.items() if packing.method not in KEEPS_MODULES
+    }
+    if plain := sorted(expected.difference(replaced)):
+        raise PlanError(
+            f"{plain[0]}: its weight is packed, but transformers would compute it with a plain weight "
+            f"({len(plain)} such); pass dequantize=True, or convert with --dtype"
+        )
+    if extra := sorted(set(replaced).difference(expected)):
+        raise PlanError(
+            f"{extra[0]}: transformers would compute it with a packed weight, and the plan has a plain one "
+            f"({len(extra)} such); pass dequantize=True, or convert with --dtype"
+        )
+
+
+def _carry_over(module: nn.Module, edits: tuple[Edit, ...], flags: tuple[str, ...], rank: int) -> None:
+    """Edit a module that was made from an edited one; what it read of that is local already."""
+    for edit in edits:
+        value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
+        found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
+        if found not in (edit.value, value):
+            raise PlanError(f"cannot edit {edit.attribute}: it is {found}, and was {edit.value} when planned")
+        if hasattr(module, edit.attribute):
+            setattr(module, edit.attribute, value)
+    raise_flags(module, tuple(flag for flag in flags if getattr(module, flag, None) is not True))
+
+
+def _with_slice(entry: ModulePlan, weight: ParameterPlan) -> ModulePlan:
+    """With the slice of a replicated input, which plans leave out where a parallel class does it."""
+    if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
+        return entry
+    from dataclasses import replace
+
+    step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
+    return replace(entry, inputs=(*entry.inputs, step))

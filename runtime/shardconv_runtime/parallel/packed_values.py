@@ -1,0 +1,147 @@
+"""What a module of a quantized format's library holds on a rank, out of stored tensors.
+
+The stored tensors are parts of those of the checkpoint. What names a position or a shape of the full weight
+is made to name the local one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..format.plan import Packing
+from ..packed.bnb import Blocks
+from ..packed.fp8 import SCALES
+from ..packed.held import Held
+
+KEEPS_MODULES: frozenset[str] = frozenset()
+"""Methods that quantize tensors, which plain modules then hold."""
+
+
+def fill_module(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    """Give a module its part of a packed weight.
+
+    Args:
+        module: of the format's library.
+        attribute: name of the weight in it.
+        packing: of the weight.
+        tensors: local stored tensors by their names in the packing, in the shape of its dims.
+        held: the part of the weight that they are.
+
+    Raises:
+        PlanError: the module lacks a tensor.
+    """
+    _FILL.get(packing.method, _fill_as_stored)(module, attribute, packing, tensors, held)
+
+
+def _fill_as_stored(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    """The module has a tensor for each stored one."""
+    for name, tensor in tensors.items():
+        _assign(module, name.replace("*", attribute), tensor)
+
+
+def _fill_gptq(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    """Groups are counted from the first local one, where factors are sharded."""
+    groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
+    indices = tensors["g_idx"]
+    if groups.of is not None:
+        local = held.local_steps(groups.of, groups.step)
+        indices = local.to(device=indices.device, dtype=indices.dtype)
+    _fill_as_stored(module, attribute, packing, {**tensors, "g_idx": indices}, held)
+
+
+def _fill_bnb_4bit(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    """The state gets the local shape; the factors of factors are those of the local blocks."""
+    from bitsandbytes.nn import Params4bit
+
+    key = next(name for name in tensors if ".quant_state." in name)
+    blocks = Blocks.of(tensors[key])
+    state: dict[str, Any] = {
+        "quant_type": key.rpartition("__")[2],
+        "blocksize": blocks.size,
+        "dtype": str(blocks.dtype).removeprefix("torch."),
+        "shape": list(held.local_shape),
+        "quant_map": tensors["*.quant_map"],
+        **_factors(tensors, blocks, held),
+    }
+    codes = tensors["*"].reshape(-1, 1)
+    module._parameters[attribute] = Params4bit.from_prequantized(
+        data=codes, quantized_stats=state, requires_grad=False, device=codes.device, module=module
+    )
+
+
+def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> dict[str, Any]:
+    """The factors of the local blocks, nested where as many share a factor as the library supposes."""
+    factors = tensors["*.absmax"].reshape(-1)
+    if not blocks.nested_size:
+        return {"absmax": factors}
+    columns = held.local_shape[1]
+    first = torch.arange(0, held.local_shape[0] * columns, blocks.size)
+    rows = held.positions(0)[first // columns] * held.shape[1]
+    shared = (rows + held.positions(1)[first % columns]) // blocks.size // blocks.nested_size
+    nested, codes = tensors["*.nested_absmax"], tensors["*.nested_quant_map"]
+    begins = shared[:: blocks.nested_size]
+    if torch.equal(begins.repeat_interleave(blocks.nested_size)[: len(shared)], shared):
+        return {
+            "absmax": factors,
+            "nested_absmax": nested[begins.to(nested.device)],
+            "nested_blocksize": blocks.nested_size,
+            "nested_quant_map": codes,
+            "nested_dtype": "float32",
+            "nested_offset": blocks.nested_offset,
+        }
+    flat = codes[factors.int()] * nested[shared.to(nested.device)] + blocks.nested_offset
+    return {"absmax": flat}
+
+
+def _fill_bnb_8bit(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    from bitsandbytes.nn import Int8Params
+
+    values = tensors["*"]
+    weight = Int8Params(values, requires_grad=False, CB=values, SCB=tensors["SCB"])
+    module._parameters[attribute] = weight
+
+
+def _fill_fp8(
+    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
+) -> None:
+    """Under the names that transformers gives to what it knows under several."""
+    known = {**dict.fromkeys(SCALES.values(), "*_scale_inv"), "qscale_act": "activation_scale"}
+    renamed = {known.get(name, name): tensor for name, tensor in tensors.items()}
+    _fill_as_stored(module, attribute, packing, renamed, held)
+
+
+def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor where the module has one; floating point ones get its dtype, as transformers has it."""
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    if table.get(name) is None:
+        raise PlanError(
+            f"a {type(module).__name__} has no tensor {name!r}; the installed package is another version"
+        )
+    own = table[name].dtype
+    if own != tensor.dtype and own.is_floating_point and tensor.is_floating_point() and own.itemsize > 1:
+        tensor = tensor.to(own)
+    table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
+
+
+_FILL: dict[str, Callable[[nn.Module, str, Packing, Mapping[str, Tensor], Held], None]] = {
+    "bnb_4bit": _fill_bnb_4bit,
+    "bnb_8bit": _fill_bnb_8bit,
+    "fp8": _fill_fp8,
+    "gptq": _fill_gptq,
+}
+"""By the method of the packing; others are held as they are stored."""

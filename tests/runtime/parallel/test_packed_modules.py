@@ -1,0 +1,141 @@
+"""Modules of the formats' own libraries compute with packed weights: the numbers of the unsharded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packed_ranks import Checkpoint, held_bytes
+from shardconv_runtime.comm.collectives import Communicator
+
+from shardconv.verifying.simulation.rank_threads import run_ranks
+
+IDS = torch.tensor([[1, 5, 60, 7, 50, 3, 8], [9, 2, 6, 33, 1, 0, 4]])
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+"""Two ranks' parts are whole blocks of 64."""
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """Libraries that compile parts of their modules do not."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def save_bnb(directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes.nn import modules
+    from library_checkpoints import save_by_transformers
+
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)  # its kernel computes in bfloat16
+    save_by_transformers(directory, transformers.BitsAndBytesConfig(**settings), **SIZES)
+
+
+def in_float32(directory: Path) -> Any:
+    """The model that transformers loads; it leaves some plain weights in the checkpoint's dtype."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for parameter in model.parameters():
+        if type(parameter) is torch.nn.Parameter and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return model.eval()
+
+
+def compare(directory: Path, tolerance: float, tp: int = 2, extra_bytes: float = 0.02) -> list[Any]:
+    """Logits, tokens and memory of ranks, with those of the model that transformers loads; rank 0's model."""
+    checkpoint = Checkpoint.of(directory, tp)
+    unsharded = in_float32(directory)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+    def rank(comm: Communicator) -> tuple[Any, ...]:
+        model, num_bytes = checkpoint.build(comm)
+        held = held_bytes(model)
+        return model(IDS).logits, model.generate(IDS, **options), held / num_bytes, model
+
+    with torch.no_grad():
+        expected, tokens = unsharded(IDS).logits, unsharded.generate(IDS, **options)
+        found = run_ranks(checkpoint.plan.mesh, rank)
+    for logits, drawn, overhead, _ in found:
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        print(f"{directory.name}: {error:.2e}, memory {overhead:.4f}")
+        assert error <= tolerance
+        assert overhead <= 1 + extra_bytes
+        assert torch.equal(drawn, tokens)
+    return [model for *_, model in found]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_four_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_bnb(tmp_path / "q", monkeypatch, load_in_4bit=True, bnb_4bit_quant_type=kind)
+    model = compare(tmp_path / "q", 1e-5)[0]
+    assert type(model.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
+
+
+def test_nested_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_bnb(
+        tmp_path / "q",
+        monkeypatch,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+    )
+    compare(tmp_path / "q", 1e-5, extra_bytes=0.1)
+
+
+def test_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations are quantized token by token: columns have the same bits, rows another rounding."""
+    save_bnb(tmp_path / "q", monkeypatch, load_in_8bit=True)
+    checkpoint, unsharded = Checkpoint.of(tmp_path / "q", 2), in_float32(tmp_path / "q")
+
+    def rank(comm: Communicator) -> tuple[Any, torch.Tensor]:
+        model, num_bytes = checkpoint.build(comm)
+        assert held_bytes(model) <= 1.02 * num_bytes
+        return model, model(IDS).logits
+
+    with torch.no_grad():
+        found = run_ranks((2,), rank)
+    torch.manual_seed(0)
+    full, parts = unsharded.model.layers[0].mlp, [model.model.layers[0].mlp for model, _ in found]
+    x, y = torch.randn(5, 256, dtype=torch.float16), torch.randn(5, 512, dtype=torch.float16)
+    with torch.no_grad():
+        columns = torch.cat([part.up_proj.forward(x) for part in parts], -1)
+        rows = sum(part.down_proj.forward(half) for part, half in zip(parts, y.chunk(2, -1), strict=True))
+        expected = full.down_proj(y)
+        exact = y.float() @ (full.down_proj.weight.data * full.down_proj.state.SCB[:, None] / 127).T
+        whole = unsharded(IDS).logits
+    assert torch.equal(columns, full.up_proj(x))
+    assert (rows - exact).norm() <= 1.2 * (expected - exact).norm()
+    for _, logits in found:
+        print(float((logits - whole).abs().max() / whole.abs().max()))
+        assert (logits - whole).abs().max() <= 0.05 * whole.abs().max()
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq(act_order: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum")
+    from library_checkpoints import save_gptq
+
+    save_gptq(tmp_path / "q", 4, 32, act_order=act_order)
+    use_backend(tmp_path / "q", "gptq_torch")
+    compare(tmp_path / "q", 1e-5)
+
+
+def test_awq(tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel")
+    from library_checkpoints import save_awq
+
+    save_awq(tmp_path / "q", 32)
+    use_backend(tmp_path / "q", "torch_awq")
+    compare(tmp_path / "q", 2e-3)  # its kernel computes in float16
+
+
+def use_backend(directory: Path, backend: str) -> None:
+    """Choose the kernel that computes in the dtype of the activations."""
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["backend"] = backend
+    (directory / "config.json").write_text(json.dumps(config))
