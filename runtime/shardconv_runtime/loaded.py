@@ -28,6 +28,8 @@ class Loaded:
     plan: Plan
     launch: Launch
     """The ranks of the model, and this one among them."""
+    packed: bool = False
+    """Its packed parameters are held, and computed with, as they are stored."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

@@ -54,6 +54,11 @@ def save_bnb(directory: Path, **settings: Any) -> Path:
     return save_by_transformers(directory, transformers.BitsAndBytesConfig(**settings))
 
 
+def save_torchao(directory: Path, quantization: Any) -> Path:
+    """torchao, with one of its configs."""
+    return save_by_transformers(directory, transformers.TorchAoConfig(quantization))
+
+
 def save_packed(
     directory: Path, pack: Callable[[torch.nn.Linear], dict[str, torch.Tensor]], settings: dict[str, Any]
 ) -> Path:

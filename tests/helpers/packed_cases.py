@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from shardconv_runtime.format.plan import PackedTensor
+from shardconv_runtime.packed import dequantize as dequantizing
 from shardconv_runtime.packed.checkpoint_view import Found, Info
 from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import Held, stored_positions
@@ -57,6 +59,12 @@ def part(tensor: torch.Tensor, stored: PackedTensor, held: Held) -> torch.Tensor
     return tensor
 
 
+def few_at_once(found: Found, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+    """The weight, a third or fewer of its values computed at a time."""
+    with mock.patch.object(dequantizing, "VALUES_AT_ONCE", math.prod(found.shape) // 3):
+        return dequantize(found.packing, tensors, Held.whole(found.shape), dtype)
+
+
 def positions(held: Held, dim: int) -> list[int]:
     """The global positions that are held."""
     return [position for a, b in held.ranges[dim] for position in range(a, b)]
@@ -73,6 +81,7 @@ def require_equal_parts(found: Found, tensors: Tensors, held: Held) -> None:
     check_values(found.packing, parts, held, "weight")
     for dtype in (torch.float32, torch.bfloat16):
         expected = dequantize(found.packing, tensors, Held.whole(found.shape), dtype)
+        assert torch.equal(few_at_once(found, tensors, dtype), expected)
         for dim in range(len(held.shape)):
             kept = torch.tensor(positions(held, dim), dtype=torch.long)
             expected = expected.index_select(dim, kept)

@@ -49,8 +49,7 @@ class PackedDim:
     of: int | None
     """The dim of the weight along which it runs; None: it is whole on each rank."""
     step: int
-    """Positions of the weight's dim for one of this dim, the last one perhaps fewer; the size where ``of`` is
-    None."""
+    """Positions of that dim for one of this; the last may have fewer. The size where ``of`` is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +57,19 @@ class PackedTensor:
     """A stored tensor of a packed parameter."""
 
     name: str
-    """In the module that owns the parameter; ``*`` stands for the parameter's own name: ``qweight``,
-    ``*_scale_inv``, ``*.absmax``."""
+    """In the parameter's module; ``*`` stands for the parameter's own name: ``qweight``, ``*.absmax``."""
     dtype: str
     dims: tuple[PackedDim, ...]
     checkpoint_shape: tuple[int, ...] = ()
-    """Its global shape in an ordinary checkpoint, where that is not the one of ``dims`` (flat tensors); the
-    elements are in the same order."""
+    """Its global shape in an ordinary checkpoint, if not that of ``dims``; elements are in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a packed parameter is stored: as the tensors of a quantized format, in place of the weight.
-
-    Its stored tensors run along dims of the weight, in coarser steps where they are packed or shared by a
-    group, so that a rank's part of the weight says its part of each of them.
-    """
+    """How a packed parameter is stored: as tensors of a quantized format, which run along its dims in steps."""
 
     method: str
-    """The format: ``fp8``, ``gptq``, ``awq``, ``bnb_4bit`` ..., a file of ``shardconv_runtime.packed``."""
+    """The format: ``fp8``, ``gptq``, ``bnb_4bit`` ..., a file of ``packed/``."""
     tensors: tuple[PackedTensor, ...]
     settings: tuple[tuple[str, int], ...] = ()
     """What the format needs to know beside its tensors, such as ``bits``."""

@@ -130,7 +130,7 @@ def load(
         from ..comm.tp_dim import tp_group
 
         group = tp_group(mesh, group)
-    wanted = _Wanted(
+    wanted = Wanted(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
         Hub(revision, cache_dir, local_files_only, token),
@@ -153,6 +153,11 @@ def load(
             from .same_model import require_same
 
             require_same(start, checked.manifest, wanted)
+        if _stays_packed(checked.plan, wanted):
+            from .packed_models import require_packages
+
+            _, error = _attempt(lambda: require_packages(checked, start, wanted))
+            agreement.agree(start, error)
         if checked.repository is not None:
             fetched, error = _attempt(lambda: _with_files(checked, start.rank))
             agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
@@ -178,7 +183,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """The arguments of the caller."""
 
     path: str
@@ -192,9 +197,14 @@ class _Wanted:
     verify: bool
     dequantize: bool
 
+    @property
+    def other_form(self) -> bool:
+        """Whether the form is another one than that for plain inference."""
+        return self.training or self.sequence_parallel
+
 
 @dataclass(frozen=True)
-class _Checked:
+class Checked:
     """A model that passed the checks so far."""
 
     directory: Path
@@ -214,7 +224,7 @@ class _Checked:
         return () if self.files is None else self.files.paths
 
 
-def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
+def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
@@ -225,7 +235,10 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
             "read that code, then pass trust_remote_code=True"
         )
     fingerprint.check_code(solved)
-    _check_form(solved, wanted)
+    if wanted.other_form:
+        from .other_forms import require_form
+
+        require_form(solved, wanted, stays_packed=_stays_packed(solved, wanted))
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
@@ -235,93 +248,78 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     return found
 
 
-def _check_form(plan: Plan, wanted: _Wanted) -> None:
-    """Check that the plan has a form for training and sequence parallelism, where wanted."""
-    if not wanted.training and not wanted.sequence_parallel:
-        return
-    from ..format.plan_forms import of_sequence, require_training
-
-    if wanted.training:
-        require_training(plan)
-    if wanted.sequence_parallel:
-        of_sequence(plan)
-
-
-def _converted(wanted: _Wanted, world_size: int) -> _Checked:
+def _converted(wanted: Wanted, world_size: int) -> Checked:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         directory = manifest.variant(directory, world_size)
         found = manifest.read(directory)
-        return _Checked(directory, found, manifest.read_plan(directory, found))
+        return Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
 
-    return _Checked(*find_converted(wanted.path, wanted.hub, world_size))
+    return Checked(*find_converted(wanted.path, wanted.hub, world_size))
 
 
-def _ordinary(wanted: _Wanted, plan: str) -> _Checked:
+def _ordinary(wanted: Wanted, plan: str) -> Checked:
     """An ordinary model, to be sharded by a plan while it is read."""
     from .by_plan import ordinary
 
     found = ordinary(wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code)
-    return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+    return Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
 
 
-def _with_files(found: _Checked, rank: int) -> _Checked:
+def _with_files(found: Checked, rank: int) -> Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(rank))
     return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
 
 
-def _connect(plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
+def _stays_packed(plan: Plan, wanted: Wanted) -> bool:
+    """Whether packed parameters are computed with as they are stored."""
+    return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
+
+
+def _connect(plan: Plan, wanted: Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
     """The process groups of all collectives that the wanted form of the model issues."""
-    if not wanted.training and not wanted.sequence_parallel:
+    if not wanted.other_form:
         return launching.connect(plan, start, all_reduce)
-    from ..format.plan_forms import of_sequence
-    from ..training.backward_axes import backward_axes
+    from .other_forms import connect
 
-    used = of_sequence(plan) if wanted.sequence_parallel else plan
-    return launching.connect(used, start, all_reduce, backward_axes(used) if wanted.training else ())
+    return connect(plan, wanted, start, all_reduce)
 
 
-def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
+def _build(checked: Checked, start: Launch, comm: Communicator, wanted: Wanted) -> nn.Module:
     plan, directory = checked.plan, checked.directory
     config = read_config(directory, checked.manifest, plan)
     generation_config = read_generation_config(directory, checked.manifest)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
+    packed = None
+    if any(entry.packing is not None for entry in plan.parameters):
+        from .packed_models import without_packing
+
+        config, packed = without_packing(checked, config, start, comm, wanted)
     try:
         model = build_model(_model_class(directory, plan), config, dtype)
     except Exception as error:
         raise building_failed(directory, error) from error
-    _parallelize(model, plan, comm, wanted)
+    if wanted.other_form:
+        from . import other_forms
+
+        other_forms.parallelize(model, plan, comm, wanted)
+    else:
+        parallelize(model, plan, comm, wanted.gather_logits, packed)
     if wanted.verify:
         from .file_checksums import verify_checksums
 
         verify_checksums(directory, checked.manifest, start.rank)
-    rank_files.read(model, plan, _stored(checked, start), start, wanted.dtype)
+    rank_files.read(model, plan, _stored(checked, start), start, wanted.dtype, packed)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
-    remember(model, Loaded(directory.absolute(), checked.manifest, plan, start))
+    remember(model, Loaded(directory.absolute(), checked.manifest, plan, start, packed is not None))
     return model.eval()
 
 
-def _parallelize(model: nn.Module, plan: Plan, comm: Communicator, wanted: _Wanted) -> None:
-    if not wanted.training and not wanted.sequence_parallel:
-        parallelize(model, plan, comm, wanted.gather_logits)
-        return
-    from ..training.prepare import parallelize_for_training
-
-    parallelize_for_training(
-        model,
-        plan,
-        comm,
-        wanted.gather_logits,
-        training=wanted.training,
-        sequence_parallel=wanted.sequence_parallel,
-    )
-
-
-def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
+def _stored(checked: Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
     """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint."""
     if checked.checkpoint is not None:
         from .by_plan import local_tensors

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from .reading import mapped
+
+if TYPE_CHECKING:
+    from ..parallel.packed_modules import PackedModules
 
 _REMEDY = "copy the directory again, or convert the model again"
 
@@ -104,6 +108,7 @@ def read(
     stored: Generator[tuple[str, Tensor]],
     start: Launch,
     dtype: torch.dtype | None,
+    packed: PackedModules | None = None,
 ) -> None:
     """Fill a parallelized model, of local shapes, in place; buffers that no file holds move to the device.
 
@@ -113,16 +118,17 @@ def read(
         stored: local tensors by the names under which they are stored, on the device; it is closed.
         start: this rank, and the device of all tensors afterwards.
         dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
+        packed: gets the stored tensors of packed parameters; without it these are dequantized.
 
     Raises:
         CheckpointError: a tensor is missing, or a file cannot be read any more.
     """
-    todo = set(parameter_plans(plan))
+    todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_tensors import dequantized
+        from .packed_tensors import unpacked
 
-        stored = dequantized(stored, plan, start.rank)
+        stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:
         for name, tensor in parameters:
             target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
@@ -133,6 +139,8 @@ def read(
         raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
     retie(model, plan)
     _move_buffers(model, start.device)
+    if packed is not None:
+        packed.finish()
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"no file had {empty[0]}; {_REMEDY}")
 

@@ -6,6 +6,7 @@ code and factors alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.plan import Packing
-from . import awq, bnb, compressed_tensors, exponents, fp8, gptq, mxfp4
+from . import awq, bnb, compressed_tensors, exponents, fbgemm_fp8, fp8, gptq, mxfp4, torchao
 from .held import Held, stored_shape
 
 FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held], Tensor]] = {
@@ -21,11 +22,16 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held], Tensor]] = {
     "bnb_4bit": bnb.dequantized_4bit,
     "bnb_8bit": bnb.dequantized_8bit,
     "compressed_tensors": compressed_tensors.dequantized,
+    "fbgemm_fp8": fbgemm_fp8.dequantized,
     "fp8": fp8.dequantized,
     "gptq": gptq.dequantized,
     "mxfp4": mxfp4.dequantized,
+    "torchao": torchao.dequantized,
 }
 """By the method: from local stored tensors to the local weight, in the dtype that the library computes."""
+
+VALUES_AT_ONCE = 2**22
+"""Computed together, so that what is needed beside the result is some 100 MB."""
 
 CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
@@ -46,9 +52,16 @@ def dequantize(packing: Packing, tensors: Mapping[str, Tensor], held: Held, dtyp
         held: the part of the weight that they are.
         dtype: of the result. It is computed as the format's library does, and rounded to this dtype.
     """
-    if 0 in held.local_shape:
-        return torch.empty(held.local_shape, dtype=dtype)
-    return FORMULAS[packing.method](packing, tensors, held).to(dtype).contiguous()
+    first = next(iter(tensors.values()))
+    out = torch.empty(held.local_shape, dtype=dtype, device=first.device)
+    if out.numel():
+        count = _rows_at_once(packing, held)
+        for start in range(0, len(out), count):
+            rows = out[start : start + count]
+            stop = start + len(rows)
+            stored = _rows(packing, tensors, held, start, stop)
+            rows.copy_(FORMULAS[packing.method](packing, stored, held.rows(start, stop)))
+    return out
 
 
 def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
@@ -70,7 +83,31 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: Held, na
                 f"{name}: its stored tensor {stored.name} is {tensor.dtype} {list(tensor.shape)}, and should "
                 f"be {stored.dtype} {list(shape)} for its part {list(held.local_shape)} of {list(held.shape)}"
             )
-        if stored.name != "*" and tensor.is_floating_point() and not tensor.float().isfinite().all():
+        if stored.name not in exponents.VALUES and not _is_finite(tensor):
             raise CheckpointError(f"{name}: its stored tensor {stored.name} has values that are not finite")
     if packing.method in CHECKS and 0 not in held.local_shape:
         CHECKS[packing.method](packing, tensors, held, name)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
+
+
+def _rows_at_once(packing: Packing, held: Held) -> int:
+    """So many local positions of the first dim that stored tensors are cut between steps."""
+    steps = [dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0]
+    step = math.lcm(*steps)
+    return max(VALUES_AT_ONCE // math.prod(held.local_shape[1:]) // step, 1) * step
+
+
+def _rows(
+    packing: Packing, tensors: Mapping[str, Tensor], held: Held, start: int, stop: int
+) -> dict[str, Tensor]:
+    """The stored tensors for local positions of the first dim."""
+    out = dict(tensors)
+    for stored in packing.tensors:
+        for place, dim in enumerate(stored.dims):
+            if dim.of == 0:
+                steps = held.local_steps(0, dim.step)[[start, stop - 1]].tolist()
+                out[stored.name] = out[stored.name].narrow(place, steps[0], steps[1] - steps[0] + 1)
+    return out

@@ -13,8 +13,8 @@ from .held import Held
 
 BIAS = 127
 NOT_FINITE = 255
-VALUES = ("*", "*_blocks", "*_packed")
-"""Stored tensors whose bytes are something else."""
+VALUES = ("*", "*_blocks", "*_packed", "_*_qdata")
+"""Stored tensors with the values themselves."""
 
 
 def as_factors(stored: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""float8 with one factor for a tensor, or for each block of it, as transformers reads it (quant_method fp8).
+"""float8 with one factor for a tensor, or for each block of it, as transformers reads it (fp8, mxfp8).
 
 Usual names are NAME, of values, NAME_scale_inv, of factors, and perhaps a factor of the inputs. The weights
 of experts may be stacked, ``[E, out, in]``; blocks are in the last two dims.
@@ -19,8 +19,8 @@ from .exponents import as_factors
 from .held import Held, along, spread
 
 VALUES = "float8_e4m3fn"
-BLOCK = (128, 128)
-"""Of settings that name none."""
+BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32)}
+"""Of settings that name none, by the method."""
 FACTORS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 """Dtypes; bytes are exponents of two."""
 SCALES = {
@@ -50,7 +50,7 @@ class Fp8Scheme:
         """
         if settings.get("expert_dtype", "fp8") != "fp8":
             raise SourceError(f"{where} has experts in {settings['expert_dtype']} beside fp8{REMEDY}")
-        block = settings.get("weight_block_size", BLOCK)
+        block = settings.get("weight_block_size", BLOCKS[str(settings["quant_method"])])
         if block is None:
             return cls(None)
         if (

@@ -36,6 +36,15 @@ class Held:
         spans = [torch.arange(a, b) for a, b in self.ranges[dim]]
         return torch.cat(spans) if spans else torch.arange(0)
 
+    def rows(self, start: int, stop: int) -> Held:
+        """The part with these local positions of the first dim alone."""
+        kept, offset = [], 0
+        for a, b in self.ranges[0]:
+            first, last = a + max(start - offset, 0), a + min(stop - offset, b - a)
+            kept += [(first, last)] if first < last else []
+            offset += b - a
+        return Held(self.shape, (tuple(kept), *self.ranges[1:]))
+
     def local_steps(self, dim: int, step: int) -> Tensor:
         """For each local position along a dim the local step that it is in, int64 ``[local size]``."""
         local: Tensor = torch.unique_consecutive(self.positions(dim) // step, return_inverse=True)[1]

@@ -30,6 +30,10 @@ REQUIREMENTS = {
         ("compressed-tensors",),
         "compressed-tensors reads the tensors; it dequantizes most of its formats to compute",
     ),
+    "fbgemm_fp8": Requirement(
+        ("accelerate", "fbgemm-gpu-genai"),
+        "fbgemm-gpu-genai has the kernels, for GPUs with compute capability 9.0 or more",
+    ),
     "fp8": Requirement(
         ("accelerate", "kernels"),
         "kernels downloads those that multiply float8, for GPUs with compute capability 8.9 or more",
@@ -42,6 +46,7 @@ REQUIREMENTS = {
         ("accelerate", "kernels"),
         "kernels downloads those that multiply 4-bit floats, for GPUs with compute capability 7.5 or more",
     ),
+    "torchao": Requirement(("torchao",), "torchao has the classes of tensors, for CPUs and GPUs"),
 }
 """By the method of a packing."""
 

@@ -10,17 +10,22 @@ from .awq import AwqScheme
 from .bnb import BnbScheme
 from .checkpoint_view import Scheme
 from .compressed_tensors import CompressedScheme
+from .fbgemm_fp8 import FbgemmFp8Scheme
 from .fp8 import Fp8Scheme
 from .gptq import GptqScheme
 from .mxfp4 import Mxfp4Scheme
+from .torchao import TorchaoScheme
 
 SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": AwqScheme.of,
     "bitsandbytes": lambda settings, where: BnbScheme(),
     "compressed-tensors": CompressedScheme.of,
+    "fbgemm_fp8": lambda settings, where: FbgemmFp8Scheme(),
     "fp8": Fp8Scheme.of,
     "gptq": GptqScheme.of,
     "mxfp4": lambda settings, where: Mxfp4Scheme(),
+    "mxfp8": Fp8Scheme.of,
+    "torchao": lambda settings, where: TorchaoScheme(),
 }
 """By ``quant_method``."""
 
@@ -41,7 +46,7 @@ def scheme_of(settings: Mapping[str, Any], where: str) -> Scheme:
             f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
             f"unquantized model, or one that is quantized with {', '.join(sorted(SCHEMES))}"
         )
-    return SCHEMES[method](settings, where)
+    return SCHEMES[method]({**settings, "quant_method": method}, where)
 
 
 def _method(settings: Mapping[str, Any]) -> str:

@@ -42,6 +42,11 @@ def stored_model(model: nn.Module) -> StoredModel:
             that files cannot store, or no longer tied.
     """
     source = loaded(model)
+    if source.packed:
+        raise PlanError(
+            "the model's weights are packed, and are not saved out of the modules of their format; copy "
+            f"{source.directory}, or load it with dequantize=True"
+        )
     tensors = named_tensors(model)
     _check_tied(source.plan, tensors)
     aliases = dict(source.plan.tied)

@@ -64,6 +64,12 @@ def test_any_part(data: st.DataObject) -> None:
     require_equal_parts(found, stored, data.draw(helds(found)))
 
 
+def test_exponents_for_short_blocks() -> None:
+    tensors = {"a.weight": values(5, 64), "a.weight_scale_inv": factors("uint8", 5, 2)}
+    found, _ = find(tensors, quant_method="mxfp8")
+    assert [granularity(found, dim) for dim in range(2)] == [1, 32]
+
+
 def test_steps() -> None:
     """A block that is longer than the dim limits nothing."""
     found, _ = find(

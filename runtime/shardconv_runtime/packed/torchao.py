@@ -1,0 +1,108 @@
+"""torchao: 8-bit integers and float8, with a factor for each block of a weight; mostly for each row.
+
+MODULE.NAME is stored as MODULE._NAME_qdata, MODULE._NAME_scale and perhaps MODULE._NAME_zero_point. The
+header of the file says of each NAME, as JSON, of what class it is and how large its blocks are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SourceError
+from ..format.plan import PackedDim, Packing
+from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
+from .held import Held, along, spread
+
+VALUES = {"Int8Tensor": "int8", "Float8Tensor": "float8_e4m3fn"}
+"""Dtypes of values, by the class of the tensor."""
+SCALES = ("float32", "bfloat16", "float16")
+PLAIN = "Tensor"
+NAMES = "tensor_names"
+"""Key of the header with the names of all tensors."""
+
+
+class TorchaoScheme:
+    """Any parameters."""
+
+    def find(self, checkpoint: Checkpoint) -> dict[str, Found]:
+        """See ``Scheme``."""
+        found = {name: _parameter(checkpoint, name, said) for name, said in _packed(checkpoint)}
+        ends = tuple(f"_{part}" for part in ("qdata", "scale", "zero_point"))
+        suffixes = tuple(f"._{own}{end}" for own in {n.rpartition(".")[2] for n in found} for end in ends)
+        require_owners(checkpoint, found, suffixes or ("._weight_qdata",), "torchao")
+        return found
+
+
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+    """(Value less zero point) times factor, in float32, as the library does."""
+    stored = {tensor.name: tensor for tensor in packing.tensors}
+    values = tensors["_*_qdata"].float()
+    if "_*_zero_point" in tensors:
+        values = values - spread(tensors["_*_zero_point"].float(), stored["_*_zero_point"], held)
+    return values * spread(tensors["_*_scale"].float(), stored["_*_scale"], held)
+
+
+def _packed(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names of the packed parameters, and what the header says about them."""
+    if NAMES not in checkpoint.metadata:
+        raise SourceError(
+            f"the files have no {NAMES} in their headers, so torchao did not write them{REMEDY}"
+        )
+    for name, text in checkpoint.metadata.items():
+        if "." in name:
+            said = _read(name, text)
+            if said.get("_type") != PLAIN:
+                yield name, said
+
+
+def _read(name: str, text: str) -> Mapping[str, Any]:
+    try:
+        said = json.loads(text)
+    except ValueError as error:
+        raise SourceError(f"{name}: what the header says about it is not JSON: {error}{REMEDY}") from error
+    kinds = {"_data": dict, "_tensor_data_names": list}
+    if isinstance(said, dict) and all(isinstance(said.get(k, kind()), kind) for k, kind in kinds.items()):
+        return said
+    raise SourceError(f"{name}: what the header says about it is not as torchao writes it{REMEDY}")
+
+
+def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Found:
+    kind, parts = str(said.get("_type")), set(map(str, said.get("_tensor_data_names", [])))
+    if kind not in VALUES:
+        raise SourceError(
+            f"{name} is quantized by torchao as {kind}; {', '.join(VALUES)} are covered{REMEDY}"
+        )
+    if others := parts - {"qdata", "scale", "zero_point"}:
+        raise SourceError(f"{name} is quantized by torchao with {min(others)}, which is not covered{REMEDY}")
+    module, _, own = name.rpartition(".")
+    names = {
+        f"_*_{part}": f"{module}._{own}_{part}"
+        for part in ("qdata", "scale", *sorted(parts & {"zero_point"}))
+    }
+    shape = info(checkpoint, names["_*_qdata"], name).shape
+    scale = info(checkpoint, names["_*_scale"], name).shape
+    dims = _dims(name, shape, scale, said.get("_data", {}).get("block_size"))
+    group = Group(checkpoint, shape, names)
+    group.add("_*_qdata", [VALUES[kind]], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
+    group.add("_*_scale", SCALES, dims)
+    if "_*_zero_point" in names:
+        group.add("_*_zero_point", ["int8"], dims)
+    return group.found("torchao")
+
+
+def _dims(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: Any) -> tuple[PackedDim, ...]:
+    """Dims of the factors; a single one may have any number of them."""
+    if all(size == 1 for size in scale):
+        return tuple(PackedDim(None, 1) for _ in scale)
+    sizes = block or [size if count == 1 else 1 for size, count in zip(shape, scale, strict=False)]
+    if (
+        not isinstance(sizes, list)
+        or len(sizes) != len(shape)
+        or not all(type(n) is int and n > 0 for n in sizes)
+    ):
+        raise SourceError(f"{name} of {list(shape)} is quantized by torchao in blocks of {block}{REMEDY}")
+    return tuple(along(dim, size, shape[dim]) for dim, size in enumerate(sizes))
