@@ -222,17 +222,20 @@ def save_mxfp4(directory: Path) -> Path:
     return save_tensors(directory, tensors, transformers.Mxfp4Config().to_dict())
 
 
-def save_compressed(directory: Path, groups: dict[str, dict[str, Any]]) -> Path:
+def save_compressed(
+    directory: Path, groups: dict[str, dict[str, Any]], inputs: dict[str, Any] | None = None
+) -> Path:
     """compressed-tensors, packed by its own compressors.
 
     Args:
         groups: for each pattern of names of modules the settings of their weights.
+        inputs: the settings of their inputs; None: they are not quantized.
     """
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
     schemes = {
-        pattern: QuantizationScheme(targets=[f"re:{pattern}"], weights=weights)
+        pattern: QuantizationScheme(targets=[f"re:{pattern}"], weights=weights, input_activations=inputs)
         for pattern, weights in groups.items()
     }
     for scheme in schemes.values():

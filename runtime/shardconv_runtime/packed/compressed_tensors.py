@@ -100,7 +100,7 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str
             f"{name} is {list(held.shape)}, and its stored shape says {tensors['*_shape'].tolist()}"
         )
     if "*_g_idx" in tensors:
-        groups = next(stored.dims[1] for stored in packing.tensors if stored.name == "*_scale")
+        groups = next(stored.dims[-1] for stored in packing.tensors if stored.name == "*_scale")
         _check_groups(tensors["*_g_idx"].cpu().long(), groups, held, name)
 
 
@@ -182,6 +182,8 @@ class _Weight:
         name = self._name("*_g_idx")
         if name not in self._checkpoint.tensors:
             return dims
+        if self._checkpoint.tensors[name].shape != (self._shape[1],):
+            raise SourceError(f"{name} has no group for each of {self._shape[1]} inputs{REMEDY}")
         groups = global_size(dims[-1], self._shape)
         index = self._checkpoint.read(name).long()
         in_order = torch.arange(self._shape[1]) // max(weights.group_size, 1)

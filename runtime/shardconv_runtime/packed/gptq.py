@@ -6,6 +6,7 @@ form a group, and factors and zero points are replicated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class GptqScheme:
         names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
         words, outputs = matrix(checkpoint, names["qweight"], names["qweight"])
         groups, _ = matrix(checkpoint, names["scales"], names["qweight"])
-        inputs = info(checkpoint, names["g_idx"], names["qweight"]).shape[0]
+        inputs = math.prod(info(checkpoint, names["g_idx"], names["qweight"]).shape)
         bits = _bits(names, words, inputs)
         group = Group(checkpoint, (outputs, inputs), names)
         group.add("g_idx", ["int32"], (PackedDim(1, 1),))

@@ -58,7 +58,10 @@ def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSett
     Raises:
         SourceError: the checkpoint is quantized in a way that is not covered.
     """
-    groups = list((settings.get("config_groups") or {}).values())
+    groups = (settings.get("config_groups") or {}).values()
+    for group in groups:
+        if not isinstance(group, Mapping):
+            raise _refused(where, f"in the group {group}, which is not covered")
     formats = {str(settings.get("format"))} | {str(g["format"]) for g in groups if g.get("format")}
     for name in sorted(formats - {*FORMATS, "dense", "None"}):
         raise _refused(where, f"in the format {name}; {', '.join(FORMATS)} are covered")
@@ -67,7 +70,10 @@ def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSett
             raise _refused(where, f"with {name}, which is not covered")
     if str((settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         raise _refused(where, "and sparse, which is not covered")
-    return tuple(_of(group["weights"], where) for group in groups if group.get("weights"))
+    try:
+        return tuple(_of(group["weights"], where) for group in groups if group.get("weights"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _refused(where, f"with settings that cannot be read ({error})") from error
 
 
 def _of(weights: Mapping[str, Any], where: str) -> WeightSettings:

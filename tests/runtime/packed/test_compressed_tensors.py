@@ -114,6 +114,40 @@ def test_checkpoints_of_the_library(kind: str, tmp_path: Path) -> None:
     require_values_of_the_library(save_compressed(tmp_path / "model", {".*_proj": WEIGHTS[kind]}))
 
 
+@pytest.mark.parametrize("weights", [
+    {"num_bits": 8, "strategy": "channel"},
+    {"num_bits": 8, "strategy": "tensor"},
+    {"num_bits": 8, "strategy": "channel", "symmetric": False},
+    {"num_bits": 4, "strategy": "group", "group_size": 64},
+    FP8 | {"strategy": "channel"},
+])  # fmt: skip
+def test_quantized_inputs(weights: dict[str, Any], tmp_path: Path) -> None:
+    """With them the library does not pack integers: each is a byte."""
+    pytest.importorskip("compressed_tensors")
+    inputs = {"num_bits": 8, "dynamic": True, "strategy": "token", "type": weights.get("type", "int")}
+    save_compressed(tmp_path / "model", {".*_proj": weights}, inputs)
+    require_values_of_the_library(tmp_path / "model")
+    assert not any(name.endswith("_packed") for name in MemoryCheckpoint.of(tmp_path / "model").values)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_part_of_integers_in_bytes(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 20)), 8 * data.draw(st.integers(1, 5))
+    strategy = data.draw(st.sampled_from(["tensor", "channel", "group"]))
+    shape = {"tensor": (1,), "channel": (rows, 1), "group": (rows, columns // 8)}[strategy]
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    tensors = {
+        "a.weight": torch.randint(-128, 128, (rows, columns), dtype=torch.int8),
+        "a.weight_scale": torch.rand(shape).half(),
+    }
+    if data.draw(st.booleans()):
+        tensors["a.weight_zero_point"] = torch.randint(-128, 128, shape, dtype=torch.int8)
+    weights = {"num_bits": 8, "strategy": strategy, "group_size": 8 if strategy == "group" else None}
+    found, stored = find(tensors, config(weights, form="int-quantized"))
+    require_equal_parts(found, stored, data.draw(helds(found)))
+
+
 def test_several_groups_of_modules(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     groups = {".*down_proj": "int4-asymmetric", ".*(gate|up)_proj": "int8-packed", ".*": "fp8-block"}
@@ -178,6 +212,7 @@ def test_factors_of_inputs_are_kept() -> None:
     ({"a.weight_scale": None}, "a.weight_packed belongs to no weight that compressed-tensors has packed"),
     ({"a.weight_packed": None}, "a.weight is missing from the checkpoint, which has a.weight_scale"),
     ({"a.weight_zero_point": words(3, 3)}, r"a.weight_zero_point is .* be int32 \[2, 3\]"),
+    ({"a.weight_g_idx": torch.zeros(9).int()}, "a.weight_g_idx has no group for each of 96 inputs"),
     ({"a.weight_g_idx": torch.full((96,), 3).int()}, "a.weight_g_idx names a group outside of the 3"),
     ({"b.input_scale": torch.ones(1)}, "b.input_scale belongs to no weight"),
 ])  # fmt: skip
@@ -191,6 +226,8 @@ def test_tensors_that_do_not_fit_are_refused(changed: dict[str, torch.Tensor | N
     (config(GROUPED, form="marlin-24"), "in the format marlin-24; float-quantized, .* are covered"),
     (config(GROUPED, kv_cache_scheme={"num_bits": 8}), "with kv_cache_scheme, which is not covered"),
     (config(GROUPED, sparsity_config={"format": "sparse-bitmask"}), "and sparse, which is not covered"),
+    (config() | {"config_groups": {"FP8": ["Linear"]}}, r"in the group \['Linear'\], which is not covered"),
+    (config(GROUPED | {"num_bits": "four"}), "with settings that cannot be read"),
     (config({"strategy": "token"}), "with one factor for each token"),
     (config({"strategy": "group"}), "in groups of None"),
     (config({"strategy": "block"}), "in blocks of None"),

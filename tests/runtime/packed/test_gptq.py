@@ -125,6 +125,8 @@ def test_the_integers_are_those_that_were_packed() -> None:
     ("a.scales", None, r"a.scales is missing from the checkpoint, which has a.qweight"),
     ("a.qweight", None, r"a.qzeros belongs to no weight that gptq has packed"),
     ("a.g_idx", None, r"a.g_idx is missing"),
+    ("a.g_idx", torch.tensor(0).int(), "that is 384 bits; 2, 4 and 8 are"),
+    ("a.g_idx", torch.zeros(96, 1).int(), r"a.g_idx is int32 \[96, 1\], and should be int32 \[96\]"),
     ("a.g_idx", torch.full((96,), 3, dtype=torch.int32), "a.g_idx names a group outside of the 3"),
     ("a.g_idx", torch.full((96,), -1, dtype=torch.int32), "a.g_idx names a group outside of the 3"),
 ])  # fmt: skip
