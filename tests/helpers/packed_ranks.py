@@ -125,3 +125,12 @@ def held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def held_bytes(model: nn.Module) -> int:
     """Bytes of all tensors of a model that hold weights."""
     return sum(tensor.nbytes for tensor in {id(t): t for t in held_tensors(model)}.values())
+
+
+def in_float32(directory: Path) -> Any:
+    """The model that transformers loads; it leaves some plain weights in the checkpoint's dtype."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return model.eval()

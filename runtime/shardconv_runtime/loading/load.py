@@ -156,7 +156,7 @@ def load(
         if _stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 
-            _, error = _attempt(lambda: require_packages(checked, start, wanted))
+            _, error = _attempt(lambda: require_packages(checked, start, wanted, compiled=compile))
             agreement.agree(start, error)
         if checked.repository is not None:
             fetched, error = _attempt(lambda: _with_files(checked, start.rank))

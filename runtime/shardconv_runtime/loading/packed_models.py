@@ -19,15 +19,21 @@ if TYPE_CHECKING:
     from .load import Checked, Wanted
 
 
-def require_packages(found: Checked, start: Launch, wanted: Wanted) -> None:
+def require_packages(found: Checked, start: Launch, wanted: Wanted, *, compiled: bool) -> None:
     """Check that the installed packages can compute with the packed parameters of a model here.
+
+    Args:
+        found: the model.
+        start: this rank.
+        wanted: how to load it.
+        compiled: whether it is to be compiled.
 
     Raises:
         PlanError: they cannot; the message names what to install, and offers to dequantize.
     """
     config = read_config(found.directory, found.manifest, found.plan)
     packings = {entry.packing for entry in found.plan.parameters if entry.packing is not None}
-    require_computable(_quantized(found, config, start.device, wanted), packings)
+    require_computable(_quantized(found, config, start.device, wanted), packings, compiled=compiled)
 
 
 def without_packing(

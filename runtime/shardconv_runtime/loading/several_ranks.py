@@ -60,8 +60,11 @@ def _watch_training(model: nn.Module) -> None:
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Of the full model; arguments as of transformers' method."""
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    shapes = {name: global_shape(entry) for name, entry in parameter_plans(loaded(model).plan).items()}
-    return sum(
+    entries = parameter_plans(loaded(model).plan)
+    shapes = {name: global_shape(entry) for name, entry in entries.items()}
+    stays = loaded(model).packed
+    packed = [shapes.pop(name) for name, entry in entries.items() if stays and entry.packing is not None]
+    return sum(map(math.prod, () if only_trainable else packed)) + sum(
         math.prod(shapes[name])
         for name, parameter in named_tensors(model).items()
         if name in shapes

@@ -125,26 +125,22 @@ def _convert_modules(
     packed: PackedModules | None,
 ) -> None:
     """Edit, replace and wrap the modules that the plan names."""
-    plain = {fqn: submodule(model, fqn) for fqn in modules}
+    targets = {fqn: submodule(model, fqn) for fqn in modules}
     for fqn, entry in modules.items():
         if entry.edits or entry.flags:
             from .edits import apply_edits, raise_flags
 
             with _at(fqn):
-                apply_edits(plain[fqn], entry.edits, comm.rank)
-                raise_flags(plain[fqn], entry.flags)
-    computing = {} if packed is None else packed.replace(model)
-    _swap(model, {id(old): new for old, new in computing.items()})
-    replaced = {}
+                apply_edits(targets[fqn], entry.edits, comm.rank)
+                raise_flags(targets[fqn], entry.flags)
+    computing = {} if packed is None else packed.replace(model, modules)
+    replaced = {id(old): new for old, new in computing.items()}
     for fqn, entry in modules.items():
+        if targets[fqn] in computing:
+            continue
         with _at(fqn):
-            if packed is not None and plain[fqn] in computing:
-                module = computing[plain[fqn]]
-                steps = packed.entry(fqn, entry, plain[fqn], module)
-                attach(module, steps, comm, forward_signature(plain[fqn]))
-            else:
-                target = _Target(fqn, plain[fqn], entry, parameters, dict(plan.tied), comm, training)
-                replaced[id(plain[fqn])] = _convert(target)
+            target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
+            replaced[id(targets[fqn])] = _convert(target)
     _swap(model, replaced)
 
 

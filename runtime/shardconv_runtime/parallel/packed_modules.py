@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..comm.collectives import Communicator
 from ..errors import CheckpointError, PlanError
 from ..format.dims import axes_of
-from ..format.plan import Edit, ModulePlan, Packing, ParameterPlan, SliceStep, local_shape
+from ..format.plan import ModulePlan, Packing, ParameterPlan, SliceStep, local_shape
 from ..format.slices import coordinates
 from ..packed.held import Held
+from .boundary import attach, forward_signature
 from .edits import raise_flags
 from .packed_values import KEEPS_MODULES, fill_module
 from .quantizers import Quantized, quantizer_of
@@ -46,14 +47,15 @@ class PackedModules:
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
 
-    def replace(self, model: nn.Module) -> dict[nn.Module, nn.Module]:
-        """Have the format's quantizer replace the modules of packed weights.
+    def replace(self, model: nn.Module, entries: Mapping[str, ModulePlan]) -> dict[nn.Module, nn.Module]:
+        """Have the format's quantizer replace the modules of packed weights; hook the plan's steps to them.
 
         Args:
             model: plain and edited, on meta, of global shapes; changed in place.
+            entries: of the plan, by FQN of the module.
 
         Returns:
-            The new modules by the plain ones.
+            The new modules by the plain ones; where these have other names, they are still there.
 
         Raises:
             PlanError: it replaces other modules than those whose weights the plan packs.
@@ -71,23 +73,15 @@ class PackedModules:
         replaced = {name: now[name] for name in plain if name in now and now[name] is not plain[name]}
         _require_packed(replaced, self._packings)
         self._model = model
+        for name, module in replaced.items():
+            if name in entries:
+                entry = self._prepared(name, entries[name], plain[name], module)
+                attach(module, entry, self._comm, forward_signature(plain[name]))
         return {plain[name]: module for name, module in replaced.items()}
 
-    def entry(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
-        """The plan's entry of a module that was replaced, for hooks around the new one.
-
-        Attributes that shape the new module's code get their local values, too.
-
-        Args:
-            fqn: of the module.
-            entry: of the plan.
-            plain: the module that was replaced.
-            module: the new one.
-
-        Raises:
-            PlanError: an attribute has neither its global nor its local value.
-        """
-        _carry_over(module, entry.edits, entry.flags, self._comm.rank)
+    def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
+        """The steps around a new module, whose attributes get their local values."""
+        _carry_over(fqn, module, entry, self._comm.rank)
         weight = self._parameters.get(f"{fqn}.weight")
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
             return entry
@@ -163,16 +157,16 @@ def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) ->
         )
 
 
-def _carry_over(module: nn.Module, edits: tuple[Edit, ...], flags: tuple[str, ...], rank: int) -> None:
+def _carry_over(fqn: str, module: nn.Module, entry: ModulePlan, rank: int) -> None:
     """Edit a module that was made from an edited one; what it read of that is local already."""
-    for edit in edits:
+    for edit in entry.edits:
         value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
         found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
         if found not in (edit.value, value):
-            raise PlanError(f"cannot edit {edit.attribute}: it is {found}, and was {edit.value} when planned")
+            raise PlanError(f"{fqn}: cannot edit {edit.attribute}: it is {found}, and was {edit.value}")
         if hasattr(module, edit.attribute):
             setattr(module, edit.attribute, value)
-    raise_flags(module, tuple(flag for flag in flags if getattr(module, flag, None) is not True))
+    raise_flags(module, tuple(flag for flag in entry.flags if getattr(module, flag, None) is not True))
 
 
 def _with_slice(entry: ModulePlan, weight: ParameterPlan) -> ModulePlan:

@@ -36,18 +36,23 @@ class Quantized:
     """Of activations."""
 
 
-def require_computable(quantized: Quantized, packings: Iterable[Packing]) -> None:
+def require_computable(quantized: Quantized, packings: Iterable[Packing], *, compiled: bool = False) -> None:
     """Check that packed parameters can be computed with as they are stored.
 
     Args:
         quantized: the model.
         packings: of its packed parameters.
+        compiled: whether it is to be compiled.
 
     Raises:
         PlanError: a package is missing, or this device cannot; the message offers what to do.
     """
-    if found := list(packings):
-        quantizer_of(quantized, found)
+    found = list(packings)
+    if found and not quantizer_of(quantized, found).is_compileable and compiled:
+        raise PlanError(
+            "compile=True: modules that compute with these packed weights cannot be compiled; leave it out, "
+            "or pass dequantize=True"
+        )
 
 
 def quantizer_of(quantized: Quantized, packings: Iterable[Packing]) -> Any:

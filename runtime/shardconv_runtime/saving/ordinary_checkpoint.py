@@ -56,7 +56,8 @@ def save_pretrained(
         CheckpointError: a file cannot be written; on all processes.
         LaunchError: another process failed, or did not call it.
     """
-    if loaded(model).plan.tp == 1 and mesh_of(model) is None:
+    found = loaded(model)
+    if found.plan.tp == 1 and not found.packed and mesh_of(model) is None:
         arguments = {"state_dict": state_dict, "push_to_hub": push_to_hub, "max_shard_size": max_shard_size}
         type(model).save_pretrained(model, save_directory, is_main_process, **arguments, **other)  # type: ignore[attr-defined]
         return

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packed_ranks import Checkpoint, held_bytes
+from packed_ranks import Checkpoint, held_bytes, in_float32
 from shardconv_runtime.comm.collectives import Communicator
 
 from shardconv.verifying.simulation.rank_threads import run_ranks
@@ -34,15 +34,6 @@ def save_bnb(directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
 
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)  # its kernel computes in bfloat16
     save_by_transformers(directory, transformers.BitsAndBytesConfig(**settings), **SIZES)
-
-
-def in_float32(directory: Path) -> Any:
-    """The model that transformers loads; it leaves some plain weights in the checkpoint's dtype."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for parameter in model.parameters():
-        if type(parameter) is torch.nn.Parameter and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-    return model.eval()
 
 
 def compare(directory: Path, tolerance: float, tp: int = 2, extra_bytes: float = 0.02) -> list[Any]:

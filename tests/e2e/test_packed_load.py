@@ -1,0 +1,153 @@
+"""Quantized checkpoints, converted and loaded in real processes with their weights packed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from distributed import run_processes
+from library_checkpoints import save_awq, save_bnb, save_gptq
+from packed_ranks import held_bytes, in_float32
+from quantized_checkpoints import dense_config, save_quantized
+from safetensors.torch import load_file
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.manifest import rank_directory
+
+import shardconv
+
+IDS = [[1, 5, 60, 7, 50, 3, 8], [9, 2, 6, 33, 1, 0, 4]]
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+SAVE: dict[str, Callable[[Path], Any]] = {
+    "nf4": lambda path: save_bnb(path, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "nested": lambda path: save_bnb(path, load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "int8": lambda path: save_bnb(path, load_in_8bit=True),
+    "gptq": lambda path: save_gptq(path, 4, 64, act_order=False),
+    "act-order": lambda path: save_gptq(path, 4, 32, act_order=True),
+    "awq": lambda path: save_awq(path, 64),
+}
+PACKAGES = dict.fromkeys(("nf4", "nested", "int8"), ("bitsandbytes",))
+BACKENDS = {"gptq": "gptq_torch", "act-order": "gptq_torch", "awq": "torch_awq"}
+"""Kernels that compute in the dtype of the activations."""
+TOLERANCES = {"int8": 0.05, "awq": 2e-3}
+"""int8 quantizes activations token by token, AWQ's kernel computes in float16."""
+EXTRA_BYTES = {"nested": 0.1}
+
+
+def require_packages(kind: str) -> None:
+    """Skip a test whose libraries are missing; importing them here would start threads, before a fork."""
+    for package in PACKAGES.get(kind, ("gptqmodel", "optimum")):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def unsharded_calls(kind: str, path: Path) -> tuple[Any, ...]:
+    """Runs in a process of its own: a quantized checkpoint of 3 and 5 groups of 64, its logits and tokens."""
+    SAVE[kind](path)
+    if kind in BACKENDS:
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"]["backend"] = BACKENDS[kind]
+        (path / "config.json").write_text(json.dumps(config))
+    _use_exact_kernels()
+    return _calls(in_float32(path))
+
+
+def calls_of_rank(path: Path) -> tuple[Any, ...]:
+    """Runs on each rank: logits, tokens and memory."""
+    import shardconv_runtime
+
+    _use_exact_kernels()
+    held = held_bytes(shardconv_runtime.load(path))
+    return *_calls(shardconv_runtime.load(path, dtype="float32")), held
+
+
+def _calls(model: Any) -> tuple[Any, Any]:
+    ids = torch.tensor(IDS)
+    with torch.no_grad():
+        logits = model(ids).logits
+    return logits, model.generate(ids, **OPTIONS)
+
+
+def _use_exact_kernels() -> None:
+    torch.compiler.set_stance("force_eager")  # libraries would compile parts of their modules
+    try:
+        from bitsandbytes.nn import modules
+    except ImportError:
+        return
+    modules.has_avx512bf16 = lambda: False  # its kernel computes in bfloat16
+
+
+def stored_bytes(out: Path, rank: int, tp: int) -> int:
+    """Of the tensors in a rank's files and in those that all ranks share."""
+    folders = (out / "common", out / rank_directory(rank, tp))
+    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    return sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("kind", SAVE)
+def test_packed_weights_give_the_results_of_the_unsharded_model(kind: str, tp: int, tmp_path: Path) -> None:
+    require_packages(kind)
+    expected, tokens = run_processes(1, unsharded_calls, kind, tmp_path / "q")[0]
+    shardconv.convert(tmp_path / "q", tmp_path / "out", tp)
+    found = run_processes(tp, calls_of_rank, tmp_path / "out")
+    for rank, (logits, drawn, held) in enumerate(found):
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        overhead = held / stored_bytes(tmp_path / "out", rank, tp)
+        print(f"{kind} tp {tp} rank {rank}: {error:.1e}, memory {overhead:.4f}, {torch.equal(drawn, tokens)}")
+        assert error <= TOLERANCES.get(kind, 1e-5)
+        assert kind in TOLERANCES or torch.equal(drawn, tokens)
+        assert overhead <= 1.02 + EXTRA_BYTES.get(kind, 0)
+        assert torch.equal(drawn, found[0][1])
+
+
+def refusals_of_rank(path: Path) -> dict[str, str]:
+    """Runs on each rank: what cannot be done with packed weights, and what is said about it."""
+    import shardconv_runtime
+
+    model = shardconv_runtime.load(path)
+    calls = {
+        "training": lambda: shardconv_runtime.load(path, training=True),
+        "compile": lambda: shardconv_runtime.load(path, compile=True),
+        "save": lambda: shardconv_runtime.save(model, path.parent / "saved"),
+        "save_pretrained": lambda: model.save_pretrained(path.parent / "saved"),
+    }
+    return {name: _error(call) for name, call in calls.items()}
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_what_packed_weights_do_not_allow_is_refused(tmp_path: Path) -> None:
+    require_packages("nf4")
+    run_processes(1, unsharded_calls, "nf4", tmp_path / "q")
+    shardconv.convert(tmp_path / "q", tmp_path / "out", 2)
+    for found in run_processes(2, refusals_of_rank, tmp_path / "out"):
+        assert all("dequantize=True" in text for text in found.values()), found
+    assert not (tmp_path / "saved").exists()
+
+
+def error_of_rank(path: Path) -> str:
+    """Runs on each rank."""
+    import shardconv_runtime
+
+    return _error(lambda: shardconv_runtime.load(path))
+
+
+def test_a_device_without_kernels_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 2)
+    for text in run_processes(2, error_of_rank, tmp_path / "out"):
+        assert "fp8" in text
+        assert "dequantize=True" in text

@@ -1,0 +1,51 @@
+"""Whether packed weights can be computed with here: told before anything is read, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.plan import Packing
+from shardconv_runtime.parallel import quantizers
+from shardconv_runtime.parallel.quantizers import Quantized, require_computable
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def check(method: str, settings: dict[str, Any]) -> None:
+    quantized = Quantized(settings, torch.device("cpu"), torch.bfloat16)
+    require_computable(quantized, [Packing(method, ())])
+
+
+def test_a_plain_model_needs_nothing() -> None:
+    require_computable(Quantized({}, torch.device("cpu"), torch.bfloat16), [])
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizers, "_is_installed", lambda package: package == "accelerate")
+    with pytest.raises(PlanError, match=r"needs kernels .*pip install kernels; or pass dequantize=True"):
+        check("fp8", FP8)
+
+
+def test_transformers_does_not_dequantize_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizers, "_is_installed", lambda package: True)
+    with pytest.raises(PlanError, match=r"fp8.*on this cpu device; pass dequantize=True"):
+        check("fp8", FP8)
+
+
+def test_formats_that_would_be_decompressed_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"would decompress all of them.*dequantize=True"):
+        check("compressed-tensors", {"quant_method": "compressed-tensors"})
+
+
+def test_settings_of_another_method_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"packed by gptq, and config.json says awq"):
+        check("gptq", {"quant_method": "awq"})
+
+
+def test_settings_that_transformers_does_not_know_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizers, "_is_installed", lambda package: True)
+    with pytest.raises(PlanError, match=r"cannot compute here: .*dequantize=True"):
+        check("awq", {"quant_method": "awq", "version": "none that exists"})
