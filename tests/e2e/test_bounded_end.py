@@ -17,7 +17,7 @@ import transformers
 from checkpoints import save_causal
 from distributed import run_outcomes, run_processes
 from shardconv_runtime import LaunchError, from_rank_0
-from shardconv_runtime.comm import mesh
+from shardconv_runtime.comm import mesh, process_groups
 
 import shardconv
 
@@ -132,7 +132,7 @@ def timeout_of_a_pair() -> float:
     start = mesh.launch(timeout_s=77)
     assert start.group is not None
     first = start.rank // 2 * 2
-    pair = mesh._axes_group(start.group, (first, first + 1))
+    pair = process_groups.axes_group(start.group, (first, first + 1))
     assert dist.get_world_size(pair) == 2
     return float(pair._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 

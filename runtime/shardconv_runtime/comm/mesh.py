@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,19 +14,6 @@ from ..format.dims import axes_of
 from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
 from .collectives import AllReduce, Communicator, ProcessCommunicator
-
-JOIN_TIMEOUT_S = 300
-"""How long a rank waits for the others where a group of them is made."""
-
-SETTLE_S = 0.1
-"""How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
-takes the interpreter's lock; a thread that asks for it while the interpreter goes down aborts the process."""
-
-PATIENT_TIMEOUT_S = 30 * 24 * 3600
-"""How long a control message may take: a rank may wait for a person at rank 0."""
-
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
-_subgroups = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -110,23 +92,17 @@ def launch(
     found_device = _device(device)
     if found_device.type == "cuda":
         torch.cuda.set_device(found_device)
+    if group is None and not dist.is_initialized() and "RANK" not in os.environ:
+        return Launch(0, 1, found_device)
+    from .process_groups import check_group, control_group, start_group
+
     if group is None and not dist.is_initialized():
-        if "RANK" not in os.environ:
-            return Launch(0, 1, found_device)
-        _start(found_device, timeout_s)
+        start_group(found_device, timeout_s)
     found = rank(group)
     group = group or dist.group.WORLD
     assert group is not None
-    _check_group(group, found_device)
+    check_group(group, found_device)
     return Launch(found, dist.get_world_size(group), found_device, group, control_group(group), timeout_s)
-
-
-def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same processes over gloo, for control messages: waiting for one needs no GPU, and may be long."""
-    _settle_at_exit()
-    made = _subgroup(group, _ranks(group), "gloo")
-    made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
-    return made
 
 
 def connect(
@@ -151,7 +127,9 @@ def connect(
     for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
-            groups[axes] = _axes_group(start.group, members)
+            from .process_groups import axes_group
+
+            groups[axes] = axes_group(start.group, members)
     return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
 
 
@@ -193,84 +171,6 @@ def _device(device: torch.device | str | None) -> torch.device:
         local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
         return torch.device("cuda", local % max(1, torch.cuda.device_count()))
     return found
-
-
-@cache
-def _settle_at_exit() -> None:
-    atexit.register(time.sleep, SETTLE_S)
-
-
-def _start(device: torch.device, timeout_s: float | None) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    try:
-        dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
-        raise LaunchError(
-            "cannot join the other processes at MASTER_ADDR and MASTER_PORT, or one of them ended; its own "
-            f"output says why ({str(error).splitlines()[0]})"
-        ) from error
-    except (ValueError, RuntimeError) as error:
-        raise LaunchError(
-            f"cannot start a {backend} process group from the environment: {str(error).splitlines()[0]}; "
-            "start the program with torchrun"
-        ) from error
-
-
-def _check_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    served = {kind.type for kind in group._device_types}
-    if device.type not in served:
-        raise LaunchError(
-            f"the process group serves {', '.join(sorted(served))}, but the model should be on {device}; "
-            f"pass device=, or start the group with a backend for {device.type}"
-        )
-
-
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of these members of ``group``."""
-    ranks = _ranks(group)
-    if len(members) == len(ranks):
-        return group
-    chosen = tuple(ranks[member] for member in members)
-    if list(chosen) != sorted(chosen):
-        raise LaunchError(f"the ranks of the given group must ascend, they are {list(ranks)}")
-    return _subgroup(group, chosen, None)
-
-
-def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, made once and kept as long as ``group`` is.
-
-    Only its members take part in making it, so several groups can load different models at a time.
-
-    Raises:
-        LaunchError: a member did not join.
-    """
-    made = _subgroups.setdefault(group, {})
-    key = (backend or dist.get_backend(group), ranks)
-    if key not in made:
-        try:
-            made[key] = dist.new_group(
-                list(ranks),
-                backend=backend or dist.get_backend(group),
-                timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
-                use_local_synchronization=True,
-            )
-        except RuntimeError as error:
-            raise LaunchError(
-                f"ranks {', '.join(map(str, ranks))} could not form a group: one ended or did not join; "
-                f"its own output says why ({str(error).splitlines()[0]})"
-            ) from error
-    return made[key]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def _env_int(name: str, default: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .mesh import control_group, rank
+from .process_groups import control_group, rank
 
 T = TypeVar("T")
 

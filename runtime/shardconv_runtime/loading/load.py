@@ -130,7 +130,7 @@ def load(
         from ..comm.tp_dim import tp_group
 
         group = tp_group(mesh, group)
-    wanted = Wanted(
+    wanted = _Wanted(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
         Hub(revision, cache_dir, local_files_only, token),
@@ -156,7 +156,9 @@ def load(
         if _stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 
-            _, error = _attempt(lambda: require_packages(checked, start, wanted, compiled=compile))
+            _, error = _attempt(
+                lambda: require_packages(*checked.model, start.device, wanted.dtype, compiled=compile)
+            )
             agreement.agree(start, error)
         if checked.repository is not None:
             fetched, error = _attempt(lambda: _with_files(checked, start.rank))
@@ -183,7 +185,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """The arguments of the caller."""
 
     path: str
@@ -198,13 +200,14 @@ class Wanted:
     dequantize: bool
 
     @property
-    def other_form(self) -> bool:
-        """Whether the form is another one than that for plain inference."""
-        return self.training or self.sequence_parallel
+    def form(self) -> dict[str, bool]:
+        """The form, if it is another one than that for plain inference."""
+        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
+        return wanted if any(wanted.values()) else {}
 
 
 @dataclass(frozen=True)
-class Checked:
+class _Checked:
     """A model that passed the checks so far."""
 
     directory: Path
@@ -219,12 +222,17 @@ class Checked:
     """Instead of files: the global weights of an ordinary model, not read."""
 
     @property
+    def model(self) -> tuple[Path, Any, Plan]:
+        """What is known of the model before it is built."""
+        return self.directory, self.manifest, self.plan
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """Of this rank's files."""
         return () if self.files is None else self.files.paths
 
 
-def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
+def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
@@ -235,10 +243,10 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
             "read that code, then pass trust_remote_code=True"
         )
     fingerprint.check_code(solved)
-    if wanted.other_form:
+    if wanted.form:
         from .other_forms import require_form
 
-        require_form(solved, wanted, stays_packed=_stays_packed(solved, wanted))
+        require_form(solved, **wanted.form, stays_packed=_stays_packed(solved, wanted))
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
@@ -248,65 +256,67 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     return found
 
 
-def _converted(wanted: Wanted, world_size: int) -> Checked:
+def _converted(wanted: _Wanted, world_size: int) -> _Checked:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         directory = manifest.variant(directory, world_size)
         found = manifest.read(directory)
-        return Checked(directory, found, manifest.read_plan(directory, found))
+        return _Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
 
-    return Checked(*find_converted(wanted.path, wanted.hub, world_size))
+    return _Checked(*find_converted(wanted.path, wanted.hub, world_size))
 
 
-def _ordinary(wanted: Wanted, plan: str) -> Checked:
+def _ordinary(wanted: _Wanted, plan: str) -> _Checked:
     """An ordinary model, to be sharded by a plan while it is read."""
     from .by_plan import ordinary
 
     found = ordinary(wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code)
-    return Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+    return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
 
 
-def _with_files(found: Checked, rank: int) -> Checked:
+def _with_files(found: _Checked, rank: int) -> _Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(rank))
     return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
 
 
-def _stays_packed(plan: Plan, wanted: Wanted) -> bool:
+def _stays_packed(plan: Plan, wanted: _Wanted) -> bool:
     """Whether packed parameters are computed with as they are stored."""
     return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
 
 
-def _connect(plan: Plan, wanted: Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
+def _connect(plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
     """The process groups of all collectives that the wanted form of the model issues."""
-    if not wanted.other_form:
+    if not wanted.form:
         return launching.connect(plan, start, all_reduce)
     from .other_forms import connect
 
-    return connect(plan, wanted, start, all_reduce)
+    return connect(plan, start, all_reduce, **wanted.form)
 
 
-def _build(checked: Checked, start: Launch, comm: Communicator, wanted: Wanted) -> nn.Module:
+def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
     plan, directory = checked.plan, checked.directory
     config = read_config(directory, checked.manifest, plan)
     generation_config = read_generation_config(directory, checked.manifest)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     packed = None
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_models import without_packing
+        from .packed_models import packed_modules, without_packing
 
-        config, packed = without_packing(checked, config, start, comm, wanted)
+        if not wanted.dequantize:
+            packed = packed_modules(directory, plan, config, start.device, comm, dtype)
+        config = without_packing(config)
     try:
         model = build_model(_model_class(directory, plan), config, dtype)
     except Exception as error:
         raise building_failed(directory, error) from error
-    if wanted.other_form:
-        from . import other_forms
+    if wanted.form:
+        from ..training.prepare import parallelize_for_training
 
-        other_forms.parallelize(model, plan, comm, wanted)
+        parallelize_for_training(model, plan, comm, wanted.gather_logits, **wanted.form)
     else:
         parallelize(model, plan, comm, wanted.gather_logits, packed)
     if wanted.verify:
@@ -319,7 +329,7 @@ def _build(checked: Checked, start: Launch, comm: Communicator, wanted: Wanted) 
     return model.eval()
 
 
-def _stored(checked: Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
+def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
     """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint."""
     if checked.checkpoint is not None:
         from .by_plan import local_tensors

@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..checkpoint.quantized import quantization_of, without_quantization
 from ..comm.collectives import Communicator
-from ..comm.mesh import Launch
 from ..errors import PlanError
-from ..format.plan import parameter_plans
+from ..format.manifest import Manifest
+from ..format.plan import Plan, parameter_plans
 from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
 
-if TYPE_CHECKING:
-    from .load import Checked, Wanted
 
-
-def require_packages(found: Checked, start: Launch, wanted: Wanted, *, compiled: bool) -> None:
+def require_packages(
+    directory: Path,
+    manifest: Manifest,
+    plan: Plan,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    compiled: bool,
+) -> None:
     """Check that the installed packages can compute with the packed parameters of a model here.
 
     Args:
-        found: the model.
-        start: this rank.
-        wanted: how to load it.
+        directory: the converted directory.
+        manifest: of it.
+        plan: of it.
+        device: where the model will compute.
+        dtype: of its activations; None for that of the plan.
         compiled: whether it is to be compiled.
 
     Raises:
         PlanError: they cannot; the message names what to install, and offers to dequantize.
     """
-    config = read_config(found.directory, found.manifest, found.plan)
-    packings = {entry.packing for entry in found.plan.parameters if entry.packing is not None}
-    require_computable(_quantized(found, config, start.device, wanted), packings, compiled=compiled)
+    config = read_config(directory, manifest, plan)
+    packings = {entry.packing for entry in plan.parameters if entry.packing is not None}
+    require_computable(_quantized(directory, plan, config, device, dtype), packings, compiled=compiled)
 
 
-def without_packing(
-    found: Checked, config: Any, start: Launch, comm: Communicator, wanted: Wanted
-) -> tuple[Any, PackedModules | None]:
-    """The config of the plain model of a quantized one, and the modules that compute with packed parameters.
+def without_packing(config: Any) -> Any:
+    """The config that builds the plain model of a quantized one."""
+    return without_quantization(config)
+
+
+def packed_modules(
+    directory: Path, plan: Plan, config: Any, device: torch.device, comm: Communicator, dtype: torch.dtype
+) -> PackedModules:
+    """The modules that compute with the packed parameters of a rank, still to be put in place and filled.
 
     Args:
-        found: the model.
-        config: its config.
-        start: this rank.
-        comm: the same.
-        wanted: how to load it.
-
-    Returns:
-        A config, and modules that are still to be put in place and filled; None if all is dequantized.
+        directory: the converted directory.
+        plan: of it.
+        config: of the quantized model.
+        device: where it will compute.
+        comm: this rank.
+        dtype: of activations.
 
     Raises:
         PlanError: see ``require_packages``.
     """
-    plain = without_quantization(config)
-    if wanted.dequantize:
-        return plain, None
-    quantized = _quantized(found, config, start.device, wanted)
-    return plain, PackedModules(quantized, parameter_plans(found.plan), comm)
+    return PackedModules(_quantized(directory, plan, config, device, dtype), parameter_plans(plan), comm)
 
 
-def _quantized(found: Checked, config: Any, device: torch.device, wanted: Wanted) -> Quantized:
+def _quantized(
+    directory: Path, plan: Plan, config: Any, device: torch.device, dtype: torch.dtype | None
+) -> Quantized:
     settings = quantization_of(config)
     if settings is None:
         raise PlanError(
-            f"{found.directory}: the plan has packed parameters, and config.json has no quantization; "
+            f"{directory}: the plan has packed parameters, and config.json has no quantization; "
             "convert the model again"
         )
-    return Quantized(settings, device, wanted.dtype or getattr(torch, found.plan.model.dtype))
+    return Quantized(settings, device, dtype or getattr(torch, plan.model.dtype))

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm import agreement
-from ..comm.mesh import Launch, control_group
+from ..comm.mesh import Launch
+from ..comm.process_groups import control_group
 from ..errors import CheckpointError, LaunchError
 from ..loaded import loaded, unwrapped
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.mesh import Launch, control_group
+from ..comm.mesh import Launch
+from ..comm.process_groups import control_group
 from ..comm.tp_dim import TP, tp_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import parameter_plans

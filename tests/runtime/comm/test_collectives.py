@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import Communicator, Gather, ProcessCommunicator, Reduce, Slice
 from shardconv_runtime.comm.inner_dims import Inner
-from shardconv_runtime.comm.mesh import Launch, _axes_group
+from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.comm.parts import Select
+from shardconv_runtime.comm.process_groups import axes_group
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges
@@ -215,7 +216,7 @@ def process_communicator(mesh: Mesh) -> ProcessCommunicator:
     assert group is not None
     assert Launch(rank, dist.get_world_size(), torch.device("cpu"), group).rank == rank
     subsets = [(0,)] if len(mesh) == 1 else [(0,), (0, 1), (1,)]
-    groups = {axes: _axes_group(group, group_of(mesh, axes, rank)) for axes in subsets}
+    groups = {axes: axes_group(group, group_of(mesh, axes, rank)) for axes in subsets}
     return ProcessCommunicator(rank, mesh, groups)
 
 
