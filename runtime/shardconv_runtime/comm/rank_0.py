@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .process_groups import control_group, rank
+from .mesh import rank
+from .process_groups import control_group
 
 T = TypeVar("T")
 
