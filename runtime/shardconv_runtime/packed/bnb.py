@@ -69,11 +69,12 @@ class Blocks:
             offset = float(said["nested_offset"]) if nested else 0.0
             shape = tuple(int(size) for size in said["shape"])
             blocks = cls(shape, dtype, int(said["blocksize"]), nested, offset)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"cannot be read: {error!r}") from error
         if blocks.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"names the dtype {blocks.dtype}")
-        if len(blocks.shape) != 2 or min(*blocks.shape, blocks.size) < 1 or not math.isfinite(offset):
+        sizes = (*blocks.shape, blocks.size)
+        if len(sizes) != 3 or min(sizes) < 1 or nested < 0 or not math.isfinite(offset):
             raise ValueError(f"has the shape {list(blocks.shape)}, blocks of {blocks.size}, offset {offset}")
         return blocks
 

@@ -58,6 +58,13 @@ def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSett
     Raises:
         SourceError: the checkpoint is quantized in a way that is not covered.
     """
+    try:
+        return _read(settings, where)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise _refused(where, f"with settings that cannot be read ({error})") from error
+
+
+def _read(settings: Mapping[str, Any], where: str) -> tuple[WeightSettings, ...]:
     groups = (settings.get("config_groups") or {}).values()
     for group in groups:
         if not isinstance(group, Mapping):
@@ -70,10 +77,7 @@ def weight_settings(settings: Mapping[str, Any], where: str) -> tuple[WeightSett
             raise _refused(where, f"with {name}, which is not covered")
     if str((settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         raise _refused(where, "and sparse, which is not covered")
-    try:
-        return tuple(_of(group["weights"], where) for group in groups if group.get("weights"))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise _refused(where, f"with settings that cannot be read ({error})") from error
+    return tuple(_of(group["weights"], where) for group in groups if group.get("weights"))
 
 
 def _of(weights: Mapping[str, Any], where: str) -> WeightSettings:
