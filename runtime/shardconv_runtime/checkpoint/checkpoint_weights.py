@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import SourceError, brief
 from ..format.name_patterns import natural_key
@@ -54,6 +55,8 @@ def lazy_weights(
         packed = PackedWeights(spec.quantization, tensors, spec.weight_files, spec.name, spec.dtype)
     plain = tensors if packed is None else packed.plain
     model, info = _load(spec, plain)
+    if packed is not None:
+        _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
     _require_shapes(spec, info["mismatched_keys"])
     _require_all(spec, info["missing_keys"])
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of old buffers
@@ -112,6 +115,21 @@ def _are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight)
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))
     return one == other
+
+
+def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, mismatched: set[str]) -> None:
+    """Refuse packed weights of layers whose plain weight is (in, out).
+
+    Quantizers store them as (out, in), which nothing in the checkpoint says; a square one would be taken for
+    its transpose.
+    """
+    for fqn, module in model.named_modules():
+        name = f"{fqn}.weight"
+        if isinstance(module, Conv1D) and (packed.has(module.weight) or name in mismatched):
+            raise SourceError(
+                f"{name} of {spec.name} is packed, and belongs to a layer whose plain weight is transposed "
+                "(Conv1D), which is not covered; convert the unquantized model"
+            )
 
 
 def _drawn(

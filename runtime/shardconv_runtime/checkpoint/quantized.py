@@ -23,6 +23,7 @@ from ..packed.schemes import scheme_of
 from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, Shape, StridedBox, contiguous_strides
+from .recorded import RecordedTensor
 from .stored_leaves import header_metadata
 from .weight_files import WeightFile
 
@@ -112,6 +113,12 @@ class PackedWeights:
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
             self.plain[name] = self._stand_in(name, weight, dtype)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter, as transformers loaded it, is made of packed weights."""
+        if not isinstance(tensor, RecordedTensor) or tensor.absent:
+            return False
+        return any(piece.leaf in self._by_leaf for piece in tensor.lazy.pieces)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
         """The stored tensors of a parameter; None if it has no packed weights.

@@ -12,6 +12,7 @@ from quantized_checkpoints import (
     dense_config,
     dequantized,
     experts_config,
+    quantize,
     save_quantized,
     set_method,
 )
@@ -144,3 +145,22 @@ def test_other_methods_are_refused_by_name(dense: Path, settings: dict[str, obje
             SourceError, match=rf"is quantized \({method}\), which cannot be sharded; convert"
         ):
             resolve(dense, need_weights=need_weights)
+
+
+@pytest.mark.parametrize("layer", ["attn.c_proj", "mlp.c_fc"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_layers_whose_plain_weight_is_transposed_are_refused(
+    layer: str, dtype: str | None, tmp_path: Path
+) -> None:
+    """Quantizers store theirs the other way round; a square one would be loaded as its transpose."""
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=32)
+    transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    name = f"transformer.h.0.{layer}.weight"
+    values, factors = quantize(load_file(tmp_path / "model" / "model.safetensors")[name].T)
+    change(tmp_path / "model", name, values)
+    change(tmp_path / "model", name + SUFFIX, factors)
+    set_method(tmp_path / "model", quant_method="fp8", weight_block_size=[16, 16])
+    with pytest.raises(
+        SourceError, match=rf"{name} of .* is packed, and belongs to a layer whose plain weight"
+    ):
+        shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype, check=False)
