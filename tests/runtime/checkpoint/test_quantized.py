@@ -157,7 +157,7 @@ def test_layers_whose_plain_weight_is_transposed_are_refused(
     transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     name = f"transformer.h.0.{layer}.weight"
     values, factors = quantize(load_file(tmp_path / "model" / "model.safetensors")[name].T)
-    change(tmp_path / "model", name, values)
+    change(tmp_path / "model", name, values.contiguous())
     change(tmp_path / "model", name + SUFFIX, factors)
     set_method(tmp_path / "model", quant_method="fp8", weight_block_size=[16, 16])
     with pytest.raises(
