@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 import transformers
 from distributed import run_processes
-from library_checkpoints import save_awq, save_bnb, save_gptq
+from library_checkpoints import dense_model, experts_model, save_awq, save_bnb, save_fp8, save_gptq
 from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
@@ -31,8 +32,12 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "gptq": lambda path: save_gptq(path, 4, 64, act_order=False),
     "act-order": lambda path: save_gptq(path, 4, 32, act_order=True),
     "awq": lambda path: save_awq(path, 64),
+    "fp8": lambda path: save_fp8(path, dense_model(), (64, 64)),
+    "experts": lambda path: save_fp8(path, experts_model(), (16, 16)),
+    "whole-experts": lambda path: save_fp8(path, experts_model(), (16, 16)),
 }
-PACKAGES = dict.fromkeys(("nf4", "nested", "int8"), ("bitsandbytes",))
+FLOAT8 = ("fp8", "experts", "whole-experts")
+PACKAGES = dict.fromkeys(("nf4", "nested", "int8"), ("bitsandbytes",)) | dict.fromkeys(FLOAT8, ())
 BACKENDS = {"gptq": "gptq_torch", "act-order": "gptq_torch", "awq": "torch_awq"}
 """Kernels that compute in the dtype of the activations."""
 TOLERANCES = {"int8": 0.05, "awq": 2e-3}
@@ -54,7 +59,7 @@ def unsharded_calls(kind: str, path: Path) -> tuple[Any, ...]:
         config = json.loads((path / "config.json").read_text())
         config["quantization_config"]["backend"] = BACKENDS[kind]
         (path / "config.json").write_text(json.dumps(config))
-    _use_exact_kernels()
+    _use_kernels_of_cpus()
     return _calls(in_float32(path))
 
 
@@ -62,19 +67,23 @@ def calls_of_rank(path: Path) -> tuple[Any, ...]:
     """Runs on each rank: logits, tokens and memory."""
     import shardconv_runtime
 
-    _use_exact_kernels()
+    _use_kernels_of_cpus()
     held = held_bytes(shardconv_runtime.load(path))
     return *_calls(shardconv_runtime.load(path, dtype="float32")), held
 
 
 def _calls(model: Any) -> tuple[Any, Any]:
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        model.set_experts_implementation("eager")
     ids = torch.tensor(IDS)
     with torch.no_grad():
         logits = model(ids).logits
     return logits, model.generate(ids, **OPTIONS)
 
 
-def _use_exact_kernels() -> None:
+def _use_kernels_of_cpus() -> None:
+    """Those that compute in the dtype of the activations."""
+    plain_kernels.install()
     torch.compiler.set_stance("force_eager")  # libraries would compile parts of their modules
     try:
         from bitsandbytes.nn import modules
@@ -95,7 +104,7 @@ def stored_bytes(out: Path, rank: int, tp: int) -> int:
 def test_packed_weights_give_the_results_of_the_unsharded_model(kind: str, tp: int, tmp_path: Path) -> None:
     require_packages(kind)
     expected, tokens = run_processes(1, unsharded_calls, kind, tmp_path / "q")[0]
-    shardconv.convert(tmp_path / "q", tmp_path / "out", tp)
+    shardconv.convert(tmp_path / "q", tmp_path / "out", tp, experts="ep" if kind == "whole-experts" else "tp")
     found = run_processes(tp, calls_of_rank, tmp_path / "out")
     for rank, (logits, drawn, held) in enumerate(found):
         error = float((logits - expected).abs().max() / expected.abs().max())

@@ -19,7 +19,7 @@ from ..format.slices import coordinates
 from ..packed.held import Held
 from .boundary import attach, forward_signature
 from .edits import raise_flags
-from .packed_values import KEEPS_MODULES, fill_module
+from .packed_values import KEEPS_MODULES, Part, fill_module
 from .quantizers import Quantized, quantizer_of
 
 
@@ -71,6 +71,10 @@ class PackedModules:
         )
         now = dict(model.named_modules())
         replaced = {name: now[name] for name in plain if name in now and now[name] is not plain[name]}
+        inner = {name for name in plain if any(name.startswith(f"{owner}.") for owner in replaced)}
+        if lost := sorted(inner & entries.keys()):
+            raise PlanError(f"{lost[0]}: the plan changes it, and the module that takes its place has none")
+        replaced = {name: module for name, module in replaced.items() if name not in inner}
         _require_packed(replaced, self._packings)
         self._model = model
         for name, module in replaced.items():
@@ -101,7 +105,7 @@ class PackedModules:
         assert self._model is not None, "modules are replaced before they are filled"
         owner, _, attribute = name.rpartition(".")
         module = self._model.get_submodule(owner)
-        fill_module(module, attribute, self._packings[name], tensors, held)
+        fill_module(module, attribute, Part(self._packings[name], tensors, held, self._quantized.dtype))
 
     def finish(self) -> None:
         """What is left once all tensors of the model are on the device.
@@ -123,8 +127,13 @@ class PackedModules:
     def _localize(self, model: nn.Module, name: str) -> None:
         """Give the plain module of a packed weight its local shape, for the quantizer to copy."""
         module, entry = model.get_submodule(name.rpartition(".")[0]), self._parameters[name]
+        shape = local_shape(entry, self._comm.mesh, self._comm.rank)
+        if 0 in shape:
+            raise PlanError(
+                f"{name} is packed, and has too few groups for so many ranks: rank {self._comm.rank} holds "
+                "none of it; convert for fewer ranks, or pass dequantize=True"
+            )
         if type(module) is nn.Linear:
-            shape = local_shape(entry, self._comm.mesh, self._comm.rank)
             module.out_features, module.in_features = shape
             module.weight = nn.Parameter(
                 torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta"), requires_grad=False

@@ -7,65 +7,73 @@ is made to name the local one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..format.plan import Packing
+from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks
 from ..packed.fp8 import SCALES
 from ..packed.held import Held
 
-KEEPS_MODULES: frozenset[str] = frozenset()
+KEEPS_MODULES = frozenset({"torchao"})
 """Methods that quantize tensors, which plain modules then hold."""
 
 
-def fill_module(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a packed weight."""
+
+    packing: Packing
+    tensors: Mapping[str, Tensor]
+    """Local stored tensors by their names in the packing, in the shape of its dims."""
+    held: Held
+    """The part of the weight that they are."""
+    dtype: torch.dtype
+    """Of activations."""
+
+    def dims(self, name: str) -> tuple[PackedDim, ...]:
+        """Of a stored tensor."""
+        return next(stored.dims for stored in self.packing.tensors if stored.name == name)
+
+
+def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
     """Give a module its part of a packed weight.
 
     Args:
         module: of the format's library.
         attribute: name of the weight in it.
-        packing: of the weight.
-        tensors: local stored tensors by their names in the packing, in the shape of its dims.
-        held: the part of the weight that they are.
+        part: of the weight.
 
     Raises:
         PlanError: the module lacks a tensor.
     """
-    _FILL.get(packing.method, _fill_as_stored)(module, attribute, packing, tensors, held)
+    _FILL.get(part.packing.method, _fill_as_stored)(module, attribute, part)
 
 
-def _fill_as_stored(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+def _fill_as_stored(module: nn.Module, attribute: str, part: Part) -> None:
     """The module has a tensor for each stored one."""
-    for name, tensor in tensors.items():
+    for name, tensor in part.tensors.items():
         _assign(module, name.replace("*", attribute), tensor)
 
 
-def _fill_gptq(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+def _fill_gptq(module: nn.Module, attribute: str, part: Part) -> None:
     """Groups are counted from the first local one, where factors are sharded."""
-    groups = next(stored.dims[0] for stored in packing.tensors if stored.name == "scales")
-    indices = tensors["g_idx"]
+    groups, indices = part.dims("scales")[0], part.tensors["g_idx"]
     if groups.of is not None:
-        local = held.local_steps(groups.of, groups.step)
+        local = part.held.local_steps(groups.of, groups.step)
         indices = local.to(device=indices.device, dtype=indices.dtype)
-    _fill_as_stored(module, attribute, packing, {**tensors, "g_idx": indices}, held)
+    _fill_as_stored(module, attribute, replace(part, tensors={**part.tensors, "g_idx": indices}))
 
 
-def _fill_bnb_4bit(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
     """The state gets the local shape; the factors of factors are those of the local blocks."""
     from bitsandbytes.nn import Params4bit
 
+    tensors, held = part.tensors, part.held
     key = next(name for name in tensors if ".quant_state." in name)
     blocks = Blocks.of(tensors[key])
     state: dict[str, Any] = {
@@ -106,23 +114,42 @@ def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> dict[
     return {"absmax": flat}
 
 
-def _fill_bnb_8bit(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+def _fill_bnb_8bit(module: nn.Module, attribute: str, part: Part) -> None:
     from bitsandbytes.nn import Int8Params
 
-    values = tensors["*"]
-    weight = Int8Params(values, requires_grad=False, CB=values, SCB=tensors["SCB"])
+    values = part.tensors["*"]
+    weight = Int8Params(values, requires_grad=False, CB=values, SCB=part.tensors["SCB"])
     module._parameters[attribute] = weight
 
 
-def _fill_fp8(
-    module: nn.Module, attribute: str, packing: Packing, tensors: Mapping[str, Tensor], held: Held
-) -> None:
+def _fill_fp8(module: nn.Module, attribute: str, part: Part) -> None:
     """Under the names that transformers gives to what it knows under several."""
     known = {**dict.fromkeys(SCALES.values(), "*_scale_inv"), "qscale_act": "activation_scale"}
-    renamed = {known.get(name, name): tensor for name, tensor in tensors.items()}
-    _fill_as_stored(module, attribute, packing, renamed, held)
+    renamed = {known.get(name, name): tensor for name, tensor in part.tensors.items()}
+    _fill_as_stored(module, attribute, replace(part, tensors=renamed))
+
+
+def _fill_torchao(module: nn.Module, attribute: str, part: Part) -> None:
+    """A plain module holds a tensor of the library's class, with the local size of blocks."""
+    from torchao.quantization import Float8Tensor, Int8Tensor
+
+    values, scale = part.tensors["_*_qdata"], part.tensors["_*_scale"]
+    steps = {dim.of: dim.step for dim in part.dims("_*_scale")}
+    block = [steps.get(dim, size) for dim, size in enumerate(values.shape)]
+    if values.dtype == torch.int8:
+        zeros = part.tensors.get("_*_zero_point")
+        tensor = Int8Tensor(values, scale, block, part.dtype, zero_point=zeros)
+    else:
+        tensor = Float8Tensor(values, scale, block, dtype=part.dtype)
+    module._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _fill_compressed(module: nn.Module, attribute: str, part: Part) -> None:
+    """A factor for each row, in the layout of the kernel; it needs none of the inputs."""
+    values = part.tensors["*"]
+    scale = part.tensors["*_scale"].float().reshape(1, -1).expand(1, values.shape[0]).contiguous()
+    known = {"*": values, "*_scale": scale}
+    _fill_as_stored(module, attribute, replace(part, tensors=known))
 
 
 def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -138,10 +165,12 @@ def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
     table[name] = nn.Parameter(tensor, requires_grad=False) if table is module._parameters else tensor
 
 
-_FILL: dict[str, Callable[[nn.Module, str, Packing, Mapping[str, Tensor], Held], None]] = {
+_FILL: dict[str, Callable[[nn.Module, str, Part], None]] = {
     "bnb_4bit": _fill_bnb_4bit,
     "bnb_8bit": _fill_bnb_8bit,
+    "compressed_tensors": _fill_compressed,
     "fp8": _fill_fp8,
     "gptq": _fill_gptq,
+    "torchao": _fill_torchao,
 }
 """By the method of the packing; others are held as they are stored."""

@@ -10,17 +10,22 @@ from typing import Any
 import torch
 
 from ..errors import PlanError, brief
-from ..format.plan import Packing
+from ..format.plan import PackedDim, Packing
 from ..packed.requirements import requirement
 
 COMPUTED = {
     "awq": "awq",
     "bnb_4bit": "bitsandbytes",
     "bnb_8bit": "bitsandbytes",
+    "compressed_tensors": "compressed-tensors",
     "fp8": "fp8",
     "gptq": "gptq",
+    "torchao": "torchao",
 }
 """Methods of packings whose modules keep the weights as they are stored, and their ``quant_method``."""
+
+ON_GPUS = frozenset({"compressed_tensors", "fp8"})
+"""Methods whose kernels are for GPUs alone."""
 
 _INSTEAD = "pass dequantize=True to load plain weights in the model's dtype"
 
@@ -69,15 +74,8 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing]) -> Any:
 
     packings = list(packings)
     method = str(quantized.settings.get("quant_method", "bitsandbytes"))
-    for used in sorted({packing.method for packing in packings}):
-        if used not in COMPUTED:
-            raise PlanError(
-                f"weights quantized with {used} cannot be computed with as they are stored: transformers "
-                f"would decompress all of them at the first call; {_INSTEAD}"
-            )
-        if COMPUTED[used] != method:
-            raise PlanError(f"the weights are packed by {used}, and config.json says {method}; convert again")
-        _require_packages(used)
+    for packing in set(packings):
+        _require_kept(packing, quantized, method)
     try:
         quantizer = AutoHfQuantizer.from_config(_settings(quantized, packings), pre_quantized=True)
         quantizer.validate_environment(device_map={"": quantized.device}, weights_only=True)
@@ -85,13 +83,70 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing]) -> Any:
         raise PlanError(
             f"the model is quantized ({method}), and cannot compute here: {brief(error)}; {_INSTEAD}"
         ) from error
-    if getattr(quantizer.quantization_config, "dequantize", False):
+    if _decompresses(quantizer):
         raise PlanError(
             f"the model is quantized ({method}), and transformers has no kernels for that on this "
             f"{quantized.device.type} device; {_INSTEAD}"
         )
     _require_dtype(quantizer, quantized, method)
     return quantizer
+
+
+def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
+    """Check that some module computes with such a weight as it is stored."""
+    if not _is_computed(packing, quantized.settings):
+        raise PlanError(
+            f"no module computes with such weights ({packing.method}) as they are stored, and transformers "
+            f"would decompress all of them; {_INSTEAD}"
+        )
+    if COMPUTED[packing.method] != method:
+        raise PlanError(
+            f"the weights are packed by {packing.method}, and config.json says {method}; convert again"
+        )
+    _require_packages(packing.method)
+    if packing.method in ON_GPUS and quantized.device.type == "cpu":
+        raise PlanError(
+            f"weights quantized with {method} are computed with on GPUs alone, and this is a cpu device; "
+            f"{_INSTEAD}"
+        )
+
+
+def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
+    if packing.method == "torchao":
+        return _is_weight_only(settings)
+    if packing.method == "compressed_tensors":
+        return _is_float8_of_rows(packing)
+    return packing.method in COMPUTED
+
+
+def _is_weight_only(settings: Mapping[str, Any]) -> bool:
+    """Whether activations stay as they are, so that what the header of the file says of them is nothing."""
+    names, todo = [], [settings.get("quant_type")]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            names += [str(value["_type"])] if "_type" in value else []
+            todo += value.values()
+    configs = [name for name in names if name.endswith("Config") and not name.startswith("Fqn")]
+    return bool(configs) and all(name.endswith("WeightOnlyConfig") for name in configs)
+
+
+def _is_float8_of_rows(packing: Packing) -> bool:
+    """Whether values are float8 with a factor for each row, or for all."""
+    stored = {tensor.name: tensor for tensor in packing.tensors}
+    values, scale = stored.get("*"), stored["*_scale"]
+    return (
+        values is not None
+        and values.dtype == "float8_e4m3fn"
+        and "*_zero_point" not in stored
+        and all((dim.of == 0 and dim.step == 1) or dim == PackedDim(None, 1) for dim in scale.dims)
+    )
+
+
+def _decompresses(quantizer: Any) -> bool:
+    """Whether transformers has chosen to compute with plain weights."""
+    has_kernel = getattr(quantizer, "use_fp8_kernel", True)
+    return bool(getattr(quantizer.quantization_config, "dequantize", False)) or not has_kernel
 
 
 def _require_packages(method: str) -> None:
@@ -123,6 +178,8 @@ def _require_dtype(quantizer: Any, quantized: Quantized, method: str) -> None:
 def _settings(quantized: Quantized, packings: list[Packing]) -> dict[str, Any]:
     """The settings with the choice of a kernel that computes parts of a weight rightly."""
     settings = dict(quantized.settings)
+    if any(packing.method == "compressed_tensors" for packing in packings):
+        settings["use_optimized_inference"] = True  # else all is decompressed at the first call
     if any(_is_in_act_order(packing) for packing in packings):
         settings["backend"] = "gptq_torch"  # others take for granted that each group has its full size
     return settings

@@ -36,10 +36,10 @@ def save_bnb(directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) 
     save_by_transformers(directory, transformers.BitsAndBytesConfig(**settings), **SIZES)
 
 
-def compare(directory: Path, tolerance: float, tp: int = 2, extra_bytes: float = 0.02) -> list[Any]:
-    """Logits, tokens and memory of ranks, with those of the model that transformers loads; rank 0's model."""
-    checkpoint = Checkpoint.of(directory, tp)
-    unsharded = in_float32(directory)
+def compare(directory: Path, tolerance: float, extra_bytes: float = 0.02, unsharded: Any = None) -> list[Any]:
+    """Logits, tokens and memory of two ranks, with those of an unsharded model; the ranks' models."""
+    checkpoint = Checkpoint.of(directory, 2)
+    unsharded = unsharded or in_float32(directory)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
     def rank(comm: Communicator) -> tuple[Any, ...]:
@@ -130,3 +130,24 @@ def use_backend(directory: Path, backend: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"]["backend"] = backend
     (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchao(kind: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from library_checkpoints import save_torchao
+
+    save_torchao(tmp_path / "q", getattr(quantization, kind)())
+    model = compare(tmp_path / "q", 1e-5, unsharded=dequantized(tmp_path / "q"))[0]
+    assert type(model.model.layers[0].mlp.down_proj.weight).__name__ in ("Int8Tensor", "Float8Tensor")
+
+
+def dequantized(directory: Path) -> Any:
+    """The plain model in float32; the library computes in the dtype of the unquantized checkpoint."""
+    model = in_float32(directory)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(weight, "qdata"):
+            values = weight.qdata.float() * weight.scale
+            module.weight = torch.nn.Parameter(values, requires_grad=False)
+    return model

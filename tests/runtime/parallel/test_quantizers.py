@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.plan import Packing
+from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
 from shardconv_runtime.parallel import quantizers
 from shardconv_runtime.parallel.quantizers import Quantized, require_computable
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-def check(method: str, settings: dict[str, Any]) -> None:
+def check(method: str, settings: dict[str, Any], tensors: tuple[PackedTensor, ...] = ()) -> None:
     quantized = Quantized(settings, torch.device("cpu"), torch.bfloat16)
-    require_computable(quantized, [Packing(method, ())])
+    require_computable(quantized, [Packing(method, tensors)])
 
 
 def test_a_plain_model_needs_nothing() -> None:
@@ -31,13 +31,40 @@ def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyP
 
 def test_transformers_does_not_dequantize_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizers, "_is_installed", lambda package: True)
-    with pytest.raises(PlanError, match=r"fp8.*on this cpu device; pass dequantize=True"):
+    with pytest.raises(PlanError, match=r"fp8.*this is a cpu device; pass dequantize=True"):
+        check("fp8", FP8)
+    monkeypatch.setattr(quantizers, "ON_GPUS", frozenset())
+    with pytest.raises(PlanError, match=r"fp8.*no kernels for that on this cpu device; pass dequantize=True"):
         check("fp8", FP8)
 
 
-def test_formats_that_would_be_decompressed_are_refused() -> None:
+@pytest.mark.parametrize("method", ["mxfp4", "fbgemm_fp8"])
+def test_formats_that_would_be_decompressed_are_refused(method: str) -> None:
     with pytest.raises(PlanError, match=r"would decompress all of them.*dequantize=True"):
-        check("compressed-tensors", {"quant_method": "compressed-tensors"})
+        check(method, {"quant_method": method})
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "scale"),
+    [
+        ("*_packed", "int32", (PackedDim(0, 1), PackedDim(1, 32))),
+        ("*", "int8", (PackedDim(0, 1), PackedDim(None, 1))),
+        ("*", "float8_e4m3fn", (PackedDim(0, 128), PackedDim(1, 128))),
+    ],
+)
+def test_so_are_others_of_compressed_tensors_than_float8_of_rows(
+    values: str, dtype: str, scale: tuple[PackedDim, ...]
+) -> None:
+    tensors = PackedTensor(values, dtype, ()), PackedTensor("*_scale", "float32", scale)
+    with pytest.raises(PlanError, match=r"would decompress all of them.*dequantize=True"):
+        check("compressed_tensors", {"quant_method": "compressed-tensors"}, tensors)
+
+
+@pytest.mark.parametrize("kind", ["Int8DynamicActivationInt8WeightConfig", "Int4WeightOnlyConfigV9"])
+def test_so_is_torchao_that_quantizes_activations(kind: str) -> None:
+    settings = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}}
+    with pytest.raises(PlanError, match=r"no module computes with such weights \(torchao\)"):
+        check("torchao", settings)
 
 
 def test_settings_of_another_method_are_refused() -> None:
