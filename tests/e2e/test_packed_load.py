@@ -13,7 +13,16 @@ import pytest
 import torch
 import transformers
 from distributed import run_processes
-from library_checkpoints import dense_model, experts_model, save_awq, save_bnb, save_fp8, save_gptq
+from library_checkpoints import (
+    dense_model,
+    experts_model,
+    save_awq,
+    save_bnb,
+    save_compressed,
+    save_fp8,
+    save_gptq,
+    save_torchao,
+)
 from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
@@ -32,17 +41,33 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "gptq": lambda path: save_gptq(path, 4, 64, act_order=False),
     "act-order": lambda path: save_gptq(path, 4, 32, act_order=True),
     "awq": lambda path: save_awq(path, 64),
+    "torchao": lambda path: save_int8(path),
+    "float8-rows": lambda path: save_compressed(path, {".*_proj": FLOAT8_ROWS}),
     "fp8": lambda path: save_fp8(path, dense_model(), (64, 64)),
     "experts": lambda path: save_fp8(path, experts_model(), (16, 16)),
     "whole-experts": lambda path: save_fp8(path, experts_model(), (16, 16)),
 }
 FLOAT8 = ("fp8", "experts", "whole-experts")
-PACKAGES = dict.fromkeys(("nf4", "nested", "int8"), ("bitsandbytes",)) | dict.fromkeys(FLOAT8, ())
-BACKENDS = {"gptq": "gptq_torch", "act-order": "gptq_torch", "awq": "torch_awq"}
-"""Kernels that compute in the dtype of the activations."""
-TOLERANCES = {"int8": 0.05, "awq": 2e-3}
-"""int8 quantizes activations token by token, AWQ's kernel computes in float16."""
+FLOAT8_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+PACKAGES = {"torchao": ("torchao",), "float8-rows": ("compressed_tensors",)}
+PACKAGES |= dict.fromkeys(("nf4", "nested", "int8"), ("bitsandbytes",)) | dict.fromkeys(FLOAT8, ())
+KERNELS = {
+    "gptq": {"backend": "gptq_torch"},
+    "act-order": {"backend": "gptq_torch"},
+    "awq": {"backend": "torch_awq"},
+    "float8-rows": {"use_optimized_inference": True},
+}
+"""Settings that choose kernels: those that compute in the dtype of the activations, where there are such."""
+TOLERANCES = {"int8": 0.05, "float8-rows": 0.05, "awq": 2e-3}
+"""Some quantize activations token by token; AWQ's kernel computes in float16."""
 EXTRA_BYTES = {"nested": 0.1}
+
+
+def save_int8(path: Path) -> None:
+    """By torchao, rows of weights."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    save_torchao(path, Int8WeightOnlyConfig())
 
 
 def require_packages(kind: str) -> None:
@@ -55,10 +80,9 @@ def require_packages(kind: str) -> None:
 def unsharded_calls(kind: str, path: Path) -> tuple[Any, ...]:
     """Runs in a process of its own: a quantized checkpoint of 3 and 5 groups of 64, its logits and tokens."""
     SAVE[kind](path)
-    if kind in BACKENDS:
-        config = json.loads((path / "config.json").read_text())
-        config["quantization_config"]["backend"] = BACKENDS[kind]
-        (path / "config.json").write_text(json.dumps(config))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= KERNELS.get(kind, {})
+    (path / "config.json").write_text(json.dumps(config))
     _use_kernels_of_cpus()
     return _calls(in_float32(path))
 

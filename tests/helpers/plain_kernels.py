@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from shardconv_runtime.parallel import quantizers
 from transformers.integrations import finegrained_fp8
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 
-def install() -> None:
-    """Replace the kernels, and what asks for a GPU, in this process."""
-    quantizers.ON_GPUS = frozenset()
-    quantizers._is_installed = lambda package: True
-    FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **options: None
-    finegrained_fp8.fp8_linear = product
+def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Replace the kernels, and what asks for a GPU, in this process.
+
+    Args:
+        put: sets an attribute; that of a ``MonkeyPatch`` undoes it.
+    """
+    put(quantizers, "ON_GPUS", frozenset())
+    put(quantizers, "_is_installed", lambda package: True)
+    put(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **options: None)
+    put(finegrained_fp8, "fp8_linear", product)
+    put(CompressedTensorsHfQuantizer, "validate_environment", _choose_kernel)
+
+
+def _choose_kernel(self: Any, **options: Any) -> None:
+    """torch multiplies float8 on a CPU too, unlike what transformers supposes."""
+    self.use_fp8_kernel = self.quantization_config.use_optimized_inference
 
 
 def product(

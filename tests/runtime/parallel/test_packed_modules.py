@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 import transformers
@@ -78,9 +79,28 @@ def test_nested_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations are quantized token by token: columns have the same bits, rows another rounding."""
     save_bnb(tmp_path / "q", monkeypatch, load_in_8bit=True)
-    checkpoint, unsharded = Checkpoint.of(tmp_path / "q", 2), in_float32(tmp_path / "q")
+    compare_rounded(tmp_path / "q", lambda linear: linear.weight * linear.state.SCB[:, None] / 127)
+
+
+def test_float8_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("compressed_tensors")
+    from library_checkpoints import save_compressed
+
+    plain_kernels.install(monkeypatch.setattr)
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    save_compressed(tmp_path / "q", {".*_proj": weights})
+    change_settings(tmp_path / "q", use_optimized_inference=True)
+    compare_rounded(tmp_path / "q", lambda linear: linear.weight.float() * linear.weight_scale.T)
+
+
+def compare_rounded(directory: Path, plain: Callable[[Any], torch.Tensor]) -> None:
+    """Where activations are quantized token by token: columns have the same bits, rows another rounding.
+
+    Args:
+        plain: the dequantized weight of an unsharded layer.
+    """
+    checkpoint, unsharded = Checkpoint.of(directory, 2), in_float32(directory)
 
     def rank(comm: Communicator) -> tuple[Any, torch.Tensor]:
         model, num_bytes = checkpoint.build(comm)
@@ -89,19 +109,19 @@ def test_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with torch.no_grad():
         found = run_ranks((2,), rank)
+        whole = unsharded(IDS).logits
     torch.manual_seed(0)
     full, parts = unsharded.model.layers[0].mlp, [model.model.layers[0].mlp for model, _ in found]
-    x, y = torch.randn(5, 256, dtype=torch.float16), torch.randn(5, 512, dtype=torch.float16)
+    x, y = (torch.randn(5, layer.in_features).bfloat16() for layer in (full.up_proj, full.down_proj))
     with torch.no_grad():
         columns = torch.cat([part.up_proj.forward(x) for part in parts], -1)
-        rows = sum(part.down_proj.forward(half) for part, half in zip(parts, y.chunk(2, -1), strict=True))
-        expected = full.down_proj(y)
-        exact = y.float() @ (full.down_proj.weight.data * full.down_proj.state.SCB[:, None] / 127).T
-        whole = unsharded(IDS).logits
-    assert torch.equal(columns, full.up_proj(x))
+        halves = zip(parts, y.chunk(2, -1), strict=True)
+        rows = sum(part.down_proj.forward(half).float() for part, half in halves)
+        assert torch.equal(columns, full.up_proj(x))
+        expected = full.down_proj(y).float()
+        exact = y.float() @ plain(full.down_proj).T
     assert (rows - exact).norm() <= 1.2 * (expected - exact).norm()
     for _, logits in found:
-        print(float((logits - whole).abs().max() / whole.abs().max()))
         assert (logits - whole).abs().max() <= 0.05 * whole.abs().max()
 
 
@@ -112,7 +132,7 @@ def test_gptq(act_order: bool, tmp_path: Path) -> None:
     from library_checkpoints import save_gptq
 
     save_gptq(tmp_path / "q", 4, 32, act_order=act_order)
-    use_backend(tmp_path / "q", "gptq_torch")
+    change_settings(tmp_path / "q", backend="gptq_torch")
     compare(tmp_path / "q", 1e-5)
 
 
@@ -121,14 +141,14 @@ def test_awq(tmp_path: Path) -> None:
     from library_checkpoints import save_awq
 
     save_awq(tmp_path / "q", 32)
-    use_backend(tmp_path / "q", "torch_awq")
+    change_settings(tmp_path / "q", backend="torch_awq")
     compare(tmp_path / "q", 2e-3)  # its kernel computes in float16
 
 
-def use_backend(directory: Path, backend: str) -> None:
-    """Choose the kernel that computes in the dtype of the activations."""
+def change_settings(directory: Path, **settings: object) -> None:
+    """Choose kernels: those that compute in the dtype of the activations, where there are such."""
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["backend"] = backend
+    config["quantization_config"] |= settings
     (directory / "config.json").write_text(json.dumps(config))
 
 
