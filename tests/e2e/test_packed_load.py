@@ -123,7 +123,8 @@ def stored_bytes(out: Path, rank: int, tp: int) -> int:
     return sum(tensor.nbytes for file in files for tensor in load_file(file).values())
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.formats
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", SAVE)
 def test_packed_weights_give_the_results_of_the_unsharded_model(kind: str, tp: int, tmp_path: Path) -> None:
     require_packages(kind)
@@ -162,6 +163,7 @@ def _error(call: Callable[[], object]) -> str:
     return ""
 
 
+@pytest.mark.formats
 def test_what_packed_weights_do_not_allow_is_refused(tmp_path: Path) -> None:
     require_packages("nf4")
     run_processes(1, unsharded_calls, "nf4", tmp_path / "q")

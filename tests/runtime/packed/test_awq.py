@@ -54,6 +54,7 @@ def test_any_part(data: st.DataObject) -> None:
     require_equal_parts(found, stored, data.draw(helds(found)))
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("group", [64, 32, -1])
 def test_checkpoints_of_the_library(group: int, tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")

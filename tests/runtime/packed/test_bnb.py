@@ -73,6 +73,7 @@ def test_nested_factors_of_more_than_one_block() -> None:
         require_equal_parts(found, tensors, held)
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("settings", [
     {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},

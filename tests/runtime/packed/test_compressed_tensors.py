@@ -108,12 +108,14 @@ def test_any_part_of_floats(data: st.DataObject) -> None:
     require_equal_parts(found, stored, data.draw(helds(found)))
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_checkpoints_of_the_library(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     require_values_of_the_library(save_compressed(tmp_path / "model", {".*_proj": WEIGHTS[kind]}))
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("weights", [
     {"num_bits": 8, "strategy": "channel"},
     {"num_bits": 8, "strategy": "tensor"},
@@ -148,6 +150,7 @@ def test_any_part_of_integers_in_bytes(data: st.DataObject) -> None:
     require_equal_parts(found, stored, data.draw(helds(found)))
 
 
+@pytest.mark.formats
 def test_several_groups_of_modules(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     groups = {".*down_proj": "int4-asymmetric", ".*(gate|up)_proj": "int8-packed", ".*": "fp8-block"}

@@ -69,6 +69,7 @@ def test_steps() -> None:
     assert steps == {"in order": 32, "act-order": 8, "one group": 8, "outputs": 8}
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize(("bits", "group", "act_order", "form"), [
     (4, 64, False, "gptq"), (4, 32, True, "gptq"), (4, 128, False, "gptq_v2"), (4, -1, True, "gptq"),
     (8, 64, True, "gptq_v2"), (2, 64, False, "gptq"), (8, -1, False, "gptq"),
@@ -104,6 +105,7 @@ def by_library(tensors: Tensors, bits: int, group: int, form: str) -> torch.Tens
     return module.eval().dequantize_weight().T
 
 
+@pytest.mark.formats
 def test_the_integers_are_those_that_were_packed() -> None:
     pytest.importorskip("gptqmodel")
     torch.manual_seed(0)

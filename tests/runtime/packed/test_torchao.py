@@ -52,6 +52,7 @@ def test_any_part(data: st.DataObject) -> None:
     require_equal_parts(found, stored, data.draw(helds(found)))
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_checkpoints_of_the_library(kind: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")

@@ -60,6 +60,7 @@ def compare(directory: Path, tolerance: float, extra_bytes: float = 0.02, unshar
     return [model for *_, model in found]
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_four_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_bnb(tmp_path / "q", monkeypatch, load_in_4bit=True, bnb_4bit_quant_type=kind)
@@ -67,6 +68,7 @@ def test_four_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert type(model.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
 
 
+@pytest.mark.formats
 def test_nested_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_bnb(
         tmp_path / "q",
@@ -78,11 +80,13 @@ def test_nested_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     compare(tmp_path / "q", 1e-5, extra_bytes=0.1)
 
 
+@pytest.mark.formats
 def test_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_bnb(tmp_path / "q", monkeypatch, load_in_8bit=True)
     compare_rounded(tmp_path / "q", lambda linear: linear.weight * linear.state.SCB[:, None] / 127)
 
 
+@pytest.mark.formats
 def test_float8_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("compressed_tensors")
     from library_checkpoints import save_compressed
@@ -125,6 +129,7 @@ def compare_rounded(directory: Path, plain: Callable[[Any], torch.Tensor]) -> No
         assert (logits - whole).abs().max() <= 0.05 * whole.abs().max()
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq(act_order: bool, tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")
@@ -136,6 +141,7 @@ def test_gptq(act_order: bool, tmp_path: Path) -> None:
     compare(tmp_path / "q", 1e-5)
 
 
+@pytest.mark.formats
 def test_awq(tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")
     from library_checkpoints import save_awq
@@ -152,6 +158,7 @@ def change_settings(directory: Path, **settings: object) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchao(kind: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
