@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import plain_kernels
 import pytest
 import torch
 import transformers
+from library_checkpoints import (
+    save_awq,
+    save_by_transformers,
+    save_compressed,
+    save_gptq,
+    save_torchao,
+)
 from packed_ranks import Checkpoint, held_bytes, in_float32
-from shardconv_runtime.comm.collectives import Communicator
+from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.format.dims import Leaf, Product
+from shardconv_runtime.format.plan import parameter_plans
 
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
@@ -31,7 +42,6 @@ def _eager() -> Iterator[None]:
 def save_bnb(directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     pytest.importorskip("bitsandbytes")
     from bitsandbytes.nn import modules
-    from library_checkpoints import save_by_transformers
 
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)  # its kernel computes in bfloat16
     save_by_transformers(directory, transformers.BitsAndBytesConfig(**settings), **SIZES)
@@ -89,8 +99,6 @@ def test_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.formats
 def test_float8_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("compressed_tensors")
-    from library_checkpoints import save_compressed
-
     plain_kernels.install(monkeypatch.setattr)
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
     save_compressed(tmp_path / "q", {".*_proj": weights})
@@ -134,8 +142,6 @@ def compare_rounded(directory: Path, plain: Callable[[Any], torch.Tensor]) -> No
 def test_gptq(act_order: bool, tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")
     pytest.importorskip("optimum")
-    from library_checkpoints import save_gptq
-
     save_gptq(tmp_path / "q", 4, 32, act_order=act_order)
     change_settings(tmp_path / "q", backend="gptq_torch")
     compare(tmp_path / "q", 1e-5)
@@ -144,8 +150,6 @@ def test_gptq(act_order: bool, tmp_path: Path) -> None:
 @pytest.mark.formats
 def test_awq(tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")
-    from library_checkpoints import save_awq
-
     save_awq(tmp_path / "q", 32)
     change_settings(tmp_path / "q", backend="torch_awq")
     compare(tmp_path / "q", 2e-3)  # its kernel computes in float16
@@ -162,8 +166,6 @@ def change_settings(directory: Path, **settings: object) -> None:
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchao(kind: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    from library_checkpoints import save_torchao
-
     save_torchao(tmp_path / "q", getattr(quantization, kind)())
     model = compare(tmp_path / "q", 1e-5, unsharded=dequantized(tmp_path / "q"))[0]
     assert type(model.model.layers[0].mlp.down_proj.weight).__name__ in ("Int8Tensor", "Float8Tensor")
@@ -178,3 +180,44 @@ def dequantized(directory: Path) -> Any:
             values = weight.qdata.float() * weight.scale
             module.weight = torch.nn.Parameter(values, requires_grad=False)
     return model
+
+
+# --- what does not fit
+
+
+@pytest.fixture(scope="module")
+def four_bits(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of bitsandbytes with a plan for two ranks."""
+    pytest.importorskip("bitsandbytes")
+    directory = tmp_path_factory.mktemp("four") / "q"
+    save_by_transformers(directory, transformers.BitsAndBytesConfig(load_in_4bit=True), **SIZES)
+    return Checkpoint.of(directory, 2)
+
+
+def without(checkpoint: Checkpoint, end: str, **changes: Any) -> Checkpoint:
+    """The checkpoint with another entry of the one parameter whose name ends so."""
+    (name,) = (name for name in parameter_plans(checkpoint.plan) if name.endswith(end))
+    entries = [replace(e, **changes) if e.names == (name,) else e for e in checkpoint.plan.parameters]
+    return replace(checkpoint, plan=replace(checkpoint.plan, parameters=tuple(entries)))
+
+
+def second_rank() -> Communicator:
+    return ProcessCommunicator(1, (2,), {})
+
+
+def test_a_packed_weight_that_stays_plain_in_transformers_is_refused(four_bits: Checkpoint) -> None:
+    change_settings(four_bits.directory, llm_int8_skip_modules=["down_proj", "lm_head"])
+    with pytest.raises(PlanError, match=r"mlp.down_proj: its weight is packed, but transformers"):
+        four_bits.build(second_rank())
+    change_settings(four_bits.directory, llm_int8_skip_modules=None)
+
+
+def test_a_plain_weight_that_transformers_packs_is_refused(four_bits: Checkpoint) -> None:
+    with pytest.raises(PlanError, match=r"mlp.up_proj: transformers would .* the plan has a plain one"):
+        without(four_bits, "up_proj.weight", packing=None).build(second_rank())
+
+
+def test_a_rank_without_any_of_a_packed_weight_is_told(four_bits: Checkpoint) -> None:
+    dims = (Leaf(256), Product((Leaf(1, (0,)), Leaf(512))))
+    with pytest.raises(PlanError, match=r"down_proj.weight .* too few groups .* rank 1 holds none of it"):
+        without(four_bits, "down_proj.weight", dims=dims).build(second_rank())
