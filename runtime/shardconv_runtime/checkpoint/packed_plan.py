@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
+from ..format.dims import axes_of
 from ..format.name_patterns import compress
 from ..format.names import expand_all
 from ..format.packed_layout import check_packing, granularity, tensor_name
 from ..format.plan import Packing, ParameterPlan, Plan, parameter_plans
+from ..packed.activations import rounds_activations
 from ..tensors.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -84,6 +86,24 @@ def planned_steps(plan: Plan) -> dict[str, tuple[int, ...]]:
 def packings_of(plan: Plan) -> dict[str, Packing]:
     """The packings of a plan's parameters, to be used in another plan of the same model."""
     return {name: e.packing for name, e in parameter_plans(plan).items() if e.packing is not None}
+
+
+def packed_notes(plan: Plan, settings: Mapping[str, Any]) -> list[str]:
+    """What the plan of a quantized model should say, beside what was proven of the dequantized weights.
+
+    Args:
+        plan: with packings.
+        settings: the ``quantization_config``.
+    """
+    entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]
+    count = sum(bool(axes_of(entry.dims[-1])) for entry in entries)
+    if not count or not rounds_activations(settings):
+        return []
+    return [
+        f"activations are quantized token by token: in {count} packed weights whose inputs are sharded, each "
+        "rank sees the largest value of its own part, so that results differ from those of the unsharded "
+        "quantized model by about the error of that quantization"
+    ]
 
 
 def _parts(entry: ParameterPlan, packings: Packings) -> list[ParameterPlan]:

@@ -69,6 +69,8 @@ def test_each_rank_has_the_factors_of_its_values(
                 split += rank is not None
             assert torch.equal(found, expected), (rank, name)
     assert split >= 2 * 6
+    (note,) = (note for note in plan.notes if "token by token" in note)
+    assert "packed weights whose inputs are sharded" in note
 
 
 def test_with_a_dtype_the_factors_are_multiplied_in(experts: Path, tmp_path: Path) -> None:
