@@ -19,6 +19,9 @@ from ..packed.bnb import Blocks
 from ..packed.fp8 import SCALES
 from ..packed.held import Held
 
+BNB_CPU_ROWS = 32
+"""Rows of a tile of bitsandbytes' kernel for CPUs with AVX512 for bfloat16, which fails on other shapes."""
+
 KEEPS_MODULES = frozenset({"torchao"})
 """Methods that quantize tensors, which plain modules then hold."""
 
@@ -84,6 +87,9 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
         "quant_map": tensors["*.quant_map"],
         **_factors(tensors, blocks, held),
     }
+    rows, columns = held.local_shape
+    if rows % BNB_CPU_ROWS or columns % blocks.size:
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # a flag of the module
     codes = tensors["*"].reshape(-1, 1)
     module._parameters[attribute] = Params4bit.from_prequantized(
         data=codes, quantized_stats=state, requires_grad=False, device=codes.device, module=module

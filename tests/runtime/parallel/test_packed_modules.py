@@ -23,7 +23,9 @@ from packed_ranks import Checkpoint, held_bytes, in_float32
 from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Leaf, Product
-from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.format.plan import Packing, parameter_plans
+from shardconv_runtime.packed.held import Held
+from shardconv_runtime.parallel.packed_values import Part, fill_module
 
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
@@ -163,6 +165,22 @@ def change_settings(directory: Path, **settings: object) -> None:
 
 
 @pytest.mark.formats
+@pytest.mark.parametrize(("rows", "fits"), [(64, True), (40, False)])
+def test_a_kernel_that_cannot_take_the_local_rows_is_not_used(
+    rows: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of bitsandbytes for CPUs takes 32 rows at a time."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    layer = bitsandbytes.nn.Linear4bit(64, rows)
+    codes, state = bitsandbytes.functional.quantize_4bit(torch.randn(rows, 64), quant_type="nf4")
+    tensors = {"*": codes, **{f"*.{name}": value for name, value in state.as_dict(packed=True).items()}}
+    part = Part(Packing("bnb_4bit", ()), tensors, Held.whole((rows, 64)), torch.float32)
+    fill_module(layer, "weight", part)
+    assert layer.support_avx512bf16_for_cpu == fits
+
+
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchao(kind: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
@@ -205,6 +223,7 @@ def second_rank() -> Communicator:
     return ProcessCommunicator(1, (2,), {})
 
 
+@pytest.mark.formats
 def test_a_packed_weight_that_stays_plain_in_transformers_is_refused(four_bits: Checkpoint) -> None:
     change_settings(four_bits.directory, llm_int8_skip_modules=["down_proj", "lm_head"])
     with pytest.raises(PlanError, match=r"mlp.down_proj: its weight is packed, but transformers"):
@@ -212,11 +231,13 @@ def test_a_packed_weight_that_stays_plain_in_transformers_is_refused(four_bits: 
     change_settings(four_bits.directory, llm_int8_skip_modules=None)
 
 
+@pytest.mark.formats
 def test_a_plain_weight_that_transformers_packs_is_refused(four_bits: Checkpoint) -> None:
     with pytest.raises(PlanError, match=r"mlp.up_proj: transformers would .* the plan has a plain one"):
         without(four_bits, "up_proj.weight", packing=None).build(second_rank())
 
 
+@pytest.mark.formats
 def test_a_rank_without_any_of_a_packed_weight_is_told(four_bits: Checkpoint) -> None:
     dims = (Leaf(256), Product((Leaf(1, (0,)), Leaf(512))))
     with pytest.raises(PlanError, match=r"down_proj.weight .* too few groups .* rank 1 holds none of it"):
