@@ -43,7 +43,8 @@ class PackedModules:
         self._parameters = parameters
         self._comm = comm
         self._quantized = quantized
-        self._quantizer = quantizer_of(quantized, self._packings.values())
+        rows = [local_shape(parameters[name], comm.mesh, comm.rank)[0] for name in self._packings]
+        self._quantizer = quantizer_of(quantized, self._packings.values(), rows)
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
 

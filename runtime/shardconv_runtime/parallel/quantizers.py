@@ -27,6 +27,9 @@ COMPUTED = {
 ON_GPUS = frozenset({"compressed_tensors", "fp8"})
 """Methods whose kernels are for GPUs alone."""
 
+CPU_ROWS = 16
+"""Rows of a tile of torch's product with 4-bit integers on CPUs, which fails on other numbers of them."""
+
 _INSTEAD = "pass dequantize=True to load plain weights in the model's dtype"
 
 
@@ -60,12 +63,13 @@ def require_computable(quantized: Quantized, packings: Iterable[Packing], *, com
         )
 
 
-def quantizer_of(quantized: Quantized, packings: Iterable[Packing]) -> Any:
+def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterable[int] = ()) -> Any:
     """transformers' quantizer of a model whose weights are quantized already.
 
     Args:
         quantized: the model.
         packings: of its packed parameters.
+        rows: local numbers of outputs of their layers.
 
     Raises:
         PlanError: see ``require_computable``.
@@ -77,7 +81,7 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing]) -> Any:
     for packing in set(packings):
         _require_kept(packing, quantized, method)
     try:
-        quantizer = AutoHfQuantizer.from_config(_settings(quantized, packings), pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(_settings(quantized, packings, rows), pre_quantized=True)
         quantizer.validate_environment(device_map={"": quantized.device}, weights_only=True)
     except Exception as error:  # each quantizer has errors of its own
         raise PlanError(
@@ -175,13 +179,17 @@ def _require_dtype(quantizer: Any, quantized: Quantized, method: str) -> None:
         )
 
 
-def _settings(quantized: Quantized, packings: list[Packing]) -> dict[str, Any]:
+def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]) -> dict[str, Any]:
     """The settings with the choice of a kernel that computes parts of a weight rightly."""
+    methods = {packing.method for packing in packings}
+    tiles = quantized.device.type != "cpu" or not any(count % CPU_ROWS for count in rows)
     settings = dict(quantized.settings)
-    if any(packing.method == "compressed_tensors" for packing in packings):
+    if "compressed_tensors" in methods:
         settings["use_optimized_inference"] = True  # else all is decompressed at the first call
-    if any(_is_in_act_order(packing) for packing in packings):
-        settings["backend"] = "gptq_torch"  # others take for granted that each group has its full size
+    if "gptq" in methods and (not tiles or any(_is_in_act_order(packing) for packing in packings)):
+        settings["backend"] = "gptq_torch"  # in act-order, others suppose that each group has its full size
+    if "awq" in methods and not tiles:
+        settings["backend"] = "torch_awq"
     return settings
 
 

@@ -76,3 +76,26 @@ def test_settings_that_transformers_does_not_know_are_refused(monkeypatch: pytes
     monkeypatch.setattr(quantizers, "_is_installed", lambda package: True)
     with pytest.raises(PlanError, match=r"cannot compute here: .*dequantize=True"):
         check("awq", {"quant_method": "awq", "version": "none that exists"})
+
+
+@pytest.mark.parametrize(
+    ("method", "device", "rows", "backend"),
+    [
+        ("gptq", "cpu", 24, "gptq_torch"),
+        ("awq", "cpu", 24, "torch_awq"),
+        ("gptq", "cpu", 32, None),
+        ("awq", "cuda", 24, None),
+    ],
+)
+def test_kernels_fit_the_local_rows(method: str, device: str, rows: int, backend: str | None) -> None:
+    scales = PackedTensor("scales", "float16", (PackedDim(1, 32), PackedDim(0, 1)))
+    quantized = Quantized({"quant_method": method}, torch.device(device), torch.float16)
+    settings = quantizers._settings(quantized, [Packing(method, (scales,))], [64, rows])
+    assert settings.get("backend") == backend
+
+
+def test_in_act_order_the_kernel_does_not_suppose_full_groups() -> None:
+    scales = PackedTensor("scales", "float16", (PackedDim(None, 4), PackedDim(0, 1)))
+    quantized = Quantized({"quant_method": "gptq"}, torch.device("cuda"), torch.float16)
+    settings = quantizers._settings(quantized, [Packing("gptq", (scales,))], [64])
+    assert settings["backend"] == "gptq_torch"
