@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..errors import SourceError, brief
 from ..format.name_patterns import natural_key
@@ -52,7 +51,14 @@ def lazy_weights(
     tensors = lazy_tensors(spec.weight_files)
     packed = None
     if spec.quantization is not None:
-        packed = PackedWeights(spec.quantization, tensors, spec.weight_files, spec.name, spec.dtype)
+        packed = PackedWeights(
+            spec.quantization,
+            tensors,
+            spec.weight_files,
+            spec.name,
+            spec.dtype,
+            dequantize=spec.dequantize,
+        )
     plain = tensors if packed is None else packed.plain
     model, info = _load(spec, plain)
     if packed is not None:
@@ -118,17 +124,20 @@ def _are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight)
 
 
 def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, mismatched: set[str]) -> None:
-    """Refuse packed weights of layers whose plain weight is (in, out).
+    """Refuse packed weights of layers that may have their plain weight as (in, out).
 
-    Quantizers store them as (out, in), which nothing in the checkpoint says; a square one would be taken for
-    its transpose.
+    Some formats store each weight as (out, in), whatever its layer has, and nothing in the checkpoint says so;
+    a square one would be taken for its transpose.
     """
     for fqn, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or isinstance(module, torch.nn.Linear):
+            continue
         name = f"{fqn}.weight"
-        if isinstance(module, Conv1D) and (packed.has(module.weight) or name in mismatched):
+        if packed.is_of_linear_layers(weight) or (name in mismatched and name in packed.of_linear_layers):
             raise SourceError(
-                f"{name} of {spec.name} is packed, and belongs to a layer whose plain weight is transposed "
-                "(Conv1D), which is not covered; convert the unquantized model"
+                f"{name} of {spec.name} is packed, and belongs to a {type(module).__name__}, not to a linear "
+                "layer: which of its dims is which is not known; convert the unquantized model"
             )
 
 

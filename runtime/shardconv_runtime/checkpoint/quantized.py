@@ -16,6 +16,7 @@ import torch
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
+from ..format.slices import Range
 from ..packed.checkpoint_view import Found, Info
 from ..packed.dequantize import dequantize
 from ..packed.held import Held
@@ -29,6 +30,10 @@ from .weight_files import WeightFile
 
 Settings = Mapping[str, Any]
 """The ``quantization_config`` of a config."""
+
+
+_OF_LINEAR_LAYERS = ("awq", "bnb_4bit", "bnb_8bit", "gptq")
+"""Methods that store weights as (out, in)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,11 @@ class PackedWeights:
         files: that hold them; only their headers are read here.
         where: the checkpoint, for messages.
         dtype: of the dequantized weights.
+        dequantize: whether they are wanted; ``of`` then has no packed weights.
 
     Attributes:
         plain: the checkpoint as one of the unquantized model, with stand-ins for packed weights.
+        of_linear_layers: names of packed weights in formats that store those of linear layers, as (out, in).
 
     Raises:
         SourceError: the format is not supported, or stored tensors are malformed, or some are missing.
@@ -105,20 +112,24 @@ class PackedWeights:
         files: tuple[WeightFile, ...],
         where: str,
         dtype: str,
+        dequantize: bool,
     ) -> None:
         self._tensors = tensors
+        self._dequantize = dequantize
         self._by_leaf: dict[LazyLeaf, Found] = {}
         found = scheme_of(settings, where).find(_Checkpoint(tensors, files))
         packed = {stored for weight in found.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
             self.plain[name] = self._stand_in(name, weight, dtype)
+        self.of_linear_layers = {n for n, w in found.items() if w.packing.method in _OF_LINEAR_LAYERS}
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter, as transformers loaded it, is made of packed weights."""
+    def is_of_linear_layers(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter, as transformers loaded it, is made of such weights."""
         if not isinstance(tensor, RecordedTensor) or tensor.absent:
             return False
-        return any(piece.leaf in self._by_leaf for piece in tensor.lazy.pieces)
+        found = (self._by_leaf.get(piece.leaf) for piece in tensor.lazy.pieces)
+        return any(one is not None and one.packing.method in _OF_LINEAR_LAYERS for one in found)
 
     def of(self, name: str, weight: LazyTensor) -> PackedWeight | None:
         """The stored tensors of a parameter; None if it has no packed weights.
@@ -141,14 +152,26 @@ class PackedWeights:
         return self._composed(name, weight)
 
     def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
-        def compute() -> torch.Tensor:
-            read = {part: read_tensor(tensor) for part, tensor in self._stored(found).items()}
-            return dequantize(found.packing, read, Held.whole(found.shape), getattr(torch, dtype))
-
-        count = torch.Size(found.shape).numel()
-        leaf = ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
+        """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""
+        if self._dequantize and len(found.shape) > 2 and _is_stacked(found.packing):
+            first, *rest = found.shape
+            parts = [self._part(f"{name}[{i}]", found, dtype, (i, i + 1)) for i in range(first)]
+            return lazy.concatenate([lazy.from_leaf(part, (1, *rest)) for part in parts], 0)
+        leaf = self._part(name, found, dtype, (0, found.shape[0]))
         self._by_leaf[leaf] = found
         return lazy.from_leaf(leaf, found.shape)
+
+    def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
+        """Some positions of the first dim of a weight."""
+        held = Held(found.shape, ((span,), *(((0, size),) for size in found.shape[1:])))
+
+        def compute() -> torch.Tensor:
+            stored = self._stored(found)
+            read = {t.name: read_tensor(_along_first(stored[t.name], t, span)) for t in found.packing.tensors}
+            return dequantize(found.packing, read, held, getattr(torch, dtype))
+
+        count = torch.Size(held.local_shape).numel()
+        return ComputedLeaf(f"{name}, dequantized", compute, dtype, count)
 
     def _stored(self, found: Found) -> dict[str, LazyTensor]:
         """The stored tensors of a weight, in the shapes of their dims."""
@@ -254,6 +277,18 @@ class _Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """A tensor's values."""
         return read_tensor(self._lazy[name])
+
+
+def _is_stacked(packing: Packing) -> bool:
+    """Whether each stored tensor has its own part for each position of the weight's first dim."""
+    return all(PackedDim(0, 1) in tensor.dims for tensor in packing.tensors)
+
+
+def _along_first(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
+    """What belongs to some positions of the weight's first dim."""
+    if PackedDim(0, 1) in packed.dims:
+        return lazy.take(tensor, packed.dims.index(PackedDim(0, 1)), (span,))
+    return tensor
 
 
 def _is_whole(weight: LazyTensor) -> bool:

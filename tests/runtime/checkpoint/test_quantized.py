@@ -12,7 +12,6 @@ from quantized_checkpoints import (
     dense_config,
     dequantized,
     experts_config,
-    quantize,
     save_quantized,
     set_method,
 )
@@ -157,12 +156,16 @@ def test_layers_whose_plain_weight_is_transposed_are_refused(
     """Quantizers store theirs the other way round; a square one would be loaded as its transpose."""
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64, n_positions=32)
     transformers.GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    name = f"transformer.h.0.{layer}.weight"
-    values, factors = quantize(load_file(tmp_path / "model" / "model.safetensors")[name].T)
-    change(tmp_path / "model", name, values.contiguous())
-    change(tmp_path / "model", name + SUFFIX, factors)
-    set_method(tmp_path / "model", quant_method="fp8", weight_block_size=[16, 16])
+    name = f"transformer.h.0.{layer}"
+    weight = load_file(tmp_path / "model" / "model.safetensors")[f"{name}.weight"].T
+    factors = weight.float().abs().amax(1)
+    change(
+        tmp_path / "model", f"{name}.weight", (weight * (127 / factors[:, None])).round().char().contiguous()
+    )
+    change(tmp_path / "model", f"{name}.SCB", factors)
+    change(tmp_path / "model", f"{name}.weight_format", torch.tensor(0, dtype=torch.uint8))
+    set_method(tmp_path / "model", quant_method="bitsandbytes", load_in_8bit=True)
     with pytest.raises(
-        SourceError, match=rf"{name} of .* is packed, and belongs to a layer whose plain weight"
+        SourceError, match=rf"{name}.weight of .* is packed, and belongs to a Conv1D, not to a"
     ):
         shardconv.convert(tmp_path / "model", tmp_path / "out", 2, dtype=dtype, check=False)
