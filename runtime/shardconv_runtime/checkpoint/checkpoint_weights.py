@@ -126,8 +126,8 @@ def _are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight)
 def _refuse_transposed(spec: ModelSpec, model: Any, packed: PackedWeights, mismatched: set[str]) -> None:
     """Refuse packed weights of layers that may have their plain weight as (in, out).
 
-    Some formats store each weight as (out, in), whatever its layer has, and nothing in the checkpoint says so;
-    a square one would be taken for its transpose.
+    Some formats store each weight as (out, in), whatever its layer has. Nothing in the checkpoint says so; a
+    square one would be taken for its transpose.
     """
     for fqn, module in model.named_modules():
         weight = module._parameters.get("weight")
