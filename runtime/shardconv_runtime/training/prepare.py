@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..comm.collectives import Communicator
+from ..errors import PlanError
 from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_forms import of_sequence, require_training
 from ..parallel.boundary import attach_output
@@ -94,11 +95,18 @@ def _may_pad(plan: Plan) -> bool:
 
 
 def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicator) -> LogitsGather | None:
-    """The gather of the logits that a loss of sharded logits omits; None without such a loss."""
-    if plan.logits is None or plan.training is None or not plan.training.parallel_loss:
+    """The gather of the logits that a loss of sharded logits omits; None without such a loss.
+
+    Raises:
+        PlanError: this form of the plan has no such gather.
+    """
+    logits = plan.logits
+    if logits is None or plan.training is None or not plan.training.parallel_loss:
         return None
-    steps = modules[plan.logits.module].outputs
-    found = next(b for b in steps if isinstance(b, AllGatherStep) and b.slot == plan.logits.slot)
+    steps = modules[logits.module].outputs if logits.module in modules else ()
+    found = next((b for b in steps if isinstance(b, AllGatherStep) and b.slot == logits.slot), None)
+    if found is None:
+        raise PlanError(f"{logits.module}: this form of the plan gathers no logits at slot {logits.slot!r}")
     return LogitsGather(comm, found.dim, found.layout, found.grad_axes)
 
 

@@ -154,8 +154,8 @@ BAD_CONFIGS: dict[str, tuple[Change, str]] = {
     ),
     "wrong field": (lambda p: change_config(p, hidden_size="wide"), "not a valid config: .*'hidden_size'"),
     "quantized": (
-        lambda p: change_config(p, quantization_config={"quant_method": "fp8"}),
-        r"is quantized \(fp8\), which cannot be sharded; convert the unquantized model",
+        lambda p: change_config(p, quantization_config={"quant_method": "aqlm"}),
+        r"is quantized \(aqlm\), which cannot be sharded; convert the unquantized model",
     ),
 }
 

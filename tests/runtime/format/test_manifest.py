@@ -176,7 +176,7 @@ def test_another_plan_is_refused(converted: Path) -> None:
 
 
 def test_plan_of_another_version_or_tp(converted: Path) -> None:
-    newer = PLAN_TEXT.X
+    newer = PLAN_TEXT.replace('"version": 3', '"version": 4')
     (converted / "plan.json").write_text(newer, "utf-8")
     found = replace(manifest.read(converted), plan_sha256=plan_json.sha256(newer))
     with pytest.raises(PlanError, match="reads version 3, the file has 4; run `shardconv replan"):
