@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.packed_layout import tensor_name
-from ..format.plan import Plan, global_shape, parameter_plans
-from ..format.slices import ranges
+from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
+from ..format.slices import Mesh, ranges
 from ..packed.dequantize import check_values, dequantize
 from ..packed.held import Held
 
@@ -56,7 +56,7 @@ def unpacked(
             if len(parts) < len(packing.tensors):
                 continue
             del waiting[name]
-            held = held_part(plan, name, rank)
+            held = held_part(entries[name], plan.mesh, rank)
             check_values(packing, parts, held, name)
             if modules is not None:
                 modules.fill(name, parts, held)
@@ -66,7 +66,6 @@ def unpacked(
         raise CheckpointError(f"{min(waiting)}: the files have some of its stored tensors, and not all")
 
 
-def held_part(plan: Plan, name: str, rank: int) -> Held:
+def held_part(entry: ParameterPlan, mesh: Mesh, rank: int) -> Held:
     """Which part of a parameter a rank holds."""
-    entry = parameter_plans(plan)[name]
-    return Held(global_shape(entry), tuple(ranges(dim, plan.mesh, rank) for dim in entry.dims))
+    return Held(global_shape(entry), tuple(ranges(dim, mesh, rank) for dim in entry.dims))

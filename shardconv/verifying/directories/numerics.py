@@ -111,7 +111,7 @@ class _Sources:
             if all(stored in tensors for stored in names.values()):
                 parts = {part: tensors[stored] for part, stored in names.items()}
                 plan = self._converted.plan
-                held = Held.whole(global_shape(entry)) if rank is None else held_part(plan, name, rank)
+                held = Held.whole(global_shape(entry)) if rank is None else held_part(entry, plan.mesh, rank)
                 found[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
         return found
 
