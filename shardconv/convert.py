@@ -104,7 +104,7 @@ def convert(
     output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
 
     from shardconv_runtime.checkpoint.checkpoint_weights import select
-    from shardconv_runtime.checkpoint.packed_plan import flatten, packed_notes, steps_of
+    from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
     from shardconv_runtime.checkpoint.resolve import resolve
 
     from .pipeline.stages import solve_plan
@@ -130,8 +130,7 @@ def convert(
     solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
     solved = replace(solved, notes=(*solved.notes, *remarks))
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
-    if spec.quantization is not None and not spec.dequantize:
-        solved = replace(solved, notes=(*solved.notes, *packed_notes(solved, spec.quantization)))
+    solved = with_packed_notes(solved, spec.quantization)
     write(solved, weights, output, origin, write_options, progress)
     return solved
 

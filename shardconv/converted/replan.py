@@ -54,7 +54,12 @@ def replan(
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
-    from shardconv_runtime.checkpoint.packed_plan import packings_of, planned_steps, with_packings
+    from shardconv_runtime.checkpoint.packed_plan import (
+        packings_of,
+        planned_steps,
+        with_packed_notes,
+        with_packings,
+    )
     from shardconv_runtime.checkpoint.resolve import resolve
 
     from ..pipeline.stages import solve_plan
@@ -65,7 +70,7 @@ def replan(
     options = SolveOptions(old.tp, old.experts, is_wanted, check, measure=True)
     tell = (progress or Silent()).stage
     new: Plan = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
-    new = with_packings(new, packings_of(old))
+    new = with_packed_notes(with_packings(new, packings_of(old)), spec.quantization)
     _require_same_layout(directory, found, old, new)
     plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
     tools = {**found.tools, **tool_versions()}

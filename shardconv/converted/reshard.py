@@ -71,7 +71,12 @@ def reshard(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
-    from shardconv_runtime.checkpoint.packed_plan import packings_of, planned_steps, with_packings
+    from shardconv_runtime.checkpoint.packed_plan import (
+        packings_of,
+        planned_steps,
+        with_packed_notes,
+        with_packings,
+    )
 
     from ..pipeline.stages import solve_plan
     from ..writing.writer import write
@@ -80,7 +85,7 @@ def reshard(
     has_sequence_form = derived.has_sequence_form(found.plan)
     options = SolveOptions(tp, found.plan.experts, has_sequence_form, check, measure=True)
     solved: Plan = solve_plan(spec, options, steps=planned_steps(found.plan), progress=progress.stage)
-    solved = with_packings(solved, packings_of(found.plan))
+    solved = with_packed_notes(with_packings(solved, packings_of(found.plan)), spec.quantization)
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)
     write(solved, _gathered(weights, solved), output, origin, write_options, progress)

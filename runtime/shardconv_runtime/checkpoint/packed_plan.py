@@ -88,22 +88,23 @@ def packings_of(plan: Plan) -> dict[str, Packing]:
     return {name: e.packing for name, e in parameter_plans(plan).items() if e.packing is not None}
 
 
-def packed_notes(plan: Plan, settings: Mapping[str, Any]) -> list[str]:
-    """What the plan of a quantized model should say, beside what was proven of the dequantized weights.
+def with_packed_notes(plan: Plan, settings: Mapping[str, Any] | None) -> Plan:
+    """A plan that says what holds beside what was proven of the dequantized weights.
 
     Args:
         plan: with packings.
-        settings: the ``quantization_config``.
+        settings: the ``quantization_config``; None for an unquantized model.
     """
     entries = [entry for entry in parameter_plans(plan).values() if entry.packing is not None]
     count = sum(bool(axes_of(entry.dims[-1])) for entry in entries)
-    if not count or not rounds_activations(settings):
-        return []
-    return [
+    if settings is None or not count or not rounds_activations(settings):
+        return plan
+    note = (
         f"activations are quantized token by token: in {count} packed weights whose inputs are sharded, each "
         "rank sees the largest value of its own part, so that results differ from those of the unsharded "
         "quantized model by about the error of that quantization"
-    ]
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _parts(entry: ParameterPlan, packings: Packings) -> list[ParameterPlan]:
