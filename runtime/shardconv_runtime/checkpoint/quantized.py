@@ -167,7 +167,7 @@ class PackedWeights:
 
         def compute() -> torch.Tensor:
             stored = self._stored(found)
-            read = {t.name: read_tensor(_along_first(stored[t.name], t, span)) for t in found.packing.tensors}
+            read = {t.name: read_tensor(rows_of(stored[t.name], t, span)) for t in found.packing.tensors}
             return dequantize(found.packing, read, held, getattr(torch, dtype))
 
         count = torch.Size(held.local_shape).numel()
@@ -284,8 +284,14 @@ def _is_stacked(packing: Packing) -> bool:
     return all(PackedDim(0, 1) in tensor.dims for tensor in packing.tensors)
 
 
-def _along_first(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """What belongs to some positions of the weight's first dim."""
+def rows_of(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
+    """What belongs to some positions of the weight's first dim: all of a tensor that has no part for each.
+
+    Args:
+        tensor: a stored tensor, in the shape of its dims.
+        packed: how it runs along the weight.
+        span: positions of the weight.
+    """
     if PackedDim(0, 1) in packed.dims:
         return lazy.take(tensor, packed.dims.index(PackedDim(0, 1)), (span,))
     return tensor

@@ -304,11 +304,12 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     packed = None
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_models import packed_modules, without_packing
+        from ..checkpoint.quantized import without_quantization
+        from .packed_models import packed_modules
 
         if not wanted.dequantize:
             packed = packed_modules(directory, plan, config, start.device, comm, dtype)
-        config = without_packing(config)
+        config = without_quantization(config)
     try:
         model = build_model(_model_class(directory, plan), config, dtype)
     except Exception as error:

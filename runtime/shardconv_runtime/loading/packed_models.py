@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.quantized import quantization_of, without_quantization
+from ..checkpoint.quantized import quantization_of
 from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.manifest import Manifest
@@ -42,11 +42,6 @@ def require_packages(
     config = read_config(directory, manifest, plan)
     packings = {entry.packing for entry in plan.parameters if entry.packing is not None}
     require_computable(_quantized(directory, plan, config, device, dtype), packings, compiled=compiled)
-
-
-def without_packing(config: Any) -> Any:
-    """The config that builds the plain model of a quantized one."""
-    return without_quantization(config)
 
 
 def packed_modules(

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from shardconv_runtime.format.plan import PackedTensor, Packing
+from shardconv_runtime.checkpoint.quantized import rows_of
+from shardconv_runtime.format.plan import Packing
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import Held
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor, take
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor
 
 from ..simulation.streamed_weights import computed, computed_rows
@@ -36,7 +37,7 @@ def dequantized_rows(
             if span == (0, held.local_shape[0])
             else replace(held, ranges=(_within(held.ranges[0], span), *held.ranges[1:]))
         )
-        read = {t.name: read_tensor(_rows(stored[t.name], t, span)) for t in packing.tensors}
+        read = {t.name: read_tensor(rows_of(stored[t.name], t, span)) for t in packing.tensors}
         check_values(packing, read, part, name)
         return dequantize(packing, read, part, getattr(torch, dtype))
 
@@ -44,14 +45,6 @@ def dequantized_rows(
     if any(dim.of == 0 and dim.step != 1 for tensor in packing.tensors for dim in tensor.dims):
         return computed(name, dtype, shape, lambda: compute((0, shape[0])))
     return computed_rows(name, dtype, shape, compute)
-
-
-def _rows(tensor: LazyTensor, packed: PackedTensor, span: Range) -> LazyTensor:
-    """What belongs to a span of the weight's first dim."""
-    for index, dim in enumerate(packed.dims):
-        if dim.of == 0 and dim.step == 1:
-            tensor = take(tensor, index, (span,))
-    return tensor
 
 
 def _within(ranges: tuple[Range, ...], span: Range) -> tuple[Range, ...]:
