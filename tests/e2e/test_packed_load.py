@@ -26,7 +26,7 @@ from library_checkpoints import (
 from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import PlanError, ShardconvError
 from shardconv_runtime.format.manifest import rank_directory
 
 import shardconv
@@ -83,7 +83,7 @@ def unsharded_calls(kind: str, path: Path) -> tuple[Any, ...]:
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= KERNELS.get(kind, {})
     (path / "config.json").write_text(json.dumps(config))
-    _use_kernels_of_cpus()
+    plain_kernels.use_those_of_cpus()
     return _calls(in_float32(path))
 
 
@@ -91,7 +91,7 @@ def calls_of_rank(path: Path) -> tuple[Any, ...]:
     """Runs on each rank: logits, tokens and memory."""
     import shardconv_runtime
 
-    _use_kernels_of_cpus()
+    plain_kernels.use_those_of_cpus()
     held = held_bytes(shardconv_runtime.load(path))
     return *_calls(shardconv_runtime.load(path, dtype="float32")), held
 
@@ -103,17 +103,6 @@ def _calls(model: Any) -> tuple[Any, Any]:
     with torch.no_grad():
         logits = model(ids).logits
     return logits, model.generate(ids, **OPTIONS)
-
-
-def _use_kernels_of_cpus() -> None:
-    """Those that compute in the dtype of the activations."""
-    plain_kernels.install()
-    torch.compiler.set_stance("force_eager")  # libraries would compile parts of their modules
-    try:
-        from bitsandbytes.nn import modules
-    except ImportError:
-        return
-    modules.has_avx512bf16 = lambda: False  # its kernel computes in bfloat16
 
 
 def stored_bytes(out: Path, rank: int, tp: int) -> int:
@@ -185,4 +174,26 @@ def test_a_device_without_kernels_is_told_before_anything_is_read(tmp_path: Path
     shardconv.convert(tmp_path / "model", tmp_path / "out", 2)
     for text in run_processes(2, error_of_rank, tmp_path / "out"):
         assert "fp8" in text
+        assert "dequantize=True" in text
+
+
+def error_of_mixed_ranks(path: Path) -> str:
+    """Runs on each rank: one dequantizes, the other does not."""
+    import shardconv_runtime
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    try:
+        shardconv_runtime.load(path, dequantize=dist.get_rank() == 0)
+    except ShardconvError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_dequantize_or_none(tmp_path: Path) -> None:
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
+    for text in run_processes(2, error_of_mixed_ranks, tmp_path / "out"):
+        assert "the ranks must load the same form" in text
         assert "dequantize=True" in text

@@ -61,3 +61,14 @@ def product(
 def _spread(scale: torch.Tensor, weight: torch.Tensor, block: Any) -> torch.Tensor:
     rows = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
     return rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+
+
+def use_those_of_cpus() -> None:
+    """In this process: those above, and of libraries those that compute in the dtype of the activations."""
+    install()
+    torch.compiler.set_stance("force_eager")  # libraries would compile parts of their modules
+    try:
+        from bitsandbytes.nn import modules
+    except ImportError:
+        return
+    modules.has_avx512bf16 = lambda: False  # its kernel computes in bfloat16

@@ -167,7 +167,7 @@ def _references(kind: Kind, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     method = config["quantization_config"].get("quant_method")
     config["quantization_config"] |= KERNELS.get(method, {})
     file.write_text(json.dumps(config))
-    _use_plain_kernels()
+    plain_kernels.use_those_of_cpus()
     plain = _dequantized_logits(path)
     try:
         return _logits(in_float32(path)), plain
@@ -188,7 +188,7 @@ def _dequantized_logits(path: Path) -> torch.Tensor:
 def _packed_rank(out: Path) -> Any:
     import shardconv_runtime
 
-    _use_plain_kernels()
+    plain_kernels.use_those_of_cpus()
     try:
         held = held_bytes(shardconv_runtime.load(out))
     except ShardconvError as error:
@@ -208,17 +208,6 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor(IDS)).logits
     return found.float()
-
-
-def _use_plain_kernels() -> None:
-    """Kernels that compute in the dtype of the activations, and those of float8 in plain torch."""
-    plain_kernels.install()
-    torch.compiler.set_stance("force_eager")  # libraries would compile parts of their modules
-    try:
-        from bitsandbytes.nn import modules
-    except ImportError:
-        return
-    modules.has_avx512bf16 = lambda: False  # its kernel computes in bfloat16
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
