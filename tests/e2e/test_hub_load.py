@@ -19,6 +19,7 @@ import transformers
 from distributed import run_errors, run_processes
 from hub_server import HubServer
 from huggingface_hub import constants
+from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.hub import fetch, remote_files
 from small_models import save_random, small_config
@@ -82,6 +83,12 @@ def logits(path: str, options: dict[str, Any]) -> torch.Tensor:
     return found
 
 
+def short_logits(path: str, options: dict[str, Any]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = shardconv_runtime.load(path, **options)(ids() % 64).logits
+    return found
+
+
 def offline(path: str) -> list[torch.Tensor]:
     """Both ways to ask for what is in the cache alone."""
     found = [logits(path, {"local_files_only": True})]
@@ -106,6 +113,24 @@ def messages(path: str, **options: Any) -> list[str]:
     errors = run_errors(TP, logits, path, options)
     assert all(isinstance(error, shardconv_runtime.ShardconvError) for error in errors), errors
     return [str(error) for error in errors]
+
+
+def test_packed_weights_that_cannot_be_computed_with_are_not_downloaded(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    """The config is, which says how they are packed; dequantized, the model is the plain one."""
+
+    save_quantized(dense_config(), transformers.Qwen3ForCausalLM, tmp_path / "model")
+    shardconv.convert(tmp_path / "model", tmp_path / "packed" / "tp-4", TP, check=False)
+    hub.add_repo("user/packed", tmp_path / "packed")
+    for text in messages("user/packed"):
+        assert "dequantize=True" in text
+    assert not [path for path in hub.served() if path.endswith(".safetensors")]
+    shardconv.convert(tmp_path / "model-plain", tmp_path / "plain", TP, check=False)
+    options = {"dequantize": True, "dtype": "float32"}
+    expected = run_processes(TP, short_logits, str(tmp_path / "plain"), {"dtype": "float32"})
+    for found in run_processes(TP, short_logits, "user/packed", options):
+        torch.testing.assert_close(found, expected[0])
 
 
 # Converted ----------------------------------------------------------------------------------------------

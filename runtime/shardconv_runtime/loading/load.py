@@ -159,7 +159,7 @@ def load(
             _, error = _attempt(
                 lambda: require_packages(*checked.model, start.device, wanted.dtype, compiled=compile)
             )
-            agreement.agree(start, error)
+            agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
             fetched, error = _attempt(lambda: _with_files(checked, start.rank))
             agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
@@ -222,9 +222,9 @@ class _Checked:
     """Instead of files: the global weights of an ordinary model, not read."""
 
     @property
-    def model(self) -> tuple[Path, Any, Plan]:
+    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
         """What is known of the model before it is built."""
-        return self.directory, self.manifest, self.plan
+        return self.directory, self.manifest, self.plan, self.repository
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +16,15 @@ from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
 
+if TYPE_CHECKING:
+    from ..hub.fetch import Repository
+
 
 def require_packages(
     directory: Path,
     manifest: Manifest,
     plan: Plan,
+    repository: Repository | None,
     device: torch.device,
     dtype: torch.dtype | None,
     *,
@@ -32,13 +36,17 @@ def require_packages(
         directory: the converted directory.
         manifest: of it.
         plan: of it.
+        repository: of the directory, where it is on the Hub: its small files are downloaded.
         device: where the model will compute.
         dtype: of its activations; None for that of the plan.
         compiled: whether it is to be compiled.
 
     Raises:
         PlanError: they cannot; the message names what to install, and offers to dequantize.
+        SourceError: a file cannot be downloaded.
     """
+    if repository is not None:
+        repository.fetch(e for e in manifest.files if not e.path.endswith(".safetensors"))
     config = read_config(directory, manifest, plan)
     packings = {entry.packing for entry in plan.parameters if entry.packing is not None}
     require_computable(_quantized(directory, plan, config, device, dtype), packings, compiled=compiled)
