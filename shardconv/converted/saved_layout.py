@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
@@ -14,7 +15,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from . import derived
 from .saved import model_of, require_loadable, saved_tensors
-from .saved_packed import SavedWeight, positions, with_packed
+from .saved_packed import positions, with_packed
 from .shards import Converted
 
 
@@ -30,15 +31,16 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     """
     model = model_of(spec)
     state = model.state_dict()
-    packed = _packed(found, derived.weights_of(found))
+    tensors = derived.weights_of(found)
+    packed = _packed(found, tensors)
     stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
-    weights = {name: tensor for name, tensor in derived.weights_of(found).items() if name not in stored}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
     weights |= {name: _stand_in(name, weight, state) for name, weight in packed.items()}
     weights |= {alias: weights[name] for alias, name in found.plan.tied}
     _require_known(found, weights, state)
     require_loadable(spec, model, weights, dict(found.plan.tied))
-    tensors = with_packed(saved_tensors(model, weights), packed)
-    return {name: _in_bands(name, tensor) for name, tensor in tensors.items()}, model.num_parameters()
+    saved = with_packed(saved_tensors(model, weights), packed)
+    return {name: _in_bands(name, tensor) for name, tensor in saved.items()}, model.num_parameters()
 
 
 def _in_bands(name: str, tensor: LazyTensor) -> LazyTensor:
@@ -55,10 +57,10 @@ def _require_known(found: Converted, weights: Iterable[str], names: Iterable[str
         )
 
 
-def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, SavedWeight]:
+def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, PackedWeight]:
     """The packed parameters."""
     return {
-        name: SavedWeight(
+        name: PackedWeight(
             global_shape(entry),
             entry.packing,
             {tensor.name: weights[tensor_name(name, tensor.name)] for tensor in entry.packing.tensors},
@@ -68,6 +70,6 @@ def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, Sa
     }
 
 
-def _stand_in(name: str, weight: SavedWeight, state: Mapping[str, Any]) -> LazyTensor:
+def _stand_in(name: str, weight: PackedWeight, state: Mapping[str, Any]) -> LazyTensor:
     dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
     return positions(name, dtype, weight.shape)

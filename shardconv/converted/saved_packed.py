@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.packed_layout import tensor_name
-from shardconv_runtime.format.plan import Packing
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.copying import read_tensor
@@ -26,24 +26,15 @@ from shardconv_runtime.tensors.lazy_tensor import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedWeight:
-    """A packed parameter."""
-
-    shape: Shape
-    """Of the weight that it stands for."""
-    packing: Packing
-    tensors: Mapping[str, LazyTensor]
-    """Global stored tensors by their names in the packing."""
-
-
 def positions(name: str, dtype: str, shape: Shape) -> LazyTensor:
     """A stand-in for a packed weight, whose elements are known by their positions in it."""
     leaf = FileLeaf(Path(name), 0, dtype, math.prod(shape))
     return lazy.from_leaf(leaf, shape)
 
 
-def with_packed(saved: Mapping[str, LazyTensor], weights: Mapping[str, SavedWeight]) -> dict[str, LazyTensor]:
+def with_packed(
+    saved: Mapping[str, LazyTensor], weights: Mapping[str, PackedWeight]
+) -> dict[str, LazyTensor]:
     """The tensors of a checkpoint, stored tensors in place of stand-ins.
 
     Args:
@@ -65,7 +56,7 @@ def with_packed(saved: Mapping[str, LazyTensor], weights: Mapping[str, SavedWeig
     return found
 
 
-def _stored(name: str, saved: LazyTensor, weights: Mapping[str, SavedWeight]) -> dict[str, LazyTensor]:
+def _stored(name: str, saved: LazyTensor, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:
     """The stored tensors of a saved weight."""
     of = weights[_owner(saved.pieces[0])]
     if (
@@ -106,7 +97,7 @@ class _Part:
 
 
 def _parts(
-    name: str, part: str, saved: LazyTensor, weights: Mapping[str, SavedWeight]
+    name: str, part: str, saved: LazyTensor, weights: Mapping[str, PackedWeight]
 ) -> Iterator[tuple[str, _Part]]:
     """One stored tensor of each packed parameter of which a saved weight consists."""
     for owner in dict.fromkeys(map(_owner, saved.pieces)):

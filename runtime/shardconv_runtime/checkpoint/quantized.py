@@ -17,7 +17,7 @@ import torch
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
-from ..packed.checkpoint_view import Found, Info
+from ..packed.checkpoint_view import Found, Info, global_size
 from ..packed.dequantize import dequantize
 from ..packed.held import Held
 from ..packed.schemes import scheme_of
@@ -163,7 +163,7 @@ class PackedWeights:
 
     def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
         """Some positions of the first dim of a weight."""
-        held = Held(found.shape, ((span,), *(((0, size),) for size in found.shape[1:])))
+        held = Held.whole(found.shape).rows(*span)
 
         def compute() -> torch.Tensor:
             stored = self._stored(found)
@@ -187,18 +187,19 @@ class PackedWeights:
         kinds = {(p.found.packing.method, p.found.packing.settings, _kinds(p.found.packing)) for p in pieces}
         if len(kinds) > 1:
             raise _inseparable(name, "weights that are packed in different ways")
+        stored = [self._stored(piece.found) for piece in pieces]
         made: dict[str, LazyTensor] = {}
         packed = []
         for tensor in first.tensors:
             steps = _steps(name, weight, pieces, tensor.name)
             shape = tuple(-(-size // step) for size, step in zip(weight.shape, steps, strict=True))
-            boxes = tuple(
-                p.box(self._stored(p.found)[tensor.name], tensor.name, weight.shape, steps) for p in pieces
+            boxes = (
+                piece.box(tensors[tensor.name], tensor.name, weight.shape, steps)
+                for piece, tensors in zip(pieces, stored, strict=True)
             )
-            made[tensor.name] = LazyTensor(tensor.dtype, shape, boxes)
-            packed.append(
-                PackedTensor(tensor.name, tensor.dtype, tuple(map(PackedDim, range(len(shape)), steps)))
-            )
+            made[tensor.name] = LazyTensor(tensor.dtype, shape, tuple(boxes))
+            dims = tuple(map(PackedDim, range(len(shape)), steps))
+            packed.append(PackedTensor(tensor.name, tensor.dtype, dims))
         return PackedWeight(weight.shape, Packing(first.method, tuple(packed), first.settings), made)
 
 
@@ -314,8 +315,7 @@ def _in_dims(tensor: LazyTensor, packed: PackedTensor, shape: Shape) -> LazyTens
     """A stored tensor in the shape of its dims."""
     if not packed.checkpoint_shape:
         return tensor
-    sizes = [dim.step if dim.of is None else -(-shape[dim.of] // dim.step) for dim in packed.dims]
-    reshaped = lazy.reshape(tensor, sizes)
+    reshaped = lazy.reshape(tensor, [global_size(dim, shape) for dim in packed.dims])
     assert reshaped is not None, "a stored tensor is contiguous"
     return reshaped
 

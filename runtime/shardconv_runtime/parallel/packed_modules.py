@@ -38,8 +38,8 @@ class PackedModules:
     def __init__(
         self, quantized: Quantized, parameters: Mapping[str, ParameterPlan], comm: Communicator
     ) -> None:
-        self.names = frozenset(name for name, entry in parameters.items() if entry.packing is not None)
         self._packings = {name: p for name, e in parameters.items() if (p := e.packing) is not None}
+        self.names = frozenset(self._packings)
         self._parameters = parameters
         self._comm = comm
         self._quantized = quantized

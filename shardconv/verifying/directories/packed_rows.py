@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from shardconv_runtime.checkpoint.quantized import rows_of
@@ -32,11 +31,7 @@ def dequantized_rows(
     """
 
     def compute(span: Range) -> Tensor:
-        part = (
-            held
-            if span == (0, held.local_shape[0])
-            else replace(held, ranges=(_within(held.ranges[0], span), *held.ranges[1:]))
-        )
+        part = held.rows(*span)
         read = {t.name: read_tensor(rows_of(stored[t.name], t, span)) for t in packing.tensors}
         check_values(packing, read, part, name)
         return dequantize(packing, read, part, getattr(torch, dtype))
@@ -45,15 +40,3 @@ def dequantized_rows(
     if any(dim.of == 0 and dim.step != 1 for tensor in packing.tensors for dim in tensor.dims):
         return computed(name, dtype, shape, lambda: compute((0, shape[0])))
     return computed_rows(name, dtype, shape, compute)
-
-
-def _within(ranges: tuple[Range, ...], span: Range) -> tuple[Range, ...]:
-    """The global positions of a span of the local ones."""
-    found = []
-    offset = 0
-    for start, stop in ranges:
-        first, last = max(span[0], offset), min(span[1], offset + stop - start)
-        if first < last:
-            found.append((start + first - offset, start + last - offset))
-        offset += stop - start
-    return tuple(found)
