@@ -34,6 +34,8 @@ import shardconv
 
 TP = 2
 NEW_TOKENS = 8
+PROMPTS = (7, 9, 9)
+"""Lengths."""
 LENGTHS = (7, 9, 12, 20)
 ONE_LENGTH = ("mixtral", "t5")
 """Of these one text is enough: olmo3 shows that a graph takes all further lengths."""
@@ -48,10 +50,6 @@ encoder."""
 
 NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
 """Where it is not one: each graph takes seconds to capture."""
-
-DECODING_GRAPHS = {"gemma2": 2, "olmo3": 2}
-"""Where it is not one: caches of windows count their tokens in Python, and Dynamo takes the first two
-numbers that it sees to learn that they vary."""
 
 SINGLE = ("gemma2", "mixtral")
 """Compared in float32: soft caps cast the mask's lowest float64 to infinity, and torch's product of experts
@@ -211,26 +209,13 @@ class Measured:
     logits: list[Tensor]
     """Of texts of some lengths, without a cache."""
     tokens: list[Tensor]
-    """Greedy, twice the same."""
+    """Greedy, of each prompt."""
     forward: list[int]
     """Number of graphs after each text."""
-    generate: list[list[int]]
-    """Number of further graphs after each step, of each call of ``generate``."""
+    generate: list[int]
+    """Number of further graphs after each call of ``generate``."""
     collectives: list[Counter[str]]
     """Of each graph."""
-
-
-class Steps(transformers.LogitsProcessor):
-    """Counts graphs after each step."""
-
-    def __init__(self, graphs: Graphs) -> None:
-        self.graphs = graphs
-        self.first = len(graphs)
-        self.counts: list[int] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.counts.append(len(self.graphs) - self.first)
-        return scores
 
 
 def logits_of(model: Any, length: int) -> Tensor:
@@ -245,16 +230,15 @@ def logits_of(model: Any, length: int) -> Tensor:
 
 def run(model: Any, graphs: Graphs, lengths: tuple[int, ...]) -> Measured:
     """Logits of texts of these lengths, then tokens."""
-    logits, forward, tokens, steps = [], [], [], []
+    logits, forward, tokens, generate = [], [], [], []
     for length in lengths:
         logits.append(logits_of(model, length))
         forward.append(len(graphs))
-    for _ in range(2 if model.can_generate() else 0):
-        counter = Steps(graphs)
-        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "logits_processor": [counter]}
-        tokens.append(model.generate(**text(7), **options, min_new_tokens=NEW_TOKENS))
-        steps.append(counter.counts)
-    return Measured(logits, tokens, forward, steps, graphs.collectives)
+    for length in PROMPTS if model.can_generate() else ():
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "min_new_tokens": NEW_TOKENS}
+        tokens.append(model.generate(**text(length), **options))
+        generate.append(len(graphs) - forward[-1])
+    return Measured(logits, tokens, forward, generate, graphs.collectives)
 
 
 def run_rank(path: Path, dtype: torch.dtype, lengths: tuple[int, ...]) -> Measured:
@@ -305,16 +289,21 @@ def test_logits_and_tokens(case: Case) -> None:
 
 def test_number_of_graphs(case: Case) -> None:
     """One for the first length, one for all others; one for all steps of decoding, and for later calls."""
-    decoding = list(range(DECODING_GRAPHS.get(case.name, 1)))
-    first = [*decoding, *[len(decoding)] * (NEW_TOKENS - len(decoding))]
     for rank in case.ranks:
         assert rank.forward == [1, 2, 2, 2][: len(lengths_of(case.name))]
-        assert rank.generate == ([first, [0] * NEW_TOKENS] if case.unsharded.tokens else [])
+        assert rank.generate == graphs_of_generate(case)
+
+
+def graphs_of_generate(case: Case) -> list[int]:
+    """A decoder alone takes all lengths with one graph; a cache beside an encoder has its length."""
+    if not case.unsharded.tokens:
+        return []
+    return [1, 2, 2] if case.name == "t5" else [1, 1, 1]
 
 
 def test_collectives_of_each_graph(case: Case) -> None:
     for rank in case.ranks:
-        decoding = DECODING_GRAPHS.get(case.name, 1) if case.unsharded.tokens else 0
+        decoding = max(graphs_of_generate(case), default=0)
         forward = rank.forward[-1]
         assert len(rank.collectives) == forward + decoding
         prefills, steps = rank.collectives[:forward], rank.collectives[forward:]

@@ -1,19 +1,20 @@
-"""``load(..., compile=True)``: one graph for each forward pass, and decoding from a cache of fixed size.
+"""``load(..., compile=True)``: one graph for each forward pass, and one for each token that is decoded.
 
 The runtime's own code breaks no graph: collectives are functional, steps are plain Python over constants.
-Each kind of call gets the compilation that suits it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import PlanError
+from .decoding import NOT_ONE_GRAPH, Decoder
+from .generation import DECODER
 
 RECOMPILE_LIMIT = 64
 """Most graphs of one model, for calls with other arguments, a batch of one, other types. Torch's own limit is
@@ -21,14 +22,15 @@ low, and past it a call that must be one graph is an error."""
 
 
 def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
-    """Compile every later call of ``model``, in place; ``generate`` then uses a static cache.
+    """Compile every later call of ``model``, in place; ``generate`` decodes with one graph for a token.
 
     - A call without a cache, or with one that grows, is one graph; lengths become symbolic when a
       second one comes.
-    - A call that continues a cache of fixed size (a decoding step) is another one, the same for every
-      step, and replayed as a CUDA graph if ``cuda_graphs``.
-    - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled: the
-      cache's memory must not belong to a graph.
+    - A call that continues a cache of fixed size is another one, the same for every step.
+    - The call that allocates a cache of fixed size, the first one of ``generate``, runs uncompiled.
+    - Greedy decoding and sampling run as ``decoding.py`` has it.
+
+    No call returns memory that a CUDA graph owns: what a caller keeps stays as it is.
 
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
@@ -40,17 +42,18 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
         """A function of ours around torch's: Dynamo skips torch's own first function, and the hooks in it."""
         return call(*args, **kwargs)
 
-    options = {"fullgraph": True, **_own_limit()}
-    general = torch.compile(with_hooks, **options)
-    step = torch.compile(with_hooks, mode="reduce-overhead", **options) if cuda_graphs else general
+    general = _as_one_graph(with_hooks)
+    decoder = _decoder(model, with_hooks, records=cuda_graphs)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
+        if decoder is not None and decoder.runs_plain:
+            return call(*args, **kwargs)
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
         if caches and not all(_is_allocated(cache) for cache in caches):
             return call(*args, **kwargs)
         try:
-            return (step if caches else general)(*args, **kwargs)
-        except torch._dynamo.exc.Unsupported as error:  # on all ranks, before anything is computed
+            return general(*args, **kwargs)
+        except NOT_ONE_GRAPH as error:  # on all ranks, before anything is computed
             raise PlanError(
                 "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
                 f"as one: {_first_line(error)}; load without compile=True, and torch.compile(model) if "
@@ -59,6 +62,33 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
 
     model._compiled_call_impl = compiled
     _decode_from_static_cache(model)
+
+
+def _decoder(model: nn.Module, forward: Callable[..., Any], *, records: bool) -> Decoder | None:
+    """What decodes for the model, which ``generate`` finds as its attribute; None for one without caches."""
+    if not hasattr(model, "generate") or not getattr(model, "_can_compile_fullgraph", False):
+        return None
+    decoder = Decoder(model, forward, _as_one_graph, records=records)
+    vars(model)[DECODER] = decoder
+    return decoder
+
+
+def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None:
+    """Compile and record decoding for these sizes, on all ranks: ``(batch, length in tokens)``.
+
+    Raises:
+        PlanError: the model does not decode with one graph for each token.
+    """
+    decoder = vars(model).get(DECODER)
+    for batch, length in sizes:
+        if batch < 1 or length < 2:
+            raise PlanError(f"warm_up: ({batch}, {length}) is no batch size and length of texts")
+        if decoder is None or not decoder.warm_up(batch, length):
+            raise PlanError("warm_up: this model has no decoding with one graph for each token; leave it out")
+
+
+def _as_one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, **_own_limit())
 
 
 def _own_limit() -> dict[str, Any]:

@@ -20,6 +20,9 @@ from ..comm.agreement import exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError
 
+DECODER = "_shardconv_decoder"
+"""Attribute of a compiled model: what decodes for it."""
+
 
 def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gather_logits: bool) -> None:
     """Give the model its generation config, and keep the ranks in step in ``model.generate``.
@@ -46,15 +49,15 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
-        if start.world_size == 1:
-            return type(self).generate(self, *args, **kwargs)
         args, kwargs = _by_name(type(self).generate, args, kwargs)
+        if start.world_size == 1:
+            return _generate(self, args, kwargs)
         is_streamed = _check_same_call(start, args, kwargs)
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
             kwargs["streamer"] = _SilentStreamer()
         try:
-            return type(self).generate(self, *args, **kwargs)
+            return _generate(self, args, kwargs)
         except RuntimeError as error:
             from .lost_ranks import raise_lost_rank
 
@@ -62,6 +65,17 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
             raise
 
     return generate
+
+
+def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own ``generate``; of a compiled model, with the decoding method that suits the call."""
+    decoder = vars(model).get(DECODER)
+    if decoder is None or args:
+        return type(model).generate(model, *args, **kwargs)
+    with decoder.options_for(kwargs) as method:
+        if method is not None:
+            kwargs = {**kwargs, "custom_generate": method}
+        return type(model).generate(model, **kwargs)
 
 
 def _by_name(

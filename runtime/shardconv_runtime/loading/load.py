@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +48,7 @@ def load(
     training: bool = False,
     sequence_parallel: bool = False,
     compile: bool = False,
+    warm_up: Sequence[tuple[int, int]] = (),
     gather_logits: bool | None = None,
     timeout_s: float | None = None,
     all_reduce: AllReduce | None = None,
@@ -87,8 +88,10 @@ def load(
             model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
         sequence_parallel: shard the activations between the parallel blocks over the sequence; the plan must
             have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
-        compile: run each forward pass as one compiled graph, on GPUs decoding steps as CUDA graphs, and let
-            ``generate`` decode from a static cache. ``torch.compile(model)`` works as well.
+        compile: run each forward pass as one compiled graph, and let ``generate`` decode with one graph for
+            each token, on GPUs a CUDA graph. ``torch.compile(model)`` works as well.
+        warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which to compile and record
+            decoding before this call returns; the largest first.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then
             refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
             is computed from the shards, and by default no logits are returned in training mode where there
@@ -122,6 +125,8 @@ def load(
         >>> model = shardconv_runtime.load("user/model-tp", revision="0123abc...")
         >>> model = shardconv_runtime.load("user/original", plan="plan.json")
     """
+    if warm_up and not compile:
+        raise PlanError("warm_up= is about compiled decoding; pass compile=True too, or leave it out")
     if other:
         from .other_options import refuse_options
 
@@ -181,6 +186,10 @@ def load(
         from .several_ranks import guard
 
         guard(model, start, training=training, check_inputs=check_inputs)
+    if warm_up:
+        from ..inference.compiling import warm_up_decoding
+
+        warm_up_decoding(model, warm_up)
     return model
 
 

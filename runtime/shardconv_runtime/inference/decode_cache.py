@@ -1,0 +1,247 @@
+"""The cache of decoding steps: buffers that stay where they are, filled from the cache of a prefill.
+
+A prefill runs with transformers' own growing cache. What it left there is copied into these buffers, and each
+step adds one token. Shapes and addresses are those of the bucket, whatever the prompt was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .buffers import Buffers, repeat_first
+
+_ATTENTION = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+_STATES = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
+class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values of one layer, to which a call adds one token.
+
+    Args:
+        keys, values: buffers ``[B, local heads, slots, head dim]``.
+        length: tokens in the cache before the call, int64 ``[]``; the same tensor for all layers.
+        is_sliding: the layer attends to a window, or to a chunk.
+        is_ring: there are as many slots as the window has tokens, and position p is in slot p modulo that.
+            Otherwise it is in slot p.
+    """
+
+    is_compileable = True
+    supports_early_init = False
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, length: Tensor, *, is_sliding: bool, is_ring: bool
+    ) -> None:
+        CacheLayerMixin.__init__(self)
+        self.keys, self.values = keys, values
+        self.length = length
+        self.is_sliding = is_sliding
+        self.is_ring = is_ring
+        self.slots = keys.shape[-2]
+        self.num_added = 0
+        self.is_initialized = True
+        self.dtype, self.device = keys.dtype, keys.device
+        self.batch_size = keys.shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the buffers are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add ``[B, local heads, 1, head dim]``; returns the buffers."""
+        slot = self.length.reshape(1)
+        if self.is_ring:
+            slot = slot % self.slots
+        self.keys.index_copy_(-2, slot, key_states)
+        self.values.index_copy_(-2, slot, value_states)
+        self.num_added = 1
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]  # as that of transformers' static layers
+        """Number of tokens, int64 ``[]``."""
+        return self.length + self.num_added
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The slots, and the position of the first."""
+        return self.slots, 0
+
+    def get_max_length(self) -> int:
+        """Number of slots."""
+        return self.slots
+
+    def fill(self, layer: Any) -> None:
+        """Take over what a prefill left in its layer (each ``[rows, local heads, n, head dim]``)."""
+        stop = int(layer.get_seq_length())
+        for buffer, found in ((self.keys, layer.keys), (self.values, layer.values)):
+            buffer.zero_()  # what is masked must be finite
+            positions = torch.arange(stop - found.shape[-2], stop, device=buffer.device)
+            slots = positions % self.slots if self.is_ring else positions
+            buffer[: len(found)].index_copy_(-2, slots, found)
+            repeat_first(buffer, len(found))
+
+
+class _States(LinearAttentionLayer):  # type: ignore[misc]
+    """Convolution and recurrent states of one layer: those of transformers, in buffers that stay."""
+
+    def adopt(self, layer: Any, buffers: Buffers, batch: int, prefix: str) -> None:
+        """Give the states places of ``batch`` rows, and flags as they are after a prefill."""
+        for name, value in vars(layer).items():
+            if name in ("keys", "values"):
+                continue
+            if isinstance(value, dict):
+                value = {k: _place(v, buffers, batch, f"{prefix}.{name}.{k}") for k, v in value.items()}
+            self.__dict__[name] = _place(value, buffers, batch, f"{prefix}.{name}")
+
+    def fill_states(self, layer: Any) -> None:
+        """Copy the states that a prefill left in its layer (each ``[rows, ...]``)."""
+        for name, value in vars(layer).items():
+            if name in ("keys", "values"):
+                continue
+            for mine, found in _pairs(vars(self)[name], value):
+                mine[: len(found)] = found
+                repeat_first(mine, len(found))
+
+
+class LinearStates(_States):
+    """Of a layer without attention."""
+
+    def fill(self, layer: Any) -> None:
+        """Take over what a prefill left."""
+        self.fill_states(layer)
+
+
+class HybridLayer(OneTokenLayer, _States):
+    """Of a layer that has both."""
+
+    def fill(self, layer: Any) -> None:
+        """Take over what a prefill left."""
+        OneTokenLayer.fill(self, layer)
+        self.fill_states(layer)
+
+
+class OneTokenCache(Cache):  # type: ignore[misc]
+    """A cache to which each call adds one token; ``length`` advances between the calls."""
+
+    def __init__(self, layers: list[Any], length: Tensor) -> None:
+        super().__init__(layers=layers)
+        self.length = length
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Where the token is among the slots of a layer: of a ring, no further than its last slot.
+
+        A mask of positions then lets it see all slots once the ring is full, as it should.
+        """
+        offset = self.get_seq_length(layer_idx)
+        layer = self.layers[layer_idx]
+        return offset.clamp(max=layer.slots - 1) if getattr(layer, "is_ring", False) else offset
+
+    def begin_call(self) -> None:
+        """No layer has added the next token yet."""
+        for layer in self.layers:
+            if isinstance(layer, OneTokenLayer):
+                layer.num_added = 0
+
+    def fill(self, prefilled: Cache) -> None:
+        """Take over what a prefill left in its cache."""
+        self.length.fill_(num_tokens(prefilled))
+        for mine, found in zip(self.layers, prefilled.layers, strict=True):
+            if not isinstance(mine, DummyLayer):
+                mine.fill(found)
+
+
+def is_known(cache: Any) -> bool:
+    """Whether all layers of a prefill's cache are of kinds that can be taken over, and are filled."""
+    if not isinstance(cache, Cache) or not cache.layers or getattr(cache, "offloading", False):
+        return False
+    return all(
+        type(layer) is DummyLayer
+        or (type(layer) in _STATES and _has_states(layer))
+        or (type(layer) in _ATTENTION and bool(layer.is_initialized))
+        for layer in cache.layers
+    )
+
+
+def num_tokens(cache: Cache) -> int:
+    """Tokens in a prefill's cache; 0 if it only has states, which do not count them."""
+    counts = [int(layer.get_seq_length()) for layer in cache.layers if type(layer) in _ATTENTION]
+    return max(counts, default=0)
+
+
+def windows(cache: Cache) -> list[int]:
+    """The windows of those layers that have one."""
+    return [layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window")]
+
+
+def make_cache(prefilled: Cache, buffers: Buffers, batch: int, slots: int, *, rings: bool) -> OneTokenCache:
+    """A cache for steps of a bucket, not filled.
+
+    Args:
+        prefilled: after a prefill, see ``is_known``.
+        buffers: where it lies.
+        batch: number of rows.
+        slots: number of tokens that it holds.
+        rings: layers with a window hold that window only. Masks that go by position, of padded prompts or
+            of chunks, do not allow this.
+    """
+    length = buffers.get("length", (), torch.int64)
+    layers = []
+    for index, layer in enumerate(prefilled.layers):
+        if type(layer) is DummyLayer:
+            layers.append(DummyLayer())
+            continue
+        made: Any = LinearStates.__new__(LinearStates)
+        if type(layer) in _ATTENTION:
+            window = getattr(layer, "sliding_window", None)
+            is_ring = rings and window is not None and window < slots
+            held: int = layer.sliding_window if is_ring else slots
+            keys, values = (
+                buffers.get(
+                    f"{index}.{name}", (batch, *found.shape[1:-2], held, found.shape[-1]), found.dtype
+                )
+                for name, found in (("keys", layer.keys), ("values", layer.values))
+            )
+            kind = HybridLayer if type(layer) in _STATES else OneTokenLayer
+            made = kind.__new__(kind)
+        if type(layer) in _STATES:
+            made.adopt(layer, buffers, batch, str(index))
+        if type(layer) in _ATTENTION:
+            OneTokenLayer.__init__(made, keys, values, length, is_sliding=window is not None, is_ring=is_ring)
+        layers.append(made)
+    return OneTokenCache(layers, length)
+
+
+def _has_states(layer: Any) -> bool:
+    return any(True for name in vars(layer) for _ in _pairs(vars(layer)[name], vars(layer)[name]))
+
+
+def _place(value: Any, buffers: Buffers, batch: int, name: str) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return buffers.get(name, (batch, *value.shape[1:]), value.dtype)
+    return value
+
+
+def _pairs(mine: Any, found: Any) -> list[tuple[Tensor, Tensor]]:
+    """Buffers and the tensors that go there, of an attribute that is a tensor or a dict of them."""
+    if isinstance(found, dict):
+        return [pair for key in found for pair in _pairs(mine[key], found[key])]
+    return [(mine, found)] if isinstance(found, Tensor) and found.dim() else []

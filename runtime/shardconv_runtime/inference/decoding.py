@@ -1,0 +1,353 @@
+"""``generate`` of a compiled model: a prefill, then the same graph for each token.
+
+The step from one token to the next is one graph: the model's own preparation of its inputs, its forward pass,
+the choice of the token, and the test whether all rows have ended. It reads and writes buffers that stay, of a
+bucket (batch and length, rounded up), so that calls with other prompts run the same graph. On GPUs it is
+recorded and replayed; elsewhere the compiled function is called.
+
+Greedy decoding and sampling take this way if the model allows it, which is tried: the logits of the first
+step in each bucket are compared with those of the model's ordinary step. Whatever else ``generate`` does is
+left to transformers' own loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.generation import GenerationMode
+
+from .buffers import Buffers
+from .decode_cache import is_known, make_cache, num_tokens, windows
+from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
+from .decode_state import Bucket, StepState, make_state, start_call
+from .replay import Replay, StopFlag
+from .sampling import choose
+
+LEAST_SLOTS, SLOTS_STEP = 128, 2048
+ROWS_STEP = 8
+"""Lengths and batches are rounded up to powers of two, from SLOTS_STEP and ROWS_STEP on to multiples."""
+
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""By which the first step's logits, in float32, may differ from those of an ordinary step, relative to their
+norm."""
+
+TOLERANCE = 0.05
+"""The same in lower precision."""
+
+COUNTED = "position_ids"
+CONSTANT = ("attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Tensor arguments of a step that count its tokens, or stay as they are (a mask, as long as the cache)."""
+
+NOT_ONE_GRAPH = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
+"""What Dynamo raises where code cannot be captured as one graph."""
+
+Forward = Callable[..., Any]
+
+
+class Decoder:
+    """Decodes for one model.
+
+    Args:
+        model: of this rank.
+        forward: its forward pass with all hooks, not compiled.
+        compile: compiles a function as one graph.
+        records: steps are recorded as CUDA graphs.
+
+    Attributes:
+        runs_plain: the model is being called by this class, for a prefill or an ordinary step.
+        num_recordings: of steps, since the model was loaded.
+    """
+
+    def __init__(
+        self, model: nn.Module, forward: Forward, compile: Callable[[Any], Any], *, records: bool
+    ) -> None:
+        self._model: Any = model
+        self._forward = forward
+        self._step = compile(_step)
+        self._records = records
+        self._buffers = Buffers(next(model.parameters()).device)
+        self._recorded: dict[Bucket, tuple[StepState, Replay]] = {}
+        self._generation = 0
+        self._unfit: set[Any] = set()
+        self._least_slots = LEAST_SLOTS
+        self.runs_plain = False
+        self.num_recordings = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model is not compiled."""
+
+    @contextmanager
+    def options_for(self, arguments: dict[str, Any]) -> Iterator[Callable[..., Any] | None]:
+        """Gives the decoding method of a call, for ``generate``'s ``custom_generate``; None: its own.
+
+        The model's default of a static cache is left out where ``generate`` would refuse the call for it.
+        """
+        defaults = self._model.generation_config
+        cache = defaults.cache_implementation
+        options = options_of(self._model, arguments)
+        mode = options.get_generation_mode(arguments.get("assistant_model"))
+        if mode is GenerationMode.ASSISTED_GENERATION or any(
+            arguments.get(name) is not None for name in CACHE_NAMES
+        ):
+            defaults.cache_implementation = None
+        try:
+            yield self._method(arguments) if may_take(self._model, arguments, options) else None
+        finally:
+            defaults.cache_implementation = cache
+
+    def _method(self, arguments: dict[str, Any]) -> Callable[..., Any]:
+        streamer = arguments.get("streamer")
+
+        def decode(
+            self: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            call = prepared_call(
+                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+            )
+            text = None if call is None else decoder._decode(call, streamer)
+            if text is not None:
+                return text
+            # Private, but the loop that generate would have taken by itself.
+            return type(self)._sample(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                **model_kwargs,
+            )
+
+        decoder = self
+        return decode
+
+    def warm_up(self, batch: int, length: int) -> bool:
+        """Compile and record what calls of this size run, with the model's own options of generation.
+
+        Args:
+            batch: number of rows; of several, one may be padded.
+            length: tokens of a text, prompt and answer.
+
+        Returns:
+            Whether they are decoded here.
+        """
+        ids = torch.ones((batch, 2), dtype=torch.int64, device=self._buffers.device)
+        padded = ids.clone()
+        padded[0, 0] = 0
+        self._least_slots = max(LEAST_SLOTS, length)
+        devices = [self._buffers.device] if self._buffers.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                for mask in (ids, padded)[:batch]:
+                    self._model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=1)
+        finally:
+            self._least_slots = LEAST_SLOTS
+        return bool(self._recorded)
+
+    def _decode(self, call: Call, streamer: Any) -> Tensor | None:
+        """The text with its continuation; None if the model cannot be decoded this way."""
+        model = self._model
+        kind = _kind(call)
+        if kind in self._unfit:
+            return None
+        prefilled = DynamicCache(config=model.config.get_text_config(decoder=True))
+        arguments = {**call.arguments, call.cache_name: prefilled}
+        with self._plain():
+            # Private: how transformers' own loops begin, with chunks if the config asks for them.
+            outputs = model._prefill(call.ids, call.config, arguments)
+            logits = outputs.logits[:, -1].to(torch.float32, copy=True)
+            arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+        del outputs
+        with model._optimize_model_for_decode(), self._plain():
+            found = self._begin(call, arguments, prefilled, logits)
+            if found is None:
+                self._unfit.add(kind)
+                return None
+            del prefilled, arguments, logits
+            return _loop(call, *found, streamer)
+
+    def _begin(
+        self, call: Call, arguments: dict[str, Any], prefilled: Cache, logits: Tensor
+    ) -> tuple[StepState, Replay] | None:
+        """The state after the first token, and the step that goes on from there; None if there can be none.
+
+        Args:
+            call: what is decoded.
+            arguments: of the model in the next step.
+            prefilled: its cache after the prefill; void afterwards.
+            logits: of the prefill, float32 ``[rows, V]``.
+        """
+        inputs = self._inputs_of_step(call, arguments, prefilled)
+        if inputs is None:
+            return None
+        bucket = self._bucket(call, inputs, prefilled)
+        found = self._recorded.get(bucket)
+        state = found[0] if found else self._make_state(call, bucket, prefilled, logits.shape[1])
+        start_call(state, call.ids, arguments, call.numbers, call.pad, call.stop_ids)
+        state.cache.fill(prefilled)
+        rows = torch.cat([logits, logits[:1].expand(bucket.batch - len(logits), -1)])
+        tokens = choose(bucket.choice, rows, state.numbers, state.history())
+        state.append(tokens)
+        if found:
+            return found
+        got = self._logits(state)[: len(logits)]
+        replay = self._record(state)
+        if replay is None:
+            return None
+        start_call(state, call.ids, arguments, call.numbers, call.pad, call.stop_ids)
+        state.cache.fill(prefilled)
+        state.append(tokens)
+        if not self._is_ordinary(got, call, arguments, tokens[: len(logits)]):
+            return None
+        self._recorded[bucket] = (state, replay)
+        return state, replay
+
+    # What differs between graphs -----------------------------------------------------------------
+
+    def _inputs_of_step(
+        self, call: Call, arguments: dict[str, Any], prefilled: Cache
+    ) -> dict[str, Any] | None:
+        """Arguments of the next step beside ids and cache; None if some change in an unknown way."""
+        if not is_known(prefilled):
+            return None
+        ids = call.ids if call.ids.shape[1] else call.ids.new_zeros((len(call.ids), 1))
+        prepared = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
+        wanted = {name: value for name, value in arguments.items() if name in prepared and value is not None}
+        wanted.pop(call.cache_name, None)
+        for name, value in wanted.items():
+            if isinstance(value, Tensor):
+                if name not in (COUNTED, *CONSTANT) or value.dim() != 2:
+                    return None
+            elif not isinstance(value, (bool, int, float, str)):
+                return None
+        return wanted
+
+    def _bucket(self, call: Call, inputs: dict[str, Any], prefilled: Cache) -> Bucket:
+        length = max(num_tokens(prefilled), call.ids.shape[1]) + call.most_new
+        slots = _rounded(max(length, self._least_slots), LEAST_SLOTS, SLOTS_STEP)
+        config = self._model.config.get_text_config(decoder=True)
+        goes_by_position = "attention_mask" in inputs or getattr(config, "attention_chunk_size", None)
+        return Bucket(
+            _rounded(len(call.ids), 1, ROWS_STEP),
+            slots,
+            not goes_by_position and any(window < slots for window in windows(prefilled)),
+            tuple(sorted((name, value.dtype) for name, value in inputs.items() if isinstance(value, Tensor))),
+            tuple(sorted((name, value) for name, value in inputs.items() if not isinstance(value, Tensor))),
+            call.choice,
+            call.stop_ids is not None,
+        )
+
+    def _make_state(self, call: Call, bucket: Bucket, prefilled: Cache, vocabulary: int) -> StepState:
+        cache = make_cache(prefilled, self._buffers, bucket.batch, bucket.slots, rings=bucket.rings)
+        state = make_state(bucket, call.cache_name, cache, self._buffers, vocabulary)
+        if self._buffers.generation != self._generation:  # some memory moved, which recorded graphs know
+            self._generation = self._buffers.generation
+            self._recorded.clear()
+        return state
+
+    def _logits(self, state: StepState) -> Tensor:
+        return _logits_of_step(state, self._model, self._forward)
+
+    # Recording -----------------------------------------------------------------------------------
+
+    def _record(self, state: StepState) -> Replay | None:
+        """The step, compiled and recorded; it ran, so that the state is void. None if it is not one graph."""
+        state.rewind()
+        devices = [self._buffers.device] if self._records else []
+        try:
+            with torch.random.fork_rng(devices):
+                replay = Replay(lambda: self._step(state, self._model, self._forward), self._records)
+        except NOT_ONE_GRAPH as error:  # on all ranks, before anything is computed
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            warnings.warn(f"{_ORDINARY}: a step is not one graph ({first})", stacklevel=2)
+            return None
+        self.num_recordings += 1
+        return replay
+
+    def _is_ordinary(self, got: Tensor, call: Call, arguments: dict[str, Any], tokens: Tensor) -> bool:
+        """Whether the step's logits are those of the ordinary step, which changes the prefill's cache."""
+        ids = torch.cat([call.ids, tokens[:, None]], dim=1)
+        prepared = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **arguments)
+        want = self._forward(**prepared, return_dict=True).logits[:, -1].to(torch.float32)
+        error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+        if error <= TOLERANCES.get(self._model.dtype, TOLERANCE):
+            return True
+        why = f"one graph for each token gives other logits (by {error:.1e})"
+        warnings.warn(f"{_ORDINARY}: {why}", stacklevel=2)
+        return False
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        before, self.runs_plain = self.runs_plain, True
+        try:
+            yield
+        finally:
+            self.runs_plain = before
+
+
+_ORDINARY = "this model decodes in the ordinary way, compiled"
+
+
+def _kind(call: Call) -> tuple[tuple[str, Any], ...]:
+    """What decides, besides the model, whether a call can be decoded step by step."""
+    given = {name: value for name, value in call.arguments.items() if value is not None}
+    kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
+    return tuple(sorted(kinds.items()))
+
+
+def _logits_of_step(state: StepState, model: Any, forward: Forward) -> Tensor:
+    """The logits of the next token, float32 ``[B, V]``; the cache takes the token."""
+    state.cache.begin_call()
+    prepared = model.prepare_inputs_for_generation(state.token, next_sequence_length=1, **state.arguments())
+    logits: Tensor = forward(**prepared, return_dict=True).logits
+    return logits[:, -1].to(torch.float32)
+
+
+def _step(state: StepState, model: Any, forward: Forward) -> None:
+    """From one token to the next."""
+    logits = _logits_of_step(state, model, forward)
+    state.advance()
+    state.append(choose(state.bucket.choice, logits, state.numbers, state.history()))
+
+
+def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor:
+    """The text with its continuation ``[rows, n]``, from a state after the first token."""
+    rows = len(call.ids)
+    flag = StopFlag((state.done, state.token))
+    num_known, num_issued = 0, 1
+
+    def ends(values: tuple[Tensor, ...] | None) -> bool:
+        nonlocal num_known
+        if values is None:
+            return False
+        num_known += 1
+        done, token = values
+        if streamer is not None:
+            streamer.put(token[:rows, 0].to("cpu", copy=True))
+        return state.bucket.stops and bool(done)
+
+    while not (has_ended := ends(flag.after_step())) and num_issued < call.most_new:
+        replay()
+        num_issued += 1
+    if not has_ended:
+        ends(flag.last())
+    if streamer is not None:
+        streamer.end()
+    return torch.cat([call.ids, state.new_tokens[:rows, :num_known]], dim=1)
+
+
+def _rounded(number: int, least: int, step: int) -> int:
+    if number > step:
+        return -(-number // step) * step
+    return max(least, 1 << (number - 1).bit_length())

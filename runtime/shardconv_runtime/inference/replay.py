@@ -1,0 +1,97 @@
+"""Running the graph of a step again and again, and learning from the device when to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP_RUNS = 3
+
+
+class Replay:
+    """A step that can be run again: recorded as a CUDA graph, or a compiled function.
+
+    Args:
+        run: the compiled step; reads and writes tensors that stay where they are.
+        records: make a CUDA graph of it.
+
+    The step runs at least once here, on whatever its tensors hold.
+    """
+
+    def __init__(self, run: Callable[[], None], records: bool) -> None:
+        self._run = run
+        self._graph = _record(run) if records else None
+        if not records:
+            run()
+
+    def __call__(self) -> None:
+        """One step."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._run()
+
+
+def _record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Collectives of nccl can be recorded; its watchdog must be left out of the capture's error mode."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_RUNS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+class StopFlag:
+    """Reads whether all rows have ended, and the tokens for a streamer, without waiting for the device.
+
+    On a device that works on its own, what a step wrote is read while the next one runs; the step that then
+    turns out to be too many is dropped by the caller.
+
+    Args:
+        tensors: what is read after each step.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+        self._is_late = tensors[0].device.type == "cuda"
+        self._pending: tuple[list[Tensor], Any] | None = None
+        if self._is_late:
+            self._pinned = [
+                [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors] for _ in range(2)
+            ]
+            self._events: list[Any] = [torch.Event(tensors[0].device) for _ in range(2)]
+            self._turn = 0
+
+    def after_step(self) -> tuple[Tensor, ...] | None:
+        """The values after the last step that is known to have run; None if none is."""
+        if not self._is_late:
+            return self._tensors
+        before = self._pending
+        self._turn ^= 1
+        pinned, event = self._pinned[self._turn], self._events[self._turn]
+        for host, tensor in zip(pinned, self._tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        event.record()
+        self._pending = (pinned, event)
+        return self._read(before)
+
+    def last(self) -> tuple[Tensor, ...] | None:
+        """The values that ``after_step`` has not returned yet."""
+        pending, self._pending = self._pending, None
+        return self._read(pending)
+
+    @staticmethod
+    def _read(pending: tuple[list[Tensor], Any] | None) -> tuple[Tensor, ...] | None:
+        if pending is None:
+            return None
+        pending[1].synchronize()
+        return tuple(pending[0])

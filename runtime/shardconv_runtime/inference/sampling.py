@@ -1,0 +1,139 @@
+"""From the logits of a step to its tokens, inside of the graph: what ``generate`` does with them by default.
+
+The formulas are those of transformers' logits processors, with their numbers in tensors, so that other
+numbers are no other graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+NUMBERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+    RepetitionPenaltyLogitsProcessor: "penalty",
+    MinLengthLogitsProcessor: "min_length",
+    MinNewTokensLengthLogitsProcessor: "min_new_tokens",
+}
+"""The processors that the graph has, and the attribute with the number of each. Of top-p the rest is kept: in
+float32, it is another number than one minus p. Of a least length the new tokens are."""
+
+INTEGERS = ("top_k", "min_length", "min_new_tokens")
+SMALLEST = ("min_length", "min_new_tokens")
+
+_DEFAULTS = {"filter_value": -float("inf"), "min_tokens_to_keep": 1, "prompt_ignore_length": None}
+"""Other attributes that a processor may have; one with other values is not in the graph."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How tokens are chosen: what differs between graphs.
+
+    Attributes:
+        samples: draws tokens, else takes the likeliest.
+        numbers: names of processors' numbers, in the order in which they are applied.
+        most: the largest ``top_k``, a power of two; 0 without one.
+    """
+
+    samples: bool
+    numbers: tuple[str, ...] = ()
+    most: int = 0
+
+
+def choice_of(
+    processors: Sequence[Any], samples: bool, prompt_length: int
+) -> tuple[Choice, dict[str, float]] | None:
+    """How ``generate`` would choose, with the numbers; None if the graph has no such processor."""
+    found: dict[str, float] = {}
+    for processor in processors:
+        name = NUMBERS.get(type(processor))
+        if name is None or name in found or not _is_default(processor):
+            return None
+        number = getattr(processor, name)
+        if name == "top_p":
+            number = 1 - number
+        elif name == "min_length":
+            number -= prompt_length
+        found[name] = number
+    most = 1 << (int(found.get("top_k", 0)) - 1).bit_length() if "top_k" in found else 0
+    return Choice(samples, tuple(found), most), found
+
+
+def _is_default(processor: Any) -> bool:
+    return all(getattr(processor, name, value) == value for name, value in _DEFAULTS.items())
+
+
+@dataclass(frozen=True)
+class History:
+    """What processors know of the text.
+
+    Attributes:
+        count: tokens chosen so far, int64 ``[]``.
+        seen: the ids that are in a row's text, bool ``[B, V + 1]``, for a repetition penalty; the last one is
+            for ids that have no logit.
+        stops: the ids that end a row, bool ``[V + 1]``, for a least length.
+    """
+
+    count: Tensor
+    seen: Tensor | None
+    stops: Tensor | None
+
+
+def choose(choice: Choice, logits: Tensor, numbers: dict[str, Tensor], history: History) -> Tensor:
+    """The next token of each row.
+
+    Args:
+        choice: how.
+        logits: float32 ``[B, V]``.
+        numbers: by name, each ``[]``: float32, or int64 for those in INTEGERS.
+        history: of the text.
+
+    Returns:
+        int64 ``[B]``.
+    """
+    for name in choice.numbers:
+        logits = _processed(name, choice, logits, numbers[name], history)
+    if not choice.samples:
+        return logits.argmax(-1)
+    return torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+
+
+def _processed(name: str, choice: Choice, logits: Tensor, number: Tensor, history: History) -> Tensor:
+    if name == "temperature":
+        return logits / number
+    if name == "penalty":
+        assert history.seen is not None
+        penalized = torch.where(logits < 0, logits * number, logits / number)
+        return torch.where(history.seen[:, :-1], penalized, logits)
+    if name in SMALLEST:
+        assert history.stops is not None
+        return logits.masked_fill(history.stops[:-1] & (history.count < number), -float("inf"))
+    if name == "top_k":
+        highest = logits.topk(min(choice.most, logits.shape[-1])).values
+        last = (number.clamp(max=logits.shape[-1]) - 1).reshape(1)
+        return logits.masked_fill(logits < highest.index_select(-1, last), -float("inf"))
+    if name == "min_p":
+        probabilities = logits.softmax(-1)
+        least = number * probabilities.amax(-1, keepdim=True)
+        return logits.masked_fill(probabilities < least, -float("inf"))
+    assert name == "top_p"
+    ascending, ids = logits.sort(-1)
+    removed = ascending.softmax(-1).cumsum(-1) <= number
+    kept = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
+    return logits.masked_fill(torch.zeros_like(removed).scatter(1, ids, removed & ~kept), -float("inf"))
