@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""What a token costs the host, and how long it takes: ``generate`` of the runtime beside that of transformers.
+
+**Host**: a narrow and deep llama, as one rank of a job whose collectives and graphs cost nothing. What is left is
+the time that the host spends around them, for each token. Beside it, of an eager token: operators, matrix
+products, collectives, waits for the device and allocations.
+
+**Tokens**: ranks over gloo, greedy ``generate``, the runtime and transformers' tensor parallelism in the same
+processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
+
+    python benchmarks/decoding.py [--tp 1 2] [--rounds 30] [--markdown FILE]
+    python benchmarks/decoding.py --small        to see that everything comes out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from convert import render, tell
+from disk import machine
+from synthetic import Shape, write_checkpoint
+
+RANK = Path(__file__).with_name("decoding_rank.py")
+NARROW = Shape(hidden=128, intermediate=256, heads=8, kv_heads=4, vocab=1000, layers=32)
+WIDE = Shape(hidden=1024, intermediate=4096, heads=16, kv_heads=8, vocab=32000, layers=20)
+SMALL = Shape(hidden=64, intermediate=128, heads=4, kv_heads=2, vocab=200, layers=2)
+TIME_LIMIT_S = 1500
+COUNTS = ("operators", "products", "collectives", "waits", "allocations")
+Result = dict[str, Any]
+
+
+def run_ranks(scratch: Path, tp: int, ranks: int, *arguments: str) -> list[Result]:
+    """What each process of ``decoding_rank.py`` measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = [scratch / f"result-{rank}.json" for rank in range(ranks)]
+    children = []
+    for rank, result in enumerate(results):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1"}
+        if tp > 1:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": tp, "LOCAL_WORLD_SIZE": tp}
+            env |= {name: str(value) for name, value in {**names, "MASTER_PORT": port}.items()}
+        command = [sys.executable, str(RANK), *arguments, "--result", str(result)]
+        with result.with_suffix(".txt").open("w") as errors:
+            children.append(subprocess.Popen(command, env=env, stderr=errors))
+    deadline = time.monotonic() + TIME_LIMIT_S
+    try:
+        for rank, child in enumerate(children):
+            if child.wait(max(1, deadline - time.monotonic())):
+                why = results[rank].with_suffix(".txt").read_text().strip().splitlines()[-1:]
+                raise SystemExit(f"error: rank {rank} failed: {' '.join(why)}")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return [json.loads(result.read_text()) for result in results]
+
+
+def prepare(scratch: Path, name: str, shape: Shape, tps: list[int]) -> Path:
+    """A checkpoint, and beside it what it is converted to."""
+    source = scratch / name
+    write_checkpoint(shape, source, shard_bytes=1 << 30)
+    for tp in tps:
+        command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp)]
+        out = source.with_name(f"{name}-tp{tp}")
+        done = subprocess.run([*command, str(out), "--no-check", "--quiet"], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: convert failed: {done.stderr.strip()}")
+    return source
+
+
+def host_rows(scratch: Path, shape: Shape, tp: int, rounds: int) -> list[dict[str, str]]:
+    """Time and counts for each token, of one rank of ``tp``."""
+    source = scratch / "narrow"
+    options = ["host", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
+    (found,) = run_ranks(scratch, tp, 1, *options)
+    rows = []
+    for name, result in found.items():
+        row = {"tp": str(tp), "what": name}
+        row["host ms a token"] = spread(result["ms"]) if "ms" in result else ""
+        row["x transformers, compiled"] = (
+            f"{statistics.median(result['ms']) / statistics.median(found['transformers, compiled']['ms']):.2f}"
+            if "ms" in result
+            else ""
+        )
+        rows.append(row | {count: str(result[count]) if count in result else "" for count in COUNTS})
+    return rows
+
+
+def token_rows(scratch: Path, name: str, tp: int, rounds: int) -> list[dict[str, str]]:
+    """Milliseconds for each token of ``generate``, of the slowest rank."""
+    source = scratch / name
+    options = ["tokens", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
+    ranks = run_ranks(scratch, tp, tp, *options)
+    rows = []
+    for mode in ("eager", "compiled"):
+        slowest = {
+            side: [max(samples) for samples in zip(*(rank[mode][side] for rank in ranks), strict=True)]
+            for side in ("shardconv", "transformers")
+        }
+        ratios = [a / b for a, b in zip(slowest["shardconv"], slowest["transformers"], strict=True)]
+        row = {"model": name, "tp": str(tp), "what": mode}
+        row |= {f"{side}, ms a token": spread(samples) for side, samples in slowest.items()}
+        rows.append(row | {"ratio": spread(ratios)})
+    return rows
+
+
+def spread(samples: list[float]) -> str:
+    """Median, lowest and highest."""
+    return f"{statistics.median(samples):.3g} [{min(samples):.3g}-{max(samples):.3g}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tp", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    shapes = {"narrow": SMALL if options.small else NARROW, "wide": SMALL if options.small else WIDE}
+    rounds = 3 if options.small else options.rounds
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for name, shape in shapes.items():
+            tell(f"{name}: {asdict(shape)}")
+            prepare(scratch, name, shape, options.tp)
+        host = [row for tp in options.tp for row in host_rows(scratch, shapes["narrow"], tp, rounds)]
+        text = f"{machine(scratch)}\n\n{render(host, ())}\n"
+        tell(text)
+        tokens = [
+            row for name in shapes for tp in options.tp for row in token_rows(scratch, name, tp, rounds)
+        ]
+    text += f"\n{render(tokens, ())}\n"
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
