@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+# Private: only here can a group be given a name, see ``_new_group``. No other file knows of it.
+from torch.distributed import distributed_c10d as _c10d
 
 from ..errors import LaunchError
 
@@ -27,10 +33,18 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]
 _subgroups = WeakKeyDictionary()
 
 
-def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same processes over gloo, for control messages: waiting for one needs no GPU, and may be long."""
+def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
+    """Processes of a group over gloo, for control messages: waiting for one needs no GPU, and may be long.
+
+    Args:
+        group: the processes.
+        ranks: those of them that exchange messages, by their global ranks, ascending; by default all.
+
+    Raises:
+        LaunchError: one of them did not join.
+    """
     _settle_at_exit()
-    made = _subgroup(group, _ranks(group), "gloo")
+    made = _subgroup(group, ranks or _ranks(group), "gloo")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
     return made
 
@@ -106,19 +120,56 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
     made = _subgroups.setdefault(group, {})
     key = (backend or dist.get_backend(group), ranks)
     if key not in made:
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group)
         try:
-            made[key] = dist.new_group(
-                list(ranks),
-                backend=backend or dist.get_backend(group),
-                timeout=timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group),
-                use_local_synchronization=True,
-            )
-        except RuntimeError as error:
+            made[key] = _new_group(group, ranks, key[0], timeout)
+        except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"ranks {', '.join(map(str, ranks))} could not form a group: one ended or did not join; "
                 f"its own output says why ({str(error).splitlines()[0]})"
             ) from error
     return made[key]
+
+
+def _new_group(
+    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """A new group, which its members find by a name that says what it is.
+
+    ``new_group`` counts the groups of this process for the name: processes that made others before, of
+    other models, would wait for each other under different names.
+    """
+    content = f"{group.group_name} {backend} {ranks}"
+    name = f"shardconv_{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+    number = ranks.index(dist.get_rank())
+    with _not_split():
+        made: dist.ProcessGroup
+        made, _ = _c10d._new_process_group_helper(
+            len(ranks),
+            number,
+            list(ranks),
+            dist.Backend(backend),
+            group.get_group_store(),
+            name,  # type: ignore[arg-type]
+            timeout=timeout or _c10d._get_default_timeout(dist.Backend(backend)),
+            group_desc="shardconv",
+        )
+    _c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return made
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """If the default group is bound to a device, torch would make a group by splitting the communicator of
+    the default group, in which all processes would have to take part."""
+    world = dist.group.WORLD
+    assert world is not None, "the group is one of its own"
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -26,8 +25,6 @@ from ..errors import CheckpointError, LaunchError
 from ..loaded import loaded, unwrapped
 
 T = TypeVar("T")
-
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,9 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
         processes = Launch(dist.get_rank(along), along.size(), start.device, along, control_group(along))
         ranks.update(*agreement.exchange(processes, tuple(ranks)))
     ordered = tuple(sorted(ranks))
-    control = _control(ordered)
+    world = dist.group.WORLD
+    assert world is not None, "its subgroups exist"
+    control = control_group(world, ordered)
     launch = Launch(ordered.index(me), len(ordered), start.device, control, control)
     return Replicas(launch, start.rank, all(dist.get_rank(along) == 0 for along in groups))
 
@@ -129,16 +128,3 @@ def _data_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
         return [mesh.get_group(dim) for dim in range(mesh.ndim)]
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     return [wrapper.process_group for wrapper in wrappers[:1]]
-
-
-def _control(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A gloo group of these processes, made once."""
-    world = dist.group.WORLD
-    assert world is not None, "its subgroups exist"
-    if len(ranks) == world.size():
-        return control_group(world)
-    groups = _made.setdefault(world, {})
-    if ranks not in groups:
-        made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        groups[ranks] = control_group(made)
-    return groups[ranks]

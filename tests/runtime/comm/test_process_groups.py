@@ -1,0 +1,86 @@
+"""Process groups of ranks whose processes have different histories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import torch.distributed as dist
+from converted import llama_plan, random_llama, write_directory
+from distributed import run_processes
+from shardconv_runtime.comm import process_groups
+from shardconv_runtime.comm.mesh import launch
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "JOIN_TIMEOUT_S", 20)
+
+
+def groups_after_others() -> list[float]:
+    """Rank 0 has made three groups that the others know nothing of."""
+    number = dist.get_rank()
+    for _ in range(0 if number else 3):
+        dist.new_group([0], use_local_synchronization=True)
+    start = launch(device="cpu")
+    assert start.group is not None
+    groups = (
+        [start.control, process_groups.axes_group(start.group, (0, 1))] if number < 2 else [start.control]
+    )
+    sums = [torch.tensor(number + 1.0) for _ in groups]
+    for x, group in zip(sums, groups, strict=True):
+        dist.all_reduce(x, group=group)
+    return [x.item() for x in sums]
+
+
+def test_processes_that_made_other_groups_before_find_each_other() -> None:
+    assert run_processes(3, groups_after_others, start_group=True) == [[6, 3], [6, 3], [6]]
+
+
+def load_with_a_draft(path: Path, draft: Path) -> list[int]:
+    """Rank 0 alone loads a second model, before the one that all load."""
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        shardconv_runtime.load(draft, group=alone)
+    model = shardconv_runtime.load(path)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    tokens: list[int] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0].tolist()
+    return tokens
+
+
+def test_a_model_that_rank_0_alone_loaded_before(tmp_path: Path) -> None:
+    model = random_llama()
+    draft, path = (
+        write_directory(tmp_path / str(tp), model, llama_plan(model.config, (tp,))) for tp in (1, 2)
+    )
+    first, second = run_processes(2, load_with_a_draft, path, draft, start_group=True)
+    assert first == second
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    assert first == model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0].tolist()
+
+
+def bound_while_made() -> list[object]:
+    world = dist.group.WORLD
+    assert world is not None
+    bound = torch.device("cuda", dist.get_rank())
+    world.bound_device_id = bound
+    seen: list[object] = []
+    make = process_groups._c10d._new_process_group_helper
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(world.bound_device_id)
+        return make(*args, **kwargs)
+
+    process_groups._c10d._new_process_group_helper = watched
+    process_groups.control_group(world)
+    seen.append(world.bound_device_id == bound)
+    world.bound_device_id = None
+    return seen
+
+
+def test_a_bound_default_group_is_not_split() -> None:
+    """Splitting takes all of its processes; only the members of the new group are here."""
+    assert run_processes(2, bound_while_made, start_group=True) == [[None, True]] * 2
