@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .mesh import Launch
+from .devices import shared_gpu_error
+from .mesh import Launch, own_gpu
 
 T = TypeVar("T")
 
 AGREE_TIMEOUT_S = 300
 """How long a rank waits for the others where all should arrive at about the same time."""
+
+CONNECT_TIMEOUT_S = 900
+"""How long a rank waits for the others to be connected; longer than these wait for it in a group."""
 
 READ_TIMEOUT_S = 3600
 """How long a rank waits for the others to have read their files."""
@@ -83,6 +87,17 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
     return values
+
+
+def require_own_gpus(start: Launch) -> None:
+    """Compare the GPUs of ranks that communicate over nccl; every rank calls it.
+
+    Raises:
+        LaunchError: two of them are the same.
+    """
+    gpu = own_gpu(start)
+    if gpu is not None and (error := shared_gpu_error(exchange(start, gpu))):
+        raise error
 
 
 def share_rng_state(start: Launch) -> None:

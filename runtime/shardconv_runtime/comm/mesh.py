@@ -14,6 +14,7 @@ from ..format.dims import axes_of
 from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
 from .collectives import AllReduce, Communicator, ProcessCommunicator
+from .devices import describe_gpu, env_int, find_device
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def world_size(group: dist.ProcessGroup | None = None) -> int:
     """Number of processes, without starting a group: of the given one, else of the launcher's environment."""
     if group is not None or dist.is_initialized():
         return dist.get_world_size(group)
-    return _env_int("WORLD_SIZE", 1)
+    return env_int("WORLD_SIZE", 1)
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
@@ -48,7 +49,7 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
         LaunchError: this process is not in the group.
     """
     if group is None and not dist.is_initialized():
-        return _env_int("RANK", 0)
+        return env_int("RANK", 0)
     found = dist.get_rank(group)
     if found < 0:
         raise LaunchError("this process is not in the group that was given to load the model")
@@ -82,21 +83,22 @@ def launch(
 
     Args:
         group: the processes that load the model; all by default.
-        device: where the model goes: by default cuda:LOCAL_RANK if there is cuda, else the CPU.
+        device: where the model goes, see ``devices.find_device``.
         timeout_s: how long a collective may take in a group that is started here; torch's default if None.
 
     Raises:
-        LaunchError: the environment lacks a launcher's variables, this process is not in the group, or
-            its backend does not serve the device.
+        LaunchError: the environment lacks a launcher's variables, this process is not in the group, its
+            backend does not serve the device, or there are fewer GPUs than processes.
     """
-    found_device = _device(device)
+    everyone = group is None and not dist.is_initialized()
+    found_device = find_device(device, env_int("LOCAL_WORLD_SIZE", 0) if everyone else 0)
     if found_device.type == "cuda":
         torch.cuda.set_device(found_device)
-    if group is None and not dist.is_initialized() and "RANK" not in os.environ:
+    if everyone and "RANK" not in os.environ:
         return Launch(0, 1, found_device)
     from .process_groups import check_group, control_group, start_group
 
-    if group is None and not dist.is_initialized():
+    if everyone:
         start_group(found_device, timeout_s)
     found = rank(group)
     group = group or dist.group.WORLD
@@ -111,7 +113,7 @@ def connect(
     all_reduce: AllReduce | None = None,
     more_axes: Iterable[Iterable[int]] = (),
 ) -> Communicator:
-    """The rank's communicator, with a process group for each set of mesh axes that the plan uses.
+    """The rank's communicator, with a connected process group for each set of mesh axes that the plan uses.
 
     Args:
         plan: its mesh has as many ranks as there are processes.
@@ -120,7 +122,8 @@ def connect(
         more_axes: sets of mesh axes of collectives outside of a forward pass.
 
     Raises:
-        LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered.
+        LaunchError: the ranks of the user's group do not ascend, so that subgroups would be misordered, or
+            they cannot communicate.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     all_axes = range(len(plan.mesh))  # over which ranks compare what they have
@@ -130,7 +133,16 @@ def connect(
             from .process_groups import axes_group
 
             groups[axes] = axes_group(start.group, members)
+    if groups:
+        from .process_groups import warm_up
+
+        warm_up(groups.values(), start.device)
     return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
+
+
+def own_gpu(start: Launch) -> tuple[str, str] | None:
+    """This rank's GPU, see ``devices.describe_gpu``, if nccl needs it to be no other rank's; else None."""
+    return describe_gpu(start.device) if start.world_size > 1 and can_capture(start) else None
 
 
 def can_capture(start: Launch) -> bool:
@@ -158,24 +170,3 @@ def _axes_of_module(entry: ModulePlan) -> Iterable[Iterable[int]]:
 
 def _real_axes(axes: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted(axis for axis in axes if mesh[axis] > 1))
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        found = torch.device(device)
-    else:
-        found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
-    if found.type == "cuda" and found.index is None:
-        local = _env_int("LOCAL_RANK", _env_int("RANK", 0))
-        return torch.device("cuda", local % max(1, torch.cuda.device_count()))
-    return found
-
-
-def _env_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise LaunchError(f"the environment variable {name} is {text!r}; it should be a number") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as _c10d
 from ..errors import LaunchError
 
 JOIN_TIMEOUT_S = 300
-"""How long a rank waits for the others where a group of them is made."""
+"""How long a rank waits for the others where a group of them is made, or connected."""
 
 SETTLE_S = 0.1
 """How long a process that ends lets gloo's threads run. They free the tensors of the last collective, which
@@ -98,6 +98,28 @@ def axes_group(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.Proce
     if list(chosen) != sorted(chosen):
         raise LaunchError(f"the ranks of the given group must ascend, they are {list(ranks)}")
     return _subgroup(group, chosen, None)
+
+
+def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Run a collective in each group. NCCL connects a group in its first one, and fails only then.
+
+    A default group that is bound to a device would connect when it is started. But groups of some ranks would
+    then be split off its communicator, which takes all processes, not their members alone.
+
+    Args:
+        groups: of this rank; all members of a group call this at about the same time.
+        device: of the model.
+
+    Raises:
+        LaunchError: the ranks cannot communicate.
+    """
+    try:
+        for group in groups:
+            work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+            work.wait(timedelta(seconds=JOIN_TIMEOUT_S))
+    except RuntimeError as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LaunchError(f"rank {dist.get_rank()} cannot communicate with other ranks: {first}") from error
 
 
 @cache

@@ -79,7 +79,8 @@ def load(
             ``user/repo/plan.json`` on the Hub. ``path`` then is an ordinary model, local or on the Hub, of
             which this rank reads its part: of safetensors on the Hub only its own bytes, which are not kept
             in the cache.
-        device: by default ``cuda:LOCAL_RANK`` if there is cuda, else the CPU.
+        device: by default the GPU to which the process is bound (``torch.cuda.set_device``), else
+            ``cuda:LOCAL_RANK``, else the CPU. Over nccl each rank needs a GPU of its own.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
         mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together; the
@@ -158,6 +159,7 @@ def load(
             from .same_model import require_same
 
             require_same(start, checked.manifest, wanted)
+            agreement.require_own_gpus(start)
         if _stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 
@@ -171,7 +173,9 @@ def load(
             assert fetched is not None, "agree has raised the error"
         else:
             fetched = checked
-        comm = _connect(checked.plan, wanted, start, all_reduce)
+        comm, error = _attempt(lambda: _connect(checked.plan, wanted, start, all_reduce))
+        agreement.agree(start, error, agreement.CONNECT_TIMEOUT_S)
+        assert comm is not None, "agree has raised the error"
         timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
         model, error = _attempt(lambda: _build(fetched, start, comm, wanted))
         agreement.agree(start, error, timeout)

@@ -75,7 +75,7 @@ def bound_while_made() -> list[object]:
         return make(*args, **kwargs)
 
     process_groups._c10d._new_process_group_helper = watched
-    process_groups.control_group(world)
+    dist.barrier(process_groups.control_group(world))  # the first one to end takes the store with it
     seen.append(world.bound_device_id == bound)
     world.bound_device_id = None
     return seen

@@ -1,0 +1,96 @@
+"""The device of each rank: which one it is, and that no GPU is that of two ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from ..errors import LaunchError
+
+
+def find_device(device: torch.device | str | None, num_local: int) -> torch.device:
+    """The device of this process, with an index if it is a GPU.
+
+    A GPU without an index is the one to which the process is bound, by ``torch.cuda.set_device`` or
+    ``init_process_group(device_id=)``, else that of the launcher's local rank. Where a process sees one
+    GPU, it is that: launchers may show each process its own.
+
+    Args:
+        device: as the caller named it; by default a GPU if torch finds cuda, else the CPU.
+        num_local: this many processes of this host need a GPU each; 0 if unknown.
+
+    Raises:
+        LaunchError: there is no cuda, or there are fewer GPUs than processes.
+    """
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type != "cuda" or (found.index is not None and torch.cuda.is_available()):
+        return found
+    if not torch.cuda.is_available():
+        raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
+    bound = _bound_index()
+    return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
+
+
+def describe_gpu(device: torch.device) -> tuple[str, str]:
+    """The host and the identity of a GPU, which does not depend on ``CUDA_VISIBLE_DEVICES``."""
+    properties = torch.cuda.get_device_properties(device)
+    return socket.gethostname(), str(properties.uuid)
+
+
+def shared_gpu_error(gpus: list[tuple[str, str]]) -> LaunchError | None:
+    """The error of two ranks that would use one GPU, in which nccl does not communicate; None without such.
+
+    Args:
+        gpus: ``describe_gpu`` of each rank.
+    """
+    first: dict[tuple[str, str], int] = {}
+    for rank, gpu in enumerate(gpus):
+        if first.setdefault(gpu, rank) != rank:
+            host, identity = gpu
+            return LaunchError(
+                f"ranks {first[gpu]} and {rank} use the same GPU ({identity} on {host}), and nccl needs one "
+                "for each rank; let each process see or bind its own (CUDA_VISIBLE_DEVICES, "
+                "torch.cuda.set_device, load(device=)), or start the group with gloo"
+            )
+    return None
+
+
+def _bound_index() -> int | None:
+    """The GPU to which the caller bound this process. The first one may be current without that."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None and world.bound_device_id is not None:
+        return world.bound_device_id.index
+    return torch.cuda.current_device() or None
+
+
+def _index_of_local_rank(num_local: int) -> int:
+    count = torch.cuda.device_count()
+    local = env_int("LOCAL_RANK", -1)
+    if count == 1:
+        return 0
+    if local < 0:  # a launcher that fills one host after the other; duplicates are found once all have joined
+        return env_int("RANK", 0) % count
+    wanted = max(local + 1, num_local)
+    if wanted > count:
+        raise LaunchError(
+            f"the launcher started {wanted} processes on this host, where {count} GPUs are visible, and each "
+            f"rank needs one of its own; start {count} processes a host (torchrun --nproc-per-node {count}), "
+            "or pass device='cpu'"
+        )
+    return local
+
+
+def env_int(name: str, default: int) -> int:
+    """An environment variable that is a number.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"the environment variable {name} is {text!r}; it should be a number") from error
