@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from .devices import shared_gpu_error
-from .mesh import Launch, own_gpu
+from .mesh import Launch
 
 T = TypeVar("T")
 
@@ -87,17 +86,6 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
     return values
-
-
-def require_own_gpus(start: Launch) -> None:
-    """Compare the GPUs of ranks that communicate over nccl; every rank calls it.
-
-    Raises:
-        LaunchError: two of them are the same.
-    """
-    gpu = own_gpu(start)
-    if gpu is not None and (error := shared_gpu_error(exchange(start, gpu))):
-        raise error
 
 
 def share_rng_state(start: Launch) -> None:

@@ -1,9 +1,8 @@
-"""The device of each rank: which one it is, and that no GPU is that of two ranks."""
+"""The device of this rank."""
 
 from __future__ import annotations
 
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -32,30 +31,6 @@ def find_device(device: torch.device | str | None, num_local: int) -> torch.devi
         raise LaunchError(f"the model should be on {found}, but torch finds no cuda; pass device='cpu'")
     bound = _bound_index()
     return torch.device("cuda", _index_of_local_rank(num_local) if bound is None else bound)
-
-
-def describe_gpu(device: torch.device) -> tuple[str, str]:
-    """The host and the identity of a GPU, which does not depend on ``CUDA_VISIBLE_DEVICES``."""
-    properties = torch.cuda.get_device_properties(device)
-    return socket.gethostname(), str(properties.uuid)
-
-
-def shared_gpu_error(gpus: list[tuple[str, str]]) -> LaunchError | None:
-    """The error of two ranks that would use one GPU, in which nccl does not communicate; None without such.
-
-    Args:
-        gpus: ``describe_gpu`` of each rank.
-    """
-    first: dict[tuple[str, str], int] = {}
-    for rank, gpu in enumerate(gpus):
-        if first.setdefault(gpu, rank) != rank:
-            host, identity = gpu
-            return LaunchError(
-                f"ranks {first[gpu]} and {rank} use the same GPU ({identity} on {host}), and nccl needs one "
-                "for each rank; let each process see or bind its own (CUDA_VISIBLE_DEVICES, "
-                "torch.cuda.set_device, load(device=)), or start the group with gloo"
-            )
-    return None
 
 
 def _bound_index() -> int | None:

@@ -14,7 +14,7 @@ from ..format.dims import axes_of
 from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
 from .collectives import AllReduce, Communicator, ProcessCommunicator
-from .devices import describe_gpu, env_int, find_device
+from .devices import env_int, find_device
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,6 @@ def connect(
 
         warm_up(groups.values(), start.device)
     return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
-
-
-def own_gpu(start: Launch) -> tuple[str, str] | None:
-    """This rank's GPU, see ``devices.describe_gpu``, if nccl needs it to be no other rank's; else None."""
-    return describe_gpu(start.device) if start.world_size > 1 and can_capture(start) else None
 
 
 def can_capture(start: Launch) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,6 +123,24 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
         raise LaunchError(f"rank {dist.get_rank()} cannot communicate with other ranks: {first}") from error
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    found: timedelta = getattr(options, "_timeout", None) or _c10d._get_default_timeout(
+        dist.Backend(dist.get_backend(group))
+    )
+    return found
+
+
+def abort_groups(group: dist.ProcessGroup) -> None:
+    """Begin to end the collectives of a group and of groups of its ranks; none can follow.
+
+    Each group has its own thread: NCCL may wait in one for the end of another one.
+    """
+    for made in (group, *_subgroups.get(group, {}).values()):
+        threading.Thread(target=made.abort, name="shardconv abort", daemon=True).start()
+
+
 @cache
 def _settle_at_exit() -> None:
     atexit.register(time.sleep, SETTLE_S)
@@ -142,7 +161,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
     made = _subgroups.setdefault(group, {})
     key = (backend or dist.get_backend(group), ranks)
     if key not in made:
-        timeout = timedelta(seconds=JOIN_TIMEOUT_S) if backend else _timeout(group)
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S) if backend else timeout_of(group)
         try:
             made[key] = _new_group(group, ranks, key[0], timeout)
         except (RuntimeError, ValueError) as error:
@@ -154,7 +173,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
 
 
 def _new_group(
-    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, timeout: timedelta | None
+    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A new group, which its members find by a name that says what it is.
 
@@ -173,7 +192,7 @@ def _new_group(
             dist.Backend(backend),
             group.get_group_store(),
             name,  # type: ignore[arg-type]
-            timeout=timeout or _c10d._get_default_timeout(dist.Backend(backend)),
+            timeout=timeout,
             group_desc="shardconv",
         )
     _c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
@@ -192,9 +211,3 @@ def _not_split() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of the group may take; a group of some of its ranks would not inherit it."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)

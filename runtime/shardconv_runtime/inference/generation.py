@@ -56,8 +56,11 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
             kwargs["streamer"] = _SilentStreamer()
+        from .deadline import deadline
+
         try:
-            return _generate(self, args, kwargs)
+            with deadline(start):
+                return _generate(self, args, kwargs)
         except RuntimeError as error:
             from .lost_ranks import raise_lost_rank
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.mesh import Launch
+from .deadline import progress
 
 
 def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
@@ -24,10 +25,16 @@ def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
             generation.StopStringCriteria,
             generation.ConfidenceCriteria,
         )
+
+        class Steps(StoppingCriteriaList):  # type: ignore[misc]
+            """Called once a step, whatever the way of generating."""
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                progress()
+                return super().__call__(*args, **kwargs)
+
         found = type(self)._get_stopping_criteria(self, *args, **kwargs)
-        return StoppingCriteriaList(
-            c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in found
-        )
+        return Steps(c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in found)
 
     return criteria
 

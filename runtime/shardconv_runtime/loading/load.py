@@ -156,10 +156,11 @@ def load(
         agreement.agree(start, error)
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
+            from ..comm.own_gpus import require_own_gpus
             from .same_model import require_same
 
             require_same(start, checked.manifest, wanted)
-            agreement.require_own_gpus(start)
+            require_own_gpus(start)
         if _stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 

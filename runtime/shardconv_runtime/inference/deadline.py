@@ -1,0 +1,134 @@
+"""A limit of time for steps that wait for other ranks on a GPU, where nothing else ends the wait.
+
+NCCL's watchdog looks after the collectives that torch issues. Those in a CUDA graph are issued by the graph:
+if a rank raised, the others are in a kernel that never ends, for which the host waits as well. Here a thread
+watches whether the host gets on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from ..comm.mesh import Launch, can_capture
+from ..errors import LaunchError
+
+GRACE_S = 30
+"""How long the host may take to notice that the communicators were aborted."""
+
+EXIT_CODE = 70
+"""Of a process that did not notice."""
+
+_running: list[Deadline] = []
+
+
+@contextlib.contextmanager
+def deadline(start: Launch) -> Iterator[None]:
+    """End the wait for other ranks if no progress is reported for as long as a collective may take.
+
+    The time in which code is compiled counts. Without nccl, or other ranks, nothing is watched: collectives
+    have their own limit.
+
+    Args:
+        start: the ranks.
+
+    Raises:
+        LaunchError: too much time passed, and the communicators were aborted. If the host does not notice
+            that within ``GRACE_S``, the process ends with ``EXIT_CODE``; either way the message is printed.
+    """
+    if start.world_size == 1 or not can_capture(start):
+        yield
+        return
+    from ..comm.process_groups import abort_groups, timeout_of
+
+    assert start.group is not None
+    group, limit = start.group, timeout_of(start.group)
+    with Deadline(start.rank, limit.total_seconds(), lambda: abort_groups(group)):
+        yield
+
+
+def progress() -> None:
+    """Say that the host got on, such as with the next token.
+
+    Raises:
+        LaunchError: it is too late, see ``deadline``.
+    """
+    for watched in _running:
+        watched.progress()
+
+
+class Deadline:
+    """A limit of time between two calls of ``progress``, as a context.
+
+    Args:
+        rank: of this process, for the message.
+        timeout_s: the limit.
+        abort: makes the wait end, and does not wait itself; it is called in another thread.
+        end: ends the process, if that did not help.
+        clock: seconds.
+        grace_s: how long ``abort`` may take to help.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        timeout_s: float,
+        abort: Callable[[], None],
+        end: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._message = (
+            f"rank {rank}: no progress in {timeout_s:.0f} s, as another rank ended, failed or takes longer; "
+            "its own output says why (load(timeout_s=) sets the limit)"
+        )
+        self._timeout_s = timeout_s
+        self._abort = abort
+        self._end = end
+        self._clock = clock
+        self._grace_s = grace_s
+        self._last = clock()
+        self._left = threading.Event()
+        self._expired = threading.Event()
+
+    def __enter__(self) -> Self:
+        _running.append(self)
+        threading.Thread(target=self._watch, name="shardconv deadline", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+        _running.remove(self)
+        if self._expired.is_set() and not isinstance(error, LaunchError):
+            raise LaunchError(self._message) from error  # what was computed since then is of no use
+
+    def progress(self) -> None:
+        """Start the time anew.
+
+        Raises:
+            LaunchError: it has passed.
+        """
+        if self._expired.is_set():
+            raise LaunchError(self._message)
+        self._last = self._clock()
+
+    def _watch(self) -> None:
+        while not self._left.wait(min(1, self._timeout_s / 10)):
+            if self._clock() - self._last > self._timeout_s:
+                self._expire()
+                return
+
+    def _expire(self) -> None:
+        self._expired.set()
+        print(f"shardconv: {self._message}", file=sys.stderr, flush=True)
+        self._abort()
+        if not self._left.wait(self._grace_s):
+            self._end(EXIT_CODE)
