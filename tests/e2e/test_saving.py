@@ -6,7 +6,9 @@ import copy
 import os
 import resource
 import shutil
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import shardconv_runtime
 import torch
 import transformers
 from checkpoints import save_causal, save_encoder
+from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
 from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime.errors import LaunchError, PlanError, ShardconvError
@@ -229,6 +232,31 @@ class TestDataParallel:
         errors = run_errors(2, save_data_parallel, outs("llama"), tmp_path / "s", "mixed", start_group=True)
         text = "are ranks of one model, but replicas for its data parallelism"
         assert all(text in str(error) for error in errors)
+
+    def test_others_wait_for_a_slow_disk_outside_of_collectives(self, tmp_path: Path) -> None:
+        model = random_llama()
+        path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)))
+        run_processes(2, save_slowly, path, tmp_path / "saved", start_group=True)
+        saved = load_parameters(tmp_path / "saved")
+        assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
+
+
+def save_slowly(path: Path, out: Path) -> None:
+    """A tensor takes longer to write than a collective may take."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(shardconv_runtime.load(path, mesh=mesh), mesh=mesh["dp"])
+    mesh.get_group("dp").set_timeout(timedelta(seconds=1))
+    to_bytes, begun = save._bytes, []
+
+    def slow_bytes(tensor: torch.Tensor) -> Any:
+        begun.append(tensor)
+        time.sleep(2 if len(begun) == 2 else 0)
+        return to_bytes(tensor)
+
+    save._bytes = slow_bytes
+    shardconv_runtime.save(model, out)
 
 
 def save_data_parallel(path: Path, out: Path, kind: str) -> None:

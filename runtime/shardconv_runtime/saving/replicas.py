@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -100,8 +101,7 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
                 f"the processes {me} and {min(mixed)} are ranks of one model, but replicas for its data "
                 "parallelism; pass it the dim of the device mesh that the model was not loaded on"
             )
-        processes = Launch(dist.get_rank(along), along.size(), start.device, along, control_group(along))
-        ranks.update(*agreement.exchange(processes, tuple(ranks)))
+        ranks.update(*agreement.exchange(_processes(along, start.device), tuple(ranks)))
     ordered = tuple(sorted(ranks))
     world = dist.group.WORLD
     assert world is not None, "its subgroups exist"
@@ -128,3 +128,26 @@ def _data_parallel_groups(model: nn.Module) -> list[dist.ProcessGroup]:
         return [mesh.get_group(dim) for dim in range(mesh.ndim)]
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     return [wrapper.process_group for wrapper in wrappers[:1]]
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """All of a tensor, gathered when all processes that hold parts of it call this.
+
+    Those that have nothing to do with it would issue their next collectives at once, and NCCL's watchdog ends
+    a process whose collective is not over in time, however slowly another process writes in the meantime.
+
+    Args:
+        tensor: of any shape, over data-parallel processes.
+
+    Raises:
+        LaunchError: one of these processes did not come.
+    """
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            along = tensor.device_mesh.get_group(dim)
+            agreement.exchange(_processes(along, tensor.device), None, agreement.READ_TIMEOUT_S)
+    return tensor.full_tensor()
+
+
+def _processes(group: dist.ProcessGroup, device: torch.device) -> Launch:
+    return Launch(dist.get_rank(group), group.size(), device, group, control_group(group))

@@ -32,7 +32,7 @@ from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded
-from .replicas import Replicas, replicas_of
+from .replicas import Replicas, full_tensor, replicas_of
 from .staging import Staging, staged
 from .stored_model import StoredModel, stored_model
 
@@ -144,7 +144,7 @@ def _values(found: StoredModel, file: PlannedShard, rank: int) -> Generator[Tens
     for name in file.layout.offsets:
         tensor = found.tensors[name].detach()
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            tensor = full_tensor(tensor)
         yield tensor if holds_values(entries[name], found.plan.mesh, rank) else torch.zeros_like(tensor)
 
 
