@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -105,15 +106,20 @@ def outer(b: Builder, op: Op, args: Arguments) -> None:
     b.set(op.outputs[0], dims, state)
 
 
-def _keep_aligned(b: Builder, weight: int) -> None:
-    """Shares of a stack of matrices come in units of 16 bytes: the grouped kernels want that.
+ALIGNED = 8
+"""Elements of a row that grouped kernels read at a time, 16 bytes of two-byte numbers. A model may be loaded
+in another dtype than it is traced in."""
 
-    They know no float64. Whether a loop over the matrices runs, or a kernel, is decided when the model is
-    loaded: the plan must be right for both.
+
+def _keep_aligned(b: Builder, weight: int) -> None:
+    """Shares of a stack of matrices come in units that grouped kernels read; with others these raise.
+
+    Whether a loop over the matrices runs, or a kernel, is decided when the model is loaded: the plan must be
+    right for both.
     """
-    unit = 16 // min(b.tape.tensors[weight].dtype.itemsize, 4)
     for dim in b.tensor(weight)[-2:]:
-        if dim.size % unit == 0:
+        unit = math.gcd(dim.size, ALIGNED)
+        if unit > 1:
             _, inner = b.split(dim, unit)
             b.block_dim(inner)
 
