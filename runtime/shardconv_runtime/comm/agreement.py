@@ -9,7 +9,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
@@ -86,19 +85,3 @@ def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]
             f"its own output says why ({str(failure).splitlines()[0]})"
         ) from failure
     return values
-
-
-def share_rng_state(start: Launch) -> None:
-    """Continue on every rank with the random state of rank 0, so that all draw the same tokens."""
-    if start.group is None:
-        return
-    torch.set_rng_state(_from_rank_0(torch.get_rng_state(), start))
-    if start.device.type == "cuda":
-        state = torch.cuda.get_rng_state(start.device)
-        torch.cuda.set_rng_state(_from_rank_0(state, start), start.device)
-
-
-def _from_rank_0(state: torch.Tensor, start: Launch) -> torch.Tensor:
-    received = state.to(start.device)
-    dist.broadcast(received, group_src=0, group=start.group)
-    return received.cpu()

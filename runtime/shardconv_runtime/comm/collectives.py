@@ -36,6 +36,8 @@ Map = Callable[[Tensor], Tensor]
 
 Axes = Iterable[int]
 
+CPU = torch.device("cpu")
+
 
 class Communicator(ABC):
     """One rank of a mesh, and its collectives.
@@ -43,11 +45,14 @@ class Communicator(ABC):
     Args:
         rank: this rank, row-major in ``mesh``.
         mesh: sizes of the mesh axes.
+        device: of the model. Steps allocate what they keep there when they are made: memory that is allocated
+            in a call may belong to a CUDA graph.
     """
 
-    def __init__(self, rank: int, mesh: Mesh) -> None:
+    def __init__(self, rank: int, mesh: Mesh, device: torch.device = CPU) -> None:
         self.rank = rank
         self.mesh = mesh
+        self.device = device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model communicates with the same ranks."""
@@ -140,6 +145,7 @@ class ProcessCommunicator(Communicator):
     Args:
         groups: the process group of this rank, for each tuple of axes that is used.
         all_reduce: used in place of torch's own.
+        device: see ``Communicator``.
     """
 
     def __init__(
@@ -148,8 +154,9 @@ class ProcessCommunicator(Communicator):
         mesh: Mesh,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         all_reduce: AllReduce | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        super().__init__(rank, mesh)
+        super().__init__(rank, mesh, device)
         self._groups = dict(groups)
         self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
@@ -258,7 +265,7 @@ class Resharding(ABC):
         self.dim = dim
         self.axes = comm.real(axes_of(layout))
         if self.axes:
-            self.parts = _parts_of(layout, comm.mesh, comm.rank)
+            self.parts = _parts_of(layout, comm)
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
         self.is_partially_sharded = len({axes_of(segment) for segment in segments(layout)}) > 1
@@ -298,15 +305,15 @@ class Resharding(ABC):
         return self.parts.own_in_zeros(x, self.dim % x.dim())
 
 
-def _parts_of(layout: Dim, mesh: Mesh, rank: int) -> Parts:
-    """The parts of a dim of this layout, on ``rank`` of ``mesh``."""
+def _parts_of(layout: Dim, comm: Communicator) -> Parts:
+    """The parts of a dim of this layout."""
     if isinstance(layout, Leaf) and not layout.size:
         from .open_parts import OpenParts
 
-        return OpenParts(layout, mesh, rank)
+        return OpenParts(layout, comm.mesh, comm.rank)
     from .parts import KnownParts  # a single rank needs none
 
-    return KnownParts(layout, mesh, rank)
+    return KnownParts(layout, comm.mesh, comm.rank, comm.device)
 
 
 class Gather(Resharding):

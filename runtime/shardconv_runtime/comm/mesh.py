@@ -137,7 +137,7 @@ def connect(
         from .process_groups import warm_up
 
         warm_up(groups.values(), start.device)
-    return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce)
+    return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce, start.device)
 
 
 def can_capture(start: Launch) -> bool:

@@ -77,21 +77,22 @@ class Parts(ABC):
 
 
 class KnownParts(Parts):
-    """Parts of a dim whose sizes are known."""
+    """Parts of a dim whose sizes are known, of tensors that are on ``device`` mostly."""
 
-    def __init__(self, layout: Dim, mesh: Mesh, rank: int) -> None:
+    def __init__(self, layout: Dim, mesh: Mesh, rank: int, device: torch.device) -> None:
         super().__init__(layout, mesh)
         index = gather_index(layout, mesh)
         self._size = sum(p.stop - p.start for p in index.pieces)
         self._ranges = ranges(layout, mesh, rank)
         self._local = sum(stop - start for start, stop in self._ranges)
         self._largest = max(index.sizes)
-        self._select = Select(self._ranges)
+        self._select = Select(self._ranges, device)
         self._pieces = index.pieces
         many = len(index.pieces) > MAX_CONCATENATED
-        self._join = Select(index.ranges(self._largest)) if many else None
+        self._join = Select(index.ranges(self._largest), device) if many else None
         self._layout, self._mesh, self._rank = layout, mesh, rank
-        self._members = [ranges(layout, mesh, member) for member in group_of(mesh, self.axes, rank)]
+        members = group_of(mesh, self.axes, rank)
+        self._members = [Select(ranges(layout, mesh, member), device) for member in members]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """See ``Parts``."""
@@ -123,7 +124,7 @@ class KnownParts(Parts):
     def separated(self, x: Tensor, dim: int) -> list[Tensor]:
         """See ``Parts``."""
         self._require(x, dim, self._size)
-        return [padded_to(Select(held)(x, dim), dim, self._largest) for held in self._members]
+        return [padded_to(select(x, dim), dim, self._largest) for select in self._members]
 
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
         """See ``Parts``."""
@@ -138,14 +139,19 @@ class KnownParts(Parts):
 
 
 class Select:
-    """Takes ranges of positions of a dim, in order: ``[..., N, ...]`` to contiguous ``[..., n, ...]``."""
+    """Takes ranges of positions of a dim, in order: ``[..., N, ...]`` to contiguous ``[..., n, ...]``.
 
-    def __init__(self, parts: tuple[Range, ...]) -> None:
+    Args:
+        parts: the ranges.
+        device: of most tensors.
+    """
+
+    def __init__(self, parts: tuple[Range, ...], device: torch.device) -> None:
         self.ranges = parts
         self._index: Tensor | None = None
         if len(parts) > MAX_CONCATENATED:
             positions = [torch.arange(start, stop, device="cpu") for start, stop in parts]
-            self._index = torch.cat(positions)
+            self._index = torch.cat(positions).to(device)
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
         if self._index is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import exchange, share_rng_state
+from ..comm.agreement import exchange
 from ..comm.mesh import Launch
 from ..errors import LaunchError, PlanError
 
@@ -52,12 +52,13 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         args, kwargs = _by_name(type(self).generate, args, kwargs)
         if start.world_size == 1:
             return _generate(self, args, kwargs)
+        from ..comm.rng_states import share_rng_state
+        from .deadline import deadline
+
         is_streamed = _check_same_call(start, args, kwargs)
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
             kwargs["streamer"] = _SilentStreamer()
-        from .deadline import deadline
-
         try:
             with deadline(start):
                 return _generate(self, args, kwargs)

@@ -52,6 +52,9 @@ class DeviceEvent(Protocol):
 class StagingDevice(Protocol):
     """The device of a staged load, with its streams and pinned memory."""
 
+    def enter_thread(self) -> None:
+        """Begin a thread that waits for events of the device."""
+
     def buffer(self, num_bytes: int) -> Tensor:
         """Memory of the host, uint8 ``[num_bytes]``, from which the device copies fast."""
 
@@ -78,6 +81,11 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(
+            self._device
+        )  # else the first call of a thread makes a context on the first GPU
 
     def buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -152,7 +160,7 @@ def staged(
     size = max((fill.num_bytes for fill in fills), default=0)
     with ExitStack() as stack:
         files = {shard.path: stack.enter_context(_Readable(shard.path)) for shard in shards}
-        pool = ThreadPoolExecutor(num_buffers, "shardconv-read")
+        pool = ThreadPoolExecutor(num_buffers, "shardconv-read", device.enter_thread)
         stack.callback(device.finish)  # undone last first: no thread waits for an event of a lost copy
         stack.callback(pool.shutdown, cancel_futures=True)
         reads: deque[Future[Tensor]] = deque()

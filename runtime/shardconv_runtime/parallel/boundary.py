@@ -130,7 +130,8 @@ class RowIds:
         self._range = held[0] if len(held) == 1 else None
         if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
             raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
-        self._table = _row_table(size(layout), held) if len(held) > 1 else None
+        self._held = held
+        self._table = _row_table(size(layout), held).to(comm.device) if len(held) > 1 else None
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape."""
@@ -145,8 +146,12 @@ class RowIds:
 
     def local(self, row: int) -> int | None:
         """The local id of one row; None if another rank holds it."""
-        ids, out_of_shard = self(torch.tensor([row], device="cpu"))
-        return None if bool(out_of_shard) else int(ids)
+        before = 0
+        for start, stop in self._held:
+            if start <= row < stop:
+                return before + row - start
+            before += stop - start
+        return None
 
     def _table_on(self, device: torch.device) -> Tensor:
         assert self._table is not None

@@ -20,6 +20,7 @@ from ..comm.collectives import Communicator
 from ..format.dims import Dim, size, to_text
 from ..format.slices import local_size
 from ..parallel.boundary import RowIds
+from .label_checks import LabelCheck
 from .token_losses import LossInputError, TokenLosses, VocabColumns
 
 CHUNK_ELEMENTS = 2**24
@@ -37,8 +38,8 @@ class VocabParallelCrossEntropy:
         layout: of the vocabulary, the last dim of the logits: any tree, with shards of any size, also empty.
         chunk_elements: logits that are held in float32 at a time, at least one row of them; by default
             suited to the device.
-        check_labels: raise for labels outside of the vocabulary. Checking labels on an accelerator waits for
-            it. Compiled code does not check. The loss of an unchecked bad label is infinite.
+        check_labels: raise for labels outside of the vocabulary; on an accelerator the call after the one
+            that was given them raises. Compiled code does not check. The loss of a bad label is infinite.
 
     Attributes:
         vocab_size: global.
@@ -59,7 +60,7 @@ class VocabParallelCrossEntropy:
         self._rows = RowIds(comm, layout)
         self._layout = to_text(layout)
         self._chunk_elements = chunk_elements
-        self._checks_labels = check_labels
+        self._check_ids = LabelCheck(self.vocab_size) if check_labels else None
 
     def __call__(
         self,
@@ -93,11 +94,11 @@ class VocabParallelCrossEntropy:
 
         Raises:
             LossInputError: before any collective: a shape, dtype or option is not as above, or a label is
-                outside of the vocabulary (on every rank, as they have the same labels).
+                outside of the vocabulary (on every rank, as they have the same labels), see ``check_labels``.
         """
         _check_options(label_smoothing, reduction, weight, num_items)
         self._check_tensors(logits, labels)
-        if self._checks_labels and not torch.compiler.is_compiling():
+        if self._check_ids is not None and not torch.compiler.is_compiling():
             self._check_ids(labels, ignore_index)
         losses, ignored = self._token_losses(logits, labels, ignore_index, label_smoothing)
         if reduction == "none":
@@ -150,19 +151,6 @@ class VocabParallelCrossEntropy:
                 f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
                 f"they should be {tuple(logits.shape[:-1])}, one for each row of logits"
             )
-
-    def _check_ids(self, labels: Tensor, ignore_index: int) -> None:
-        """Check the labels on their device: labels on the CPU cost no wait for an accelerator."""
-        labels = labels.to(torch.int64)
-        bad = ((labels < 0) | (labels >= self.vocab_size)) & (labels != ignore_index)
-        if not bad.any():
-            return
-        position = tuple(bad.nonzero()[0].tolist())
-        raise LossInputError(
-            f"label {int(labels[position])} at position {position} of labels of shape {tuple(labels.shape)} "
-            f"is outside of the vocabulary of {self.vocab_size} tokens, and is not ignore_index "
-            f"({ignore_index}); {int(bad.sum())} labels are"
-        )
 
 
 def _check_options(

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.comm.collectives import Communicator, Gather, ProcessCommunicator, Reduce, Slice
+from shardconv_runtime.comm.collectives import CPU, Communicator, Gather, ProcessCommunicator, Reduce, Slice
 from shardconv_runtime.comm.inner_dims import Inner
 from shardconv_runtime.comm.mesh import Launch
-from shardconv_runtime.comm.parts import Select
+from shardconv_runtime.comm.parts import KnownParts, Select
 from shardconv_runtime.comm.process_groups import axes_group
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges
+from shardconv_runtime.parallel.boundary import RowIds
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
@@ -119,7 +120,22 @@ def test_a_dim_with_an_open_factor(outer: str, inner: str) -> None:
 def test_many_ranges_are_selected_by_index() -> None:
     parts = tuple((i, i + 1) for i in range(0, 400, 2))
     x = a_tensor((2, 400))
-    assert torch.equal(Select(parts)(x, 1), x[:, ::2])
+    assert torch.equal(Select(parts, CPU)(x, 1), x[:, ::2])
+
+
+def test_steps_have_their_indices_on_the_device_before_they_are_called() -> None:
+    """Memory that a call allocates may belong to a CUDA graph."""
+    meta = torch.device("meta")
+    many = Product((Leaf(200), Leaf(2, (0,))))
+    comm = ProcessCommunicator(1, (2,), {}, device=meta)
+    parts = Gather(comm, 0, many).parts
+    assert isinstance(parts, KnownParts)
+    selects = [parts._select, parts._join, *parts._members]
+    assert [select._index.device for select in selects if select and select._index is not None] == [meta] * 4
+    rows = RowIds(comm, many)
+    assert rows._table is not None
+    assert rows._table.device == meta
+    assert [rows.local(row) for row in range(6)] == [None, 0, None, 1, None, 2]
 
 
 def test_without_axes_nothing_is_communicated() -> None:

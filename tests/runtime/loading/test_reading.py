@@ -47,6 +47,10 @@ class Host:
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
         self.finished = False
+        self.threads: set[int] = set()
+
+    def enter_thread(self) -> None:
+        self.threads.add(threading.get_ident())
 
     def buffer(self, num_bytes: int) -> Tensor:
         self.buffers.append(torch.full((num_bytes,), 0xEE, dtype=torch.uint8))
@@ -217,6 +221,25 @@ def test_any_ring_gives_the_same_tensors(tmp_path: Path, buffer_bytes: int, num_
     assert len(host.buffers) <= num_buffers
     assert all(buffer.numel() <= buffer_bytes for buffer in host.buffers)
     assert host.finished
+
+
+def test_each_thread_that_reads_is_told_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread's first call of CUDA would go to the first GPU."""
+    shard = written(tmp_path / "x", odd_tensors())
+    device, readers = Host(), set()
+    read = os.preadv
+
+    def watched(*args: Any) -> int:
+        readers.add(threading.get_ident())
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    list(staged([shard], device))
+    assert readers
+    assert readers <= device.threads
+    assert threading.get_ident() not in device.threads
 
 
 def test_a_buffer_is_filled_again_only_when_it_was_copied(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Labels outside of the vocabulary are errors; on a GPU one call later, as no call waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .token_losses import LossInputError
+
+
+class LabelCheck:
+    """The check of the labels of one loss.
+
+    Ranks with the same labels raise in the same call: what a call found is read by the next one, even if it
+    is known before.
+
+    Args:
+        vocab_size: global.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._earlier: Callable[[], None] = _nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model has called nothing yet."""
+        return type(self)(self._vocab_size)
+
+    def __call__(self, labels: Tensor, ignore_index: int) -> None:
+        """Check labels, of any shape and integer dtype.
+
+        Raises:
+            LossInputError: labels on a CPU are outside of the vocabulary, or those of the call before on
+                another device were.
+        """
+        earlier, self._earlier = self._earlier, _nothing
+        earlier()
+        if not labels.numel():
+            return
+        shape = tuple(labels.shape)
+        read = to_host(self._found(labels, ignore_index))
+        if is_on_host(labels):
+            self._require_none(read(), shape, ignore_index, "")
+        else:
+            self._earlier = lambda: self._require_none(read(), shape, ignore_index, " of the call before")
+
+    def _found(self, labels: Tensor, ignore_index: int) -> Tensor:
+        """The number of bad labels, the position of the first one, and that label: int64 ``[3]``."""
+        flat = labels.to(torch.int64).reshape(-1)
+        bad = ((flat < 0) | (flat >= self._vocab_size)) & (flat != ignore_index)
+        first = bad.to(torch.uint8).argmax()
+        return torch.stack([bad.sum(), first, flat[first]])
+
+    def _require_none(self, found: Tensor, shape: tuple[int, ...], ignore_index: int, which: str) -> None:
+        count, first, label = found.tolist()
+        if not count:
+            return
+        position = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape))
+        raise LossInputError(
+            f"label {label} at position {position} of labels{which} of shape {shape} is outside of the "
+            f"vocabulary of {self._vocab_size} tokens, and is not ignore_index ({ignore_index}); "
+            f"{count} labels are"
+        )
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether reading the values of a tensor waits for no device."""
+    return x.device.type == "cpu"
+
+
+def to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the CPU; the result returns it, and waits for the copy only."""
+    if x.device.type != "cuda":
+        return x.cpu
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.cuda.current_stream(x.device).record_event()
+
+    def read() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return read
+
+
+def _nothing() -> None:
+    """No call came before."""
