@@ -157,7 +157,7 @@ class ProcessCommunicator(Communicator):
         device: torch.device = CPU,
     ) -> None:
         super().__init__(rank, mesh, device)
-        self._groups = dict(groups)
+        self.groups = dict(groups)
         self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
 
@@ -169,7 +169,7 @@ class ProcessCommunicator(Communicator):
     def _sum_in_place(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:
             return self._sum(x, axes)
-        dist.all_reduce(x, group=self._groups[axes])
+        dist.all_reduce(x, group=self.groups[axes])
         return x
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import LaunchError
 from ..format.dims import axes_of
 from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
-from .collectives import AllReduce, Communicator, ProcessCommunicator
+from .collectives import AllReduce, ProcessCommunicator
 from .devices import env_int, find_device
 
 
@@ -112,7 +112,7 @@ def connect(
     start: Launch,
     all_reduce: AllReduce | None = None,
     more_axes: Iterable[Iterable[int]] = (),
-) -> Communicator:
+) -> ProcessCommunicator:
     """The rank's communicator, with a connected process group for each set of mesh axes that the plan uses.
 
     Args:

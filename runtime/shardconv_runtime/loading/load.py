@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import agreement
 from ..comm import mesh as launching
-from ..comm.collectives import AllReduce, Communicator
+from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
 from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
@@ -51,7 +51,7 @@ def load(
     warm_up: Sequence[tuple[int, int]] = (),
     gather_logits: bool | None = None,
     timeout_s: float | None = None,
-    all_reduce: AllReduce | None = None,
+    all_reduce: AllReduce | str | None = None,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -101,8 +101,8 @@ def load(
             starts the process group; torch's default if None (10 minutes for nccl, 30 for gloo). Also for
             ranks that do not call ``generate`` with the others (5 minutes).
         all_reduce: sums a contiguous tensor over the process group of a name, in place of torch's own, for
-            collectives that suit the machine better (for example in symmetric memory). It must not write to
-            its argument; a compiled model needs a function that Dynamo can trace.
+            collectives that suit the machine better. It must not write to its argument; a compiled model
+            needs a function that Dynamo can trace. ``"symmetric"`` sums small tensors in symmetric memory.
         revision: branch, tag or commit on the Hub; only a commit never changes.
         cache_dir, local_files_only, token: of the Hub's client. With ``local_files_only``, or HF_HUB_OFFLINE
             set, all files are read from the cache.
@@ -147,6 +147,7 @@ def load(
         gather_logits,
         verify,
         dequantize,
+        all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -212,6 +213,8 @@ class _Wanted:
     gather_logits: bool | None
     verify: bool
     dequantize: bool
+    all_reduce: str | None
+    """Its name, to be compared between the ranks."""
 
     @property
     def form(self) -> dict[str, bool]:
@@ -302,8 +305,14 @@ def _stays_packed(plan: Plan, wanted: _Wanted) -> bool:
     return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
 
 
-def _connect(plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | None) -> Communicator:
+def _connect(
+    plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | str | None
+) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
+    if isinstance(all_reduce, str):
+        from ..comm.symmetric import connect_by_name
+
+        return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
     from .other_forms import connect

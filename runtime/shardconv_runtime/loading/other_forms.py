@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..comm import mesh as launching
-from ..comm.collectives import AllReduce, Communicator
+from ..comm.collectives import AllReduce, ProcessCommunicator
 from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import Plan
@@ -28,7 +28,7 @@ def require_form(plan: Plan, *, training: bool, sequence_parallel: bool, stays_p
 
 def connect(
     plan: Plan, start: Launch, all_reduce: AllReduce | None, *, training: bool, sequence_parallel: bool
-) -> Communicator:
+) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
     from ..training.backward_axes import backward_axes
 

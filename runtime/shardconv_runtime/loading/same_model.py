@@ -9,7 +9,7 @@ from ..comm.mesh import Launch
 from ..errors import LaunchError
 from ..format.manifest import Manifest
 
-FORM = ("dtype", "training", "sequence_parallel", "gather_logits", "dequantize")
+FORM = ("dtype", "training", "sequence_parallel", "gather_logits", "dequantize", "all_reduce")
 """Arguments of ``load`` that decide what the ranks compute."""
 
 
