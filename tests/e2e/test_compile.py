@@ -167,8 +167,8 @@ def capturing() -> Iterator[Graphs]:
     compile_ = torch.compile
 
     @functools.wraps(compile_)
-    def without_code(function: Any, *, mode: str | None = None, **options: Any) -> Any:
-        return compile_(function, **options | {"backend": graphs.backend})
+    def without_code(function: Any, *, mode: Any = None, options: Any = None, **others: Any) -> Any:
+        return compile_(function, **others | {"backend": graphs.backend})
 
     torch._dynamo.reset()
     counters.clear()
@@ -387,6 +387,20 @@ def test_more_kinds_of_calls_than_torch_allows() -> None:
             for n, word in enumerate(words, 1):
                 assert float(model(torch.ones(()), word)) == n
     assert len(graphs) == 2 * len(words)
+
+
+@pytest.mark.parametrize("same_bits", [False, True])
+def test_kernels_of_several_ranks_are_not_chosen_by_measuring(
+    same_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would choose for itself, and round differently."""
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
+    compile_model(nn.Linear(2, 2), cuda_graphs=True, same_bits=same_bits)
+    general, step = [options["options"] or {} for options in compiled]
+    assert general.get("deterministic", False) is step.get("deterministic", False) is same_bits
+    assert step["triton.cudagraphs"]
+    torch._inductor.config.patch(step)  # which knows these names
 
 
 def test_hooks_of_the_model_are_part_of_its_graph() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import shardconv_runtime
 import torch
 import transformers
 from checkpoints import CONFIGS, LAYERS, save, save_causal
@@ -56,6 +57,30 @@ def assert_same(path: Path, out: Path, tp: int, unsharded: Measured) -> None:
     experts = [name for name in unsharded.sizes if ".experts." in name]
     assert experts
     assert all(sum(rank.sizes[name] for rank in ranks) == unsharded.sizes[name] for name in experts)
+
+
+def implementations_of_rank(path: Path, dtype: str) -> list[str]:
+    model = shardconv_runtime.load(path, dtype=dtype)
+    found = []
+    for chosen in ("eager", "batched_mm", {"": "eager"}, {"": "batched_mm"}):
+        model.set_experts_implementation(chosen)
+        found.append(model.model.layers[0].mlp.experts.config._experts_implementation)
+    return found
+
+
+def test_no_rank_multiplies_tokens_of_others_in_decoding(tmp_path: Path) -> None:
+    """On a GPU transformers would choose batched products there."""
+    path = save_causal("qwen3_moe", tmp_path / "model")
+    shardconv.convert(path, tmp_path / "out", tp=2, experts="ep")
+    shardconv.convert(path, tmp_path / "tp", tp=2, check=False)
+    grouped, batched = ["eager", "grouped_mm"] * 2, ["eager", "batched_mm"] * 2
+    for directory, dtype, expected in (
+        ("out", "bfloat16", grouped),
+        ("out", "float32", batched),
+        ("tp", "bfloat16", batched),
+    ):
+        found = run_processes(2, implementations_of_rank, tmp_path / directory, dtype)
+        assert found == [expected] * 2
 
 
 def test_the_command_and_planning_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

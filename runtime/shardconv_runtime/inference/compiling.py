@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ RECOMPILE_LIMIT = 64
 low, and past it a call that must be one graph is an error."""
 
 
-def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
+def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = False) -> None:
     """Compile every later call of ``model``, in place; ``generate`` decodes with one graph for a token.
 
     - A call without a cache, or with one that grows, is one graph; lengths become symbolic when a
@@ -35,6 +36,8 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     Args:
         model: its class, methods and parameters stay; a deep copy of it is not compiled.
         cuda_graphs: the device can record graphs, including collectives.
+        same_bits: on each rank. Otherwise the compiler of each one measures which kernel is fastest, and sums
+            in its own order. Replicated values would differ by rounding: harmless, until experts are chosen.
     """
     call: Callable[..., Any] = model._call_impl
 
@@ -42,8 +45,9 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
         """A function of ours around torch's: Dynamo skips torch's own first function, and the hooks in it."""
         return call(*args, **kwargs)
 
-    general = _as_one_graph(with_hooks)
-    decoder = _decoder(model, with_hooks, records=cuda_graphs)
+    compile = partial(_as_one_graph, same_bits=same_bits)
+    general = compile(with_hooks)
+    decoder = _decoder(model, with_hooks, compile, records=cuda_graphs)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if decoder is not None and decoder.runs_plain:
@@ -64,11 +68,13 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool) -> None:
     _decode_from_static_cache(model)
 
 
-def _decoder(model: nn.Module, forward: Callable[..., Any], *, records: bool) -> Decoder | None:
+def _decoder(
+    model: nn.Module, forward: Callable[..., Any], compile: Callable[[Any], Any], *, records: bool
+) -> Decoder | None:
     """What decodes for the model, which ``generate`` finds as its attribute; None for one without caches."""
     if not hasattr(model, "generate") or not getattr(model, "_can_compile_fullgraph", False):
         return None
-    decoder = Decoder(model, forward, _as_one_graph, records=records)
+    decoder = Decoder(model, forward, compile, records=records)
     vars(model)[DECODER] = decoder
     return decoder
 
@@ -87,8 +93,9 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
             raise PlanError("warm_up: this model has no decoding with one graph for each token; leave it out")
 
 
-def _as_one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, **_own_limit())
+def _as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:
+    options = {"deterministic": True} if same_bits else None
+    return torch.compile(function, fullgraph=True, options=options, **_own_limit())
 
 
 def _own_limit() -> dict[str, Any]:

@@ -187,7 +187,7 @@ def load(
     if compile:
         from ..inference.compiling import compile_model
 
-        compile_model(model, cuda_graphs=launching.can_capture(start))
+        compile_model(model, cuda_graphs=launching.can_capture(start), same_bits=start.world_size > 1)
     if start.world_size > 1 or mesh is not None:
         from .several_ranks import guard
 

@@ -9,6 +9,7 @@ from torch import nn
 from ..comm.collectives import Communicator
 from ..format.plan import ModulePlan, ParameterPlan, Plan
 from .embeddings import attach_embeddings
+from .expert_products import GROUPED, keep_grouped
 from .inner_states import check_hidden_states
 from .refusals import refuse, refuse_implementations
 
@@ -50,5 +51,7 @@ def attach_guards(
     ):
         if names:
             refuse_implementations(model, attribute, names)
+    if plan.experts == "ep" and GROUPED not in plan.wrong_experts:
+        keep_grouped(model)
     attach_embeddings(model, modules, parameters, dict(plan.tied), comm)
     check_hidden_states(model, comm)
