@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What a token costs the host, and how long it takes: ``generate`` of the runtime beside that of transformers.
+"""What a token costs the host, and how long it takes: ``generate`` here and in transformers.
 
-**Host**: a narrow and deep llama, as one rank of a job whose collectives and graphs cost nothing. What is left is
-the time that the host spends around them, for each token. Beside it, of an eager token: operators, matrix
-products, collectives, waits for the device and allocations.
+**Host**: a narrow and deep llama, as one rank of a job whose collectives and graphs cost nothing. What is
+left is the time that the host spends around them, for each token. Beside it, of an eager token: operators,
+matrix products, collectives, waits for the device and allocations.
 
 **Tokens**: ranks over gloo, greedy ``generate``, the runtime and transformers' tensor parallelism in the same
 processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
@@ -86,15 +86,11 @@ def host_rows(scratch: Path, shape: Shape, tp: int, rounds: int) -> list[dict[st
     source = scratch / "narrow"
     options = ["host", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
     (found,) = run_ranks(scratch, tp, 1, *options)
-    rows = []
+    rows, theirs = [], found["transformers, compiled"]
     for name, result in found.items():
         row = {"tp": str(tp), "what": name}
         row["host ms a token"] = spread(result["ms"]) if "ms" in result else ""
-        row["x transformers, compiled"] = (
-            f"{statistics.median(result['ms']) / statistics.median(found['transformers, compiled']['ms']):.2f}"
-            if "ms" in result
-            else ""
-        )
+        row["x transformers, compiled"] = f"{middle(result) / middle(theirs):.2f}" if "ms" in result else ""
         rows.append(row | {count: str(result[count]) if count in result else "" for count in COUNTS})
     return rows
 
@@ -115,6 +111,11 @@ def token_rows(scratch: Path, name: str, tp: int, rounds: int) -> list[dict[str,
         row |= {f"{side}, ms a token": spread(samples) for side, samples in slowest.items()}
         rows.append(row | {"ratio": spread(ratios)})
     return rows
+
+
+def middle(result: Result) -> float:
+    """The median time."""
+    return statistics.median(result["ms"])
 
 
 def spread(samples: list[float]) -> str:

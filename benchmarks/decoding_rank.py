@@ -80,7 +80,9 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
     ours = alone(options.out, start)
     theirs = load_transformers(options.source, parallel=options.tp > 1).float()
     compile_ = torch.compile
-    torch.compile = lambda function, **given: compile_(function, **{**given, "backend": free_backend})
+    torch.compile = lambda function, **given: compile_(
+        function, **{**given, "backend": free_backend, "options": None}
+    )
     compiled = alone(options.out, start)
     compile_model(compiled, cuda_graphs=False)
     torch.compile = compile_

@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
 from .buffers import Buffers
+from .deadline import progress
 from .decode_cache import is_known, make_cache, num_tokens, windows
 from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
 from .decode_state import Bucket, StepState, make_state, start_call
@@ -332,6 +333,7 @@ def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor
         if values is None:
             return False
         num_known += 1
+        progress()
         done, token = values
         if streamer is not None:
             streamer.put(token[:rows, 0].to("cpu", copy=True))

@@ -65,8 +65,8 @@ def graphs() -> Iterator[Graphs]:
     compile_ = torch.compile
 
     @functools.wraps(compile_)
-    def without_code(function: Any, **options: Any) -> Any:
-        return compile_(function, **options, backend=found.backend)
+    def without_code(function: Any, *, options: Any = None, **others: Any) -> Any:
+        return compile_(function, **others, backend=found.backend)
 
     torch._dynamo.reset()
     with mock.patch.object(torch, "compile", without_code), warnings.catch_warnings():
