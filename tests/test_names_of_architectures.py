@@ -53,6 +53,14 @@ READ = {
     (f"{CHECKPOINT}/source_config.py", "model_type"): "config.json says there of what type it is",
     (f"{CHECKPOINT}/source_config.py", "architectures"): "config.json names the model's class there",
     ("runtime/shardconv_runtime/saving/ordinary_checkpoint.py", "architectures"): "written for transformers",
+    (
+        "runtime/shardconv_runtime/inference/paged_model.py",
+        "num_key_value_heads",
+    ): "transformers' pages are sized by it, whatever the model",
+    (
+        "runtime/shardconv_runtime/inference/paged_model.py",
+        "head_dim",
+    ): "transformers' pages are sized by it, whatever the model",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
     ("shardconv/tracing/modalities.py", "model_type"): "a value that has one is a config",

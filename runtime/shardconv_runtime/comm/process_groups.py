@@ -30,7 +30,7 @@ takes the interpreter's lock; a thread that asks for it while the interpreter go
 PATIENT_TIMEOUT_S = 30 * 24 * 3600
 """How long a control message may take: a rank may wait for a person at rank 0."""
 
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...], str], dist.ProcessGroup]]
 _subgroups = WeakKeyDictionary()
 
 
@@ -47,6 +47,19 @@ def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None
     _settle_at_exit()
     made = _subgroup(group, ranks or _ranks(group), "gloo")
     made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S))
+    return made
+
+
+def loop_group(group: dist.ProcessGroup, timeout_s: float | None) -> dist.ProcessGroup:
+    """The same processes over gloo once more, for messages of a thread of its own.
+
+    Args:
+        group: of the ranks.
+        timeout_s: how long a message may take; None for as long as a control message.
+    """
+    _settle_at_exit()
+    made = _subgroup(group, _ranks(group), "gloo", "loop")
+    made.set_timeout(timedelta(seconds=PATIENT_TIMEOUT_S if timeout_s is None else timeout_s))
     return made
 
 
@@ -150,8 +163,10 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-    """A group of some ranks of ``group``, made once and kept as long as ``group`` is.
+def _subgroup(
+    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | None, purpose: str = ""
+) -> dist.ProcessGroup:
+    """A group of some ranks of ``group``, made once for a purpose and kept as long as ``group`` is.
 
     Only its members take part in making it, so several groups can load different models at a time.
 
@@ -159,7 +174,7 @@ def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str | N
         LaunchError: a member did not join.
     """
     made = _subgroups.setdefault(group, {})
-    key = (backend or dist.get_backend(group), ranks)
+    key = (backend or dist.get_backend(group), ranks, purpose)
     if key not in made:
         timeout = timedelta(seconds=JOIN_TIMEOUT_S) if backend else timeout_of(group)
         try:

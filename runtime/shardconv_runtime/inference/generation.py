@@ -7,18 +7,18 @@ step; a limit of time or a criterion of the user's is decided by rank 0.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
-from ..errors import LaunchError, PlanError
+from ..errors import PlanError
+from .continuous_batching import prepare_batches
+from .same_calls import compare_calls, digest
 
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""
@@ -43,6 +43,7 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
         from .stopping import criteria_of_rank_0
 
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
+    prepare_batches(model, start, gather_logits)
 
 
 def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
@@ -103,33 +104,8 @@ def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, 
     is_streamed = given.pop("streamer", None) is not None
     digests = {name: digest(value) for name, value in given.items()}
     calls = exchange(start, (digests, is_streamed), start.timeout_s)
-    first = calls[0][0]
-    for rank, (call, _) in enumerate(calls):
-        for name in sorted(call.keys() | first.keys()):
-            if call.get(name) != first.get(name):
-                raise LaunchError(
-                    f"generate was called with another {name} on rank {rank} ({call.get(name)}) than on "
-                    f"rank 0 ({first.get(name)}); call it alike on every rank "
-                    "(shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
-                )
+    compare_calls("generate", [call for call, _ in calls])
     return any(streams for _, streams in calls)
-
-
-def digest(value: Any) -> str:
-    """A short text that is equal for equal values; for objects of unknown classes, the class."""
-    if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        content_digest = hashlib.sha256(content.tobytes()).hexdigest()
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {content_digest[:12]}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {digest(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(digest, value))})"
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return repr(value)
-    if hasattr(value, "to_diff_dict"):
-        return f"{type(value).__name__} {value.to_diff_dict()!r}"
-    return type(value).__qualname__
 
 
 class _SilentStreamer:

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
 from ..errors import LaunchError
-from ..inference.generation import digest
+from ..inference.paged_model import PAGED
+from ..inference.same_calls import digest
 
 CALL_TIMEOUT_S = 1800
 """How long a rank waits for the others to call the model: one of them may prepare data."""
@@ -65,7 +66,7 @@ class _Comparison:
         return self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or PAGED.get():
             return
         self._num_calls += 1
         if self._always or self._num_calls & (self._num_calls - 1) == 0:

@@ -55,7 +55,7 @@ class _RefusedImplementation:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         chosen = getattr(getattr(module, "config", None), self._attribute, None)
-        if chosen in self._names:
+        if str(chosen).removeprefix("paged|") in self._names:
             raise PlanError(
                 f"{self._attribute} of the config is {chosen!r}, with which ranks compute something else "
                 "than the unsharded model (`shardconv plan` says why); choose the one that the model was "

@@ -1,0 +1,252 @@
+"""transformers' manager of continuous batching on a rank: rank 0 has the requests and errors are raised."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+# Imports seconds of code, and is itself imported where a manager is made.
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+
+from ..comm.agreement import agree, exchange, share_rng_state
+from ..comm.mesh import Launch
+from ..errors import LaunchError, PlanError, ShardconvError
+from .lost_ranks import raise_lost_rank
+from .paged_model import PAGED, PagedModel, attempt
+from .step_coordinator import StepCoordinator
+
+_running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
+"""The manager whose loop uses a process group: a second one would mix up their collectives."""
+
+
+class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
+    """The manager of one rank; made from transformers' own by ``adopt``.
+
+    Requests are those of rank 0. On the others ``add_request`` does nothing, results are the same, and
+    ``stop`` waits until rank 0 stops.
+    """
+
+    batch_processor: Any
+    _start: Launch
+    _model: PagedModel
+    _room: int | None
+    _refusal: Any
+
+    @classmethod
+    def adopt(cls, manager: Any, start: Launch) -> RankBatchingManager:
+        """Turn a manager that has not started into one of a rank, in place.
+
+        Args:
+            manager: of transformers, made for a ``PagedModel``.
+            start: the ranks.
+        """
+        manager.__class__ = cls
+        manager._start, manager._model = start, manager.model
+        manager._room, manager._refusal = None, None
+        if start.world_size > 1:
+            is_sampling = bool(manager.generation_config.do_sample)
+            timeout_s = manager.continuous_batching_config.cpu_group_timeout
+            manager.distributed_helper = StepCoordinator(start, timeout_s, is_sampling)
+            manager.is_tp_driver = start.rank == 0
+        if start.rank:
+            _wait_for_rank_0_only(manager)
+        adopted: RankBatchingManager = manager
+        return adopted
+
+    def start(self) -> None:
+        """Start the loop; all ranks call this.
+
+        Raises:
+            ShardconvError: the cache cannot be made, or another manager runs on these ranks; on all of them.
+        """
+        if self.is_running():
+            return
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        self._take_ranks()
+        share_rng_state(self._start)
+        super().start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """End the loop once all requests are answered, or at once; other ranks wait for rank 0 to do so.
+
+        Arguments as of transformers' method.
+
+        Raises:
+            LaunchError: another rank failed or ended.
+            Exception: the error of the loop.
+        """
+        is_handling = sys.exception() is not None
+        thread = self._generation_thread
+        if not self.is_tp_driver and not hard_stop and not is_handling and thread is not None:
+            thread.join()
+        super().stop(block, timeout, keep_for_next_session and self.failure is None, hard_stop)
+        self._release_ranks()
+        if keep_for_next_session and self.failure is None:
+            self._model.unwrapped._cached_continuous_batching_manager = self
+        if self.failure is not None and not is_handling:
+            raise self.failure
+
+    def add_request(
+        self, input_ids: Any, request_id: str | None = None, max_new_tokens: int | None = None, **options: Any
+    ) -> Any:
+        """Add a request on rank 0; arguments as of transformers' method, no limit is that of the cache.
+
+        Raises:
+            ShardconvError: the prompt is empty, or the cache is too small for it; other requests go on.
+            Exception: the error of the loop, if that has ended with one.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if max_new_tokens is None:
+            max_new_tokens = self.generation_config.max_new_tokens
+        num_tokens = len(input_ids) + (1 if max_new_tokens is None else max_new_tokens)
+        room = self._room
+        if len(input_ids) == 0:
+            raise ShardconvError("a prompt without tokens cannot be continued")
+        if room is not None and num_tokens > room:
+            raise ShardconvError(
+                f"a request for {len(input_ids)} tokens and {max_new_tokens or 1} new ones does not fit in "
+                f"the cache, which holds {room}; ask for fewer, or set more num_blocks in the "
+                "ContinuousBatchingConfig"
+            )
+        if max_new_tokens is None and room is not None:
+            max_new_tokens = room - len(input_ids)
+        return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error with which the loop has ended."""
+        error: BaseException | None = self.background_thread_status.fatal_error
+        return error
+
+    def require_running(self) -> None:
+        """Raises the error of the loop, or ``LaunchError`` if it has ended without."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.is_running():
+            raise LaunchError("the manager was stopped before all requests were answered")
+
+    def _create_batch_processor(self) -> Any:
+        """The cache and what goes with it: an error of one rank is raised on all."""
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()
+        made, failure = attempt(super()._create_batch_processor)
+        try:
+            agree(self._start, failure)
+            _require_same_sizes(self._start, made.cache)
+        except Exception:
+            if self._original_attn_impl is not None:
+                self._model.set_attn_implementation(self._original_attn_impl)
+            raise
+        self._room = _tokens_of_one_request(made.cache)
+        return made
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        """The loop failed: fail the requests, keep the error for the caller, and tell the other ranks."""
+        rank, status = self._start.rank, self.background_thread_status
+        if isinstance(error, RuntimeError):
+            try:
+                raise_lost_rank(error, self._start)
+            except LaunchError as lost:
+                error = lost
+        status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+        self._fail_all_remaining_requests(error, batch_processor)
+        status.record_fatal_error(error)
+        if isinstance(self.distributed_helper, StepCoordinator):
+            self.distributed_helper.tell_failure()
+
+    def _take_ranks(self) -> None:
+        """Have the model and other managers of these ranks refuse to run meanwhile."""
+        group = self._start.group
+        if group is None or self._start.world_size == 1:
+            return
+        require_idle(self._start)
+        _running[group] = self
+
+        def refuse(module: nn.Module, args: object) -> None:
+            if not PAGED.get() and self.is_running() and not self._is_paused():
+                raise LaunchError(
+                    "the model was called while its ranks answer requests of continuous batching, which use "
+                    "the same process group; stop the manager first"
+                )
+
+        self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
+
+    def _release_ranks(self) -> None:
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def _is_paused(self) -> bool:
+        return bool(getattr(self.background_thread_status, "_paused", False))
+
+
+def require_idle(start: Launch) -> None:
+    """Check that no manager runs on these ranks: all use the same process group.
+
+    Raises:
+        LaunchError: one does.
+    """
+    other = None if start.group is None else _running.get(start.group)
+    if other is not None and other.is_running():
+        raise LaunchError("another manager runs on these ranks; stop it first")
+
+
+class _AlwaysSet(threading.Event):
+    """The event for which the loop of other ranks waits: they wait for the next message of rank 0 instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set()
+
+    def clear(self) -> None:
+        """Nothing."""
+
+
+def _wait_for_rank_0_only(manager: Any) -> None:
+    for name in ("_wake_up_loop", "_has_new_requests"):  # in versions of transformers
+        if hasattr(manager, name):
+            setattr(manager, name, _AlwaysSet())
+
+
+def _tokens_of_one_request(cache: Any) -> int:
+    """For how many tokens of one request an empty cache has room."""
+    from transformers.generation.continuous_batching import model_runner
+
+    if hasattr(model_runner, "infer_max_single_request_tokens"):
+        return int(model_runner.infer_max_single_request_tokens(cache))
+    return int(cache.num_blocks // cache.num_groups * cache.block_size)  # in earlier versions
+
+
+def _require_same_sizes(start: Launch, cache: Any) -> None:
+    """Check that all ranks take the same steps.
+
+    Raises:
+        PlanError: the pages of ranks with other numbers of heads are grouped otherwise.
+    """
+    allocators = getattr(cache, "cache_allocators", {})
+    sizes = (
+        cache.num_blocks,
+        cache.max_batch_tokens,
+        getattr(cache, "tokens_per_sector", None),
+        [getattr(allocator, "blocks_per_sector", None) for allocator in allocators.values()],
+    )
+    if any(other != sizes for other in exchange(start, sizes)):
+        raise PlanError(
+            "the cache is divided otherwise on ranks with other numbers of key/value heads; choose a "
+            "page_size of the ContinuousBatchingConfig for which the bytes of a page are a multiple of 128 "
+            "on every rank, such as 256"
+        )

@@ -1,0 +1,187 @@
+"""``generate_batch`` and the manager of continuous batching on every rank, see transformers' documentation.
+
+``generate_batch`` is called alike on every rank, as ``generate`` is. A manager is made on every rank, too;
+rank 0 alone adds requests, and the others take the steps that these need until rank 0 stops.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..comm.agreement import agree, exchange
+from ..comm.mesh import Launch
+from ..errors import PlanError, ShardconvError
+from .paged_model import PagedModel, attempt, cached_heads
+from .same_calls import require_same_call
+
+if TYPE_CHECKING:
+    from .batching_manager import RankBatchingManager
+
+CPU_MEMORY = 0.6
+"""Of a machine's memory, for the caches of all ranks on its processors; transformers' for one process."""
+
+NOT_IN_BATCHES = {
+    "num_beams": (None, 1),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "guidance_scale": (None, 1),
+}
+"""Options that transformers' continuous batching ignores, with the values that ask for nothing."""
+
+
+def prepare_batches(model: nn.Module, start: Launch, gather_logits: bool) -> None:
+    """Have continuous batching know that the model is one of several ranks, in place.
+
+    Args:
+        model: of this rank; unchanged if its class has no continuous batching.
+        start: the ranks.
+        gather_logits: if False, it is refused.
+    """
+    if hasattr(model, "init_continuous_batching"):
+        make = MethodType(_manager_of_rank(start, gather_logits), model)
+        model.init_continuous_batching = make  # type: ignore[assignment]
+        model.generate_batch = MethodType(_generate_batch(start), model)  # type: ignore[assignment]
+
+
+def _manager_of_rank(start: Launch, gather_logits: bool) -> Callable[..., Any]:
+    def init_continuous_batching(
+        self: Any,
+        generation_config: Any | None = None,
+        continuous_batching_config: Any | None = None,
+        workload_hints: Any | None = None,
+    ) -> RankBatchingManager:
+        from .batching_manager import RankBatchingManager, require_idle
+
+        if not gather_logits:
+            raise PlanError("continuous batching needs full logits; load the model with gather_logits=True")
+        require_idle(start)
+        generation_config = copy.deepcopy(generation_config or self.generation_config)
+        config = _with_memory_of_rank(continuous_batching_config, start)
+        given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
+        require_same_call(start, "init_continuous_batching", given)
+        heads, error = attempt(lambda: cached_heads(self))
+        agree(start, error)
+        paged = PagedModel(self, heads)
+        make = type(self).init_continuous_batching
+        manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
+        if manager is not None and not isinstance(manager, RankBatchingManager):
+            manager = RankBatchingManager.adopt(manager, start)
+            error = _dropped(manager, self, generation_config)
+        agree(start, error)
+        adopted: RankBatchingManager = manager
+        return adopted
+
+    return init_continuous_batching
+
+
+def _generate_batch(start: Launch) -> Callable[..., Any]:
+    def generate_batch(
+        self: Any,
+        inputs: Sequence[Sequence[int]],
+        generation_config: Any | None = None,
+        continuous_batching_config: Any | None = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        max_new_tokens: int | None = None,
+        **others: Any,
+    ) -> dict[str, Any]:
+        if others:
+            raise PlanError(
+                f"generate_batch takes no {min(others)}; set it in a GenerationConfig, "
+                "and pass that as generation_config"
+            )
+        prompts = [[int(token) for token in prompt] for prompt in inputs]
+        given = {"inputs": _brief(prompts), "max_new_tokens": max_new_tokens}
+        require_same_call(start, "generate_batch", given)
+        if not prompts:
+            return {}
+        config = generation_config or self.generation_config
+        limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        managing = self.continuous_batching_context_manager(
+            config,
+            continuous_batching_config=continuous_batching_config,
+            persistent_manager=persistent_manager,
+            warmup=warmup,
+            workload_hints=_hints(prompts, limit, config.num_return_sequences or 1),
+        )
+        with managing as manager:
+            names = manager.add_requests(prompts, limit, record_timestamps=record_timestamps)
+            names = [name for parent in names for name in _with_children(parent, config)]
+            return _answers(manager, names, progress_bar and start.rank == 0)
+
+    return generate_batch
+
+
+def _hints(prompts: list[list[int]], max_new_tokens: int | None, num_each: int) -> Any:
+    """What transformers sizes its buffers by."""
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    return WorkloadHints(max(map(len, prompts)), max_new_tokens or 0, len(prompts) * num_each)
+
+
+def _with_children(name: str, config: Any) -> list[str]:
+    """Names of the answers to a request, as transformers gives them."""
+    return [*(f"{name}__child#{i}" for i in range((config.num_return_sequences or 1) - 1)), name]
+
+
+def _answers(manager: RankBatchingManager, names: list[str], show_progress: bool) -> dict[str, Any]:
+    """All answers in the order of ``names``; an error instead of a part of them.
+
+    Raises:
+        ShardconvError: a request failed.
+        Exception: the error of the loop.
+    """
+    from transformers.utils.logging import tqdm
+
+    found: dict[str, Any] = {}
+    with tqdm(total=len(names), disable=not show_progress, unit="request") as progress:
+        while len(found) < len(names):
+            answer = manager.get_result(timeout=1)
+            if answer is None:
+                manager.require_running()
+            elif answer.is_finished():
+                if answer.error is not None:
+                    manager.require_running()
+                    raise ShardconvError(f"request {answer.request_id} failed: {answer.error}")
+                found[answer.request_id] = answer
+                progress.update(1)
+    return {name: found[name] for name in names}
+
+
+def _brief(prompts: list[list[int]]) -> str:
+    return f"{len(prompts)} prompts, sha256 {hashlib.sha256(repr(prompts).encode()).hexdigest()[:12]}"
+
+
+def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
+    """A copy of the config; ranks that share the memory of a machine each take their share of it."""
+    from transformers import ContinuousBatchingConfig
+
+    config = ContinuousBatchingConfig() if config is None else copy.deepcopy(config)
+    if start.device.type == "cpu" and config.max_memory_percent is None:
+        hosts = exchange(start, platform.node())
+        config.max_memory_percent = CPU_MEMORY / max(map(hosts.count, hosts))
+    return config
+
+
+def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
+    """The error if the manager would ignore what the generation config asks for."""
+    kept = list(manager.logit_processor.logits_processor)
+    asked = list(model._get_logits_processor(config))
+    if len(kept) < len(asked):
+        kinds = {type(processor) for processor in kept}
+        name = next((type(p).__name__ for p in asked if type(p) not in kinds), "one of them")
+        return PlanError(f"continuous batching has no {name}; leave out what asks for it, or use generate")
+    for name, nothing in NOT_IN_BATCHES.items():
+        if getattr(config, name, None) not in nothing:
+            return PlanError(f"continuous batching has no {name}; leave it out, or use generate")
+    return None

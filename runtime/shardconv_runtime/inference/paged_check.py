@@ -1,0 +1,119 @@
+"""Whether a model computes from pages what it computes otherwise: its first prompts are computed both ways.
+
+A packed call gives the model its sequences end to end, with positions and a mask, and another attention
+function. Code that looks at the order of tokens in any other way, or gives that function more than it takes
+(a cap of scores, a bias), would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+
+ENOUGH_TOKENS = 64
+"""A prompt of this length has shown it. Until one comes, those twice as long as any before are compared."""
+
+MOST_TOKENS = 1024
+"""Longest prompt that is computed once more."""
+
+MOST_CALLS = 32
+
+PREFIX = "paged|"
+"""Of transformers' names of attention functions that read pages."""
+
+
+class PagedCheck:
+    """Compares the logits of prompts in packed calls with those of ordinary calls."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_calls = 0
+
+    def compare(self, model: Any, inputs: Mapping[str, Any], logits: Tensor) -> None:
+        """Compare the longest prompt that begins in a packed call, if it is longer than those before.
+
+        Args:
+            model: of this rank.
+            inputs: of the packed call; the same on all ranks.
+            logits: what it returned, ``[1, T, V]`` or those of ``logits_indices``.
+
+        Raises:
+            PlanError: the logits differ; on all ranks.
+        """
+        if self._num_tokens >= ENOUGH_TOKENS or self._num_calls >= MOST_CALLS or _is_recorded():
+            return
+        self._num_calls += 1
+        start, stop = _longest_prompt(inputs)
+        if stop - start <= 2 * self._num_tokens or stop - start > MOST_TOKENS:
+            return
+        self._num_tokens = stop - start
+        row = stop - 1 if logits.shape[1] == inputs["input_ids"].shape[1] else _row(inputs, stop - 1)
+        got = logits[0, row].float()
+        want = _ordinary_logits(model, inputs["input_ids"][:, start:stop])
+        error = float((got - want).norm() / want.norm())
+        if not error <= _tolerance(logits.dtype):  # also where it is NaN
+            raise PlanError(
+                f"{type(model).__name__} does not support continuous batching with the attention "
+                f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, its logits "
+                f"from pages differ by {error:.1%} from those of an ordinary call; use generate"
+            )
+
+
+def _is_recorded() -> bool:
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _longest_prompt(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Start and stop of the longest prompt that begins here and whose last logits are asked for, or 0, 0."""
+    ends = inputs["cu_seq_lens_q"].tolist()
+    positions, asked = inputs["position_ids"][0].tolist(), set(inputs["logits_indices"].tolist())
+    prompts = [
+        (start, stop)
+        for start, stop in pairwise(ends)
+        if stop > start and positions[start] == 0 and stop - 1 in asked
+    ]
+    return max(prompts, key=lambda prompt: prompt[1] - prompt[0], default=(0, 0))
+
+
+def _row(inputs: Mapping[str, Any], index: int) -> int:
+    rows: list[int] = inputs["logits_indices"].tolist()
+    return rows.index(index)
+
+
+def _ordinary_logits(model: Any, ids: Tensor) -> Tensor:
+    """Of the last token of ``ids: [1, S]``, float32 ``[V]``."""
+    keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    with _attention(model, _ordinary(model)):
+        logits: Tensor = model._call_impl(input_ids=ids, use_cache=False, **keep).logits
+    return logits[0, -1].float()
+
+
+def _ordinary(model: Any) -> str:
+    return str(model.config._attn_implementation).removeprefix(PREFIX)
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Generator[None]:
+    paged = model.config._attn_implementation
+    if name == paged:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(paged)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Largest relative error that may be rounding, which also sends tokens to other experts."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1

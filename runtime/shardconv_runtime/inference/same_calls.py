@@ -1,0 +1,57 @@
+"""Whether the ranks call a method of their model alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import exchange
+from ..comm.mesh import Launch
+from ..errors import LaunchError
+
+
+def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> None:
+    """Check that all ranks call a method with the same arguments.
+
+    Raises:
+        LaunchError: they do not, or a rank does not call it.
+    """
+    digests = {name: digest(value) for name, value in given.items()}
+    compare_calls(method, exchange(start, digests, start.timeout_s))
+
+
+def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:
+    """Compare the digests of arguments by name, of each rank.
+
+    Raises:
+        LaunchError: they differ.
+    """
+    for rank, call in enumerate(calls):
+        for name in sorted(call.keys() | calls[0].keys()):
+            if call.get(name) != calls[0].get(name):
+                raise LaunchError(
+                    f"{method} was called with another {name} on rank {rank} ({call.get(name)}) than on "
+                    f"rank 0 ({calls[0].get(name)}); call it alike on every rank "
+                    "(shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+                )
+
+
+def digest(value: Any) -> str:
+    """A short text that is equal for equal values; for objects of unknown classes, the class."""
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content_digest = hashlib.sha256(content.tobytes()).hexdigest()
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sha256 {content_digest[:12]}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {digest(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(digest, value))})"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(value)
+    if hasattr(value, "to_diff_dict"):
+        return f"{type(value).__name__} {value.to_diff_dict()!r}"
+    return type(value).__qualname__

@@ -1,0 +1,361 @@
+"""Many requests at once in real processes: the tokens of one after another, on every rank, or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from checkpoints import VOCAB, save_causal
+from distributed import run_errors, run_outcomes, run_processes
+from shardconv_runtime import LaunchError, PlanError, ShardconvError
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import shardconv
+
+NEW = 8
+SOON_S = 20
+"""Well under any timeout of torch; these machines are slow."""
+
+CASES = {
+    "even": ("llama", 2, {}),
+    "few heads": ("llama", 2, {"num_key_value_heads": 1}),
+    "uneven": ("llama", 3, {}),
+    "sliding": ("mistral", 2, {}),
+    "as many heads": ("gpt2", 2, {}),
+    "gathered": ("gemma2", 2, {}),
+    "states": ("mamba", 2, {}),
+}
+"""Type, number of ranks and what is changed in the config; 4 key/value heads at 3 ranks are 2, 1 and 1."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One model: its converted directory, its number of ranks, and the unsharded one."""
+
+    out: Path
+    tp: int
+    unsharded: Any
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Converted]:
+    """A case, converted once."""
+    found: dict[str, Converted] = {}
+
+    def convert(case: str) -> Converted:
+        if case not in found:
+            name, tp, changes = CASES[case]
+            root = tmp_path_factory.mktemp("batch")
+            source = root / "source"
+            save_mamba(source) if name == "mamba" else save_causal(name, source, **changes)
+            shardconv.convert(source, root / "out", tp=tp)
+            auto = transformers.AutoModelForCausalLM
+            found[case] = Converted(
+                root / "out", tp, auto.from_pretrained(source, dtype=torch.float64).eval()
+            )
+        return found[case]
+
+    return convert
+
+
+def save_mamba(path: Path) -> Path:
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).to(torch.float64).save_pretrained(path)
+    return path
+
+
+def prompts(number: int = 9, longest: int = 12) -> list[list[int]]:
+    """Of different lengths; some begin alike."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randint(3, VOCAB, (number, longest), generator=generator).tolist()
+    return [drawn[i % 4][:3] + ids[3 : 1 + (5 * i) % longest] for i, ids in enumerate(drawn)]
+
+
+def config(**options: Any) -> GenerationConfig:
+    return GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0} | options
+    )
+
+
+def pages(**options: Any) -> ContinuousBatchingConfig:
+    """A small cache: prompts are divided over steps, and requests wait for each other."""
+    sizes = {"page_size": 16, "num_blocks": 24, "max_batch_tokens": 40, "cpu_group_timeout": 60.0}
+    return ContinuousBatchingConfig(**sizes | options)
+
+
+def one_by_one(model: Any, inputs: list[list[int]]) -> list[list[int]]:
+    return [after(model, ids) for ids in inputs]
+
+
+def after(model: Any, ids: list[int]) -> list[int]:
+    tokens: Tensor = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        generation_config=config(),
+    )
+    return tokens[0, len(ids) :].tolist()
+
+
+def load(path: Path, **options: Any) -> Any:
+    """A hang would be an error after a minute."""
+    return shardconv_runtime.load(path, timeout_s=60, **options)
+
+
+def batch(model: Any, inputs: list[list[int]], **options: Any) -> list[list[int]]:
+    given = {"generation_config": config(), "continuous_batching_config": pages()} | options
+    return [answer.generated_tokens for answer in model.generate_batch(inputs, **given).values()]
+
+
+def batch_on_rank(
+    path: Path, attention: str, options: dict[str, Any]
+) -> tuple[list[list[int]], list[int], str]:
+    """Twice, with an ordinary call in between, which takes its time to compile."""
+    model = load(path, **options)
+    model.set_attn_implementation(attention)
+    first = batch(model, prompts())
+    alone = [] if options else after(model, prompts()[1])
+    assert batch(model, prompts()) == first
+    return first, alone, model.config._attn_implementation
+
+
+@pytest.mark.parametrize(
+    ("case", "attention", "options"),
+    [
+        ("even", "sdpa", {}),
+        ("even", "eager", {}),
+        ("even", "sdpa", {"compile": True}),
+        ("few heads", "sdpa", {}),
+        pytest.param("uneven", "eager", {}, marks=pytest.mark.slow),
+        ("sliding", "sdpa", {}),
+        ("as many heads", "sdpa", {}),
+    ],
+)
+def test_the_tokens_of_one_request_after_another(
+    converted: Any, case: str, attention: str, options: dict[str, Any]
+) -> None:
+    model = converted(case)
+    want = one_by_one(model.unsharded, prompts())
+    assert len({tuple(tokens) for tokens in want}) > 6, "not the same tokens again and again"
+    for tokens, alone, implementation in run_processes(
+        model.tp, batch_on_rank, model.out, attention, options
+    ):
+        assert tokens == want
+        assert options or alone == want[1]
+        assert implementation == attention, "as it was before"
+
+
+def serve(path: Path, number: int) -> dict[int, list[list[int]]]:
+    """Requests arrive at rank 0 over time, each of them streamed."""
+    model = load(path)
+    inputs = prompts(number)
+    streamed: dict[int, list[list[int]]] = {}
+    with model.continuous_batching_context_manager(
+        config(), continuous_batching_config=pages(max_requests_per_batch=8)
+    ) as manager:
+        if not manager.is_tp_driver:
+            return {-1: [[int(manager.add_request([3]) is None)]]}
+        feeding = threading.Thread(target=feed, args=(manager, inputs))
+        feeding.start()
+        finished = 0
+        while finished < number:
+            answer = manager.get_result(timeout=10)
+            assert answer is not None, manager.failure
+            streamed.setdefault(int(answer.request_id), []).append(answer.generated_tokens)
+            finished += answer.is_finished()
+        feeding.join()
+    return streamed
+
+
+def feed(manager: Any, inputs: list[list[int]]) -> None:
+    for index, ids in enumerate(inputs):
+        manager.add_request(ids, request_id=str(index), streaming=True)
+        time.sleep(0.01)
+
+
+def test_requests_that_arrive_over_time(converted: Any) -> None:
+    model, number = converted("even"), 64
+    first, second = run_processes(2, serve, model.out, number)
+    want = one_by_one(model.unsharded, prompts(number))
+    assert second == {-1: [[1]]}, "requests are those of rank 0"
+    for index in range(number):
+        assert first[index][-1] == want[index]
+        assert [len(tokens) for tokens in first[index]] == list(range(1, len(want[index]) + 1))
+
+
+def sample(path: Path, seeds: tuple[int | None, ...]) -> list[list[list[int]]]:
+    """The ranks start from different random states."""
+    model = load(path)
+    torch.manual_seed(11 + int(os.environ["RANK"]))
+    sampling = config(do_sample=True, temperature=1.3, eos_token_id=-1)
+    return [
+        batch(model, prompts(), generation_config=sampling, continuous_batching_config=pages(seed=seed))
+        for seed in seeds
+    ]
+
+
+def test_all_ranks_draw_the_same_tokens(converted: Any) -> None:
+    first, second = run_processes(2, sample, converted("even").out, (None, None, 5, 5))
+    assert first == second
+    assert first[0] != first[1]
+    assert first[2] == first[3]
+
+
+def draw_on_rank_0(path: Path) -> None:
+    """Code beside the loop draws from torch's default generator, on one rank."""
+    model = load(path)
+    sampling = config(do_sample=True, eos_token_id=-1, max_new_tokens=200)
+    with model.continuous_batching_context_manager(sampling, continuous_batching_config=pages()) as manager:
+        if manager.is_tp_driver:
+            manager.add_request([5, 6, 7], streaming=True)
+            assert manager.get_result(timeout=10) is not None
+            torch.rand(3)
+            while manager.is_running():
+                manager.get_result(timeout=0.1)
+
+
+def test_random_states_that_part_are_an_error(converted: Any) -> None:
+    for error in run_errors(2, draw_on_rank_0, converted("even").out):
+        assert isinstance(error, LaunchError)
+        assert "random states differ" in str(error)
+
+
+# Requests and calls that fail -------------------------------------------------------------------------
+
+
+def refuse(path: Path, what: str) -> None:
+    model = load(path, gather_logits=False if what == "shards" else None)
+    if what == "too long":
+        batch(model, [[3, 4, 5], [7] * 300], continuous_batching_config=pages(num_blocks=4))
+    elif what == "other prompts":
+        batch(model, [[3, 4, 5 + int(os.environ["RANK"])]])
+    elif what == "other config":
+        batch(model, [[3, 4]], generation_config=config(temperature=0.5 + int(os.environ["RANK"])))
+    elif what == "empty":
+        batch(model, [[3], []])
+    elif what == "argument":
+        batch(model, [[3]], do_sample=True)
+    elif what == "penalty":
+        batch(model, [[3]], generation_config=config(repetition_penalty=1.5))
+    elif what == "beams":
+        batch(model, [[3]], generation_config=config(num_beams=3))
+    elif what == "pages":
+        batch(model, [[3]], continuous_batching_config=pages(page_size=2))
+    else:
+        batch(model, [[3, 4, 5, 6, 7, 8]])
+
+
+REFUSED = {
+    "too long": ("even", ShardconvError, "a request for 300 tokens and 8 new ones does not fit"),
+    "other prompts": ("even", LaunchError, "another inputs on rank 1"),
+    "other config": ("even", LaunchError, "another generation_config on rank 1"),
+    "empty": ("even", ShardconvError, "a prompt without tokens"),
+    "argument": ("even", PlanError, "takes no do_sample"),
+    "penalty": ("even", PlanError, "no RepetitionPenaltyLogitsProcessor"),
+    "beams": ("even", PlanError, "no num_beams"),
+    "pages": ("even", PlanError, "page_size must be at least"),
+    "shards": ("even", PlanError, "gather_logits=True"),
+    "cap": ("gathered", PlanError, "logits from pages differ"),
+    "state": ("states", PlanError, "MambaForCausalLM does not support"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_fails_is_an_error_on_every_rank(converted: Any, what: str) -> None:
+    case, kind, message = REFUSED[what]
+    for error in run_errors(2, refuse, converted(case).out, what):
+        assert isinstance(error, kind), repr(error)
+        assert message in str(error)
+
+
+def call_meanwhile(path: Path) -> list[str]:
+    model = load(path)
+    found = []
+    with model.continuous_batching_context_manager(config(), continuous_batching_config=pages()) as manager:
+        for call in (lambda: model(torch.tensor([[3]])), lambda: model.generate_batch([[3]])):
+            with pytest.raises(LaunchError) as error:
+                call()
+            found.append(str(error.value))
+        if manager.is_tp_driver:
+            with pytest.raises(ShardconvError, match="does not fit"):
+                manager.add_request([3] * 500)
+            failed = manager.add_request([3], unheard_of=1.0)
+            good = manager.add_request(prompts()[1])
+            answers = {a.request_id: a for a in (manager.get_result(timeout=10) for _ in range(2))}
+            found += [str(answers[failed].error), str(answers[good].generated_tokens)]
+    assert after(model, prompts()[1])
+    return found
+
+
+def test_a_request_that_fails_leaves_the_others(converted: Any) -> None:
+    model = converted("even")
+    first, second = run_processes(2, call_meanwhile, model.out)
+    for called, again in (first[:2], second):
+        assert "while its ranks answer requests" in called
+        assert "another manager runs on these ranks" in again
+    assert "unheard_of" in first[2]
+    assert first[3] == str(one_by_one(model.unsharded, prompts()[1:2])[0])
+
+
+# Ranks that end ---------------------------------------------------------------------------------------
+
+
+class Fatal(transformers.LogitsProcessor):
+    """Does something on rank 1 at the fourth step; its kind is known to work in batches."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+        self._steps = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._steps += 1
+        if self._steps == 4 and os.environ["RANK"] == "1":
+            self._action()
+        return scores
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("only here")
+
+
+def end(path: Path, action: Callable[[], object], way: str) -> None:
+    model = load(path)
+    processors = transformers.LogitsProcessorList([Fatal(action)])
+    model._get_logits_processor = lambda *args, **kwargs: processors
+    if way == "generate_batch":
+        batch(model, prompts(), generation_config=config(max_new_tokens=60, eos_token_id=-1))
+        return
+    with model.continuous_batching_context_manager(
+        config(max_new_tokens=60, eos_token_id=-1), continuous_batching_config=pages()
+    ) as manager:
+        if manager.is_tp_driver:
+            manager.add_request([3, 4, 5])
+            while manager.is_running():
+                time.sleep(0.1)
+
+
+@pytest.mark.parametrize("way", ["generate_batch", "manager"])
+@pytest.mark.parametrize("action", [kill, fail])
+def test_one_rank_ends(converted: Any, action: Callable[[], object], way: str) -> None:
+    begin = time.monotonic()
+    first, second = run_outcomes(2, end, converted("even").out, action, way)
+    assert time.monotonic() - begin < SOON_S
+    assert isinstance(first[2], LaunchError), first[1]
+    if action is fail:
+        assert "only here" in str(second[2])
