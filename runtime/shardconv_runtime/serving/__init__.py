@@ -1,0 +1,1 @@
+"""What ``shardconv_runtime.serve`` answers to clients of OpenAI's API."""

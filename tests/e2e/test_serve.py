@@ -1,0 +1,196 @@
+"""The server, started by torchrun, as a client of OpenAI's API sees it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import VOCAB, save_causal
+from distributed import free_port
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import shardconv
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+START_S = 120
+PROMPTS = ["w11 w245 w3", "w88 w5 w250 w19 w77", "w7"]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w9"
+
+
+def save_words(path: Path) -> None:
+    """A tokenizer with a word for each token, and a chat template."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(path)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server, and the unsharded model."""
+
+    port: int
+    process: subprocess.Popen[str]
+    unsharded: Any
+    tokenizer: Any
+
+    @property
+    def client(self) -> Any:
+        return openai.OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60
+        )
+
+    def continued(self, text: str, number: int) -> str:
+        """What the unsharded model continues a text with, greedily."""
+        inputs = self.tokenizer(text, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        tokens = self.unsharded.generate(**inputs, max_new_tokens=number, do_sample=False, pad_token_id=0)
+        decoded: str = self.tokenizer.decode(
+            tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return decoded
+
+
+def start(out: Path, port: int, tp: int) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
+    options = [
+        "--port",
+        port,
+        "--name",
+        "tiny",
+        "--num-blocks",
+        32,
+        "--page-size",
+        16,
+        "--max-batch-tokens",
+        64,
+    ]
+    command = [*torchrun, "-m", "shardconv_runtime.serve", str(out), *map(str, options)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def wait_until_healthy(port: int, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("the server does not answer")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """At two ranks; when it is told to end, all processes end well."""
+    root = tmp_path_factory.mktemp("serve")
+    source = save_causal("llama", root / "llama")
+    save_words(source)
+    shardconv.convert(source, root / "out", tp=2)
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
+    port = free_port()
+    process = start(root / "out", port, 2)
+    try:
+        wait_until_healthy(port, process)
+        yield Serving(port, process, unsharded, transformers.AutoTokenizer.from_pretrained(source))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    assert "Error" not in printed.replace("SignalException", ""), printed
+
+
+def test_models(serving: Serving) -> None:
+    assert [model.id for model in serving.client.models.list()] == ["tiny"]
+
+
+def test_completions(serving: Serving) -> None:
+    """Many at once, streamed and not, have the unsharded model's text."""
+
+    def complete(index: int) -> str:
+        options = {"model": "tiny", "prompt": PROMPTS[index % 3], "max_tokens": 6, "temperature": 0}
+        if index % 2 == 0:
+            return str(serving.client.completions.create(**options).choices[0].text)
+        pieces = list(serving.client.completions.create(**options, stream=True))
+        assert len(pieces) > 2
+        assert pieces[-1].choices[0].finish_reason == "length"
+        return "".join(piece.choices[0].text for piece in pieces)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(complete, range(12)))
+    want = [serving.continued(prompt, 6) for prompt in PROMPTS]
+    assert [text.split() for text in texts] == [want[i % 3].split() for i in range(12)]
+
+
+def test_chats(serving: Serving) -> None:
+    messages = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w7"}]
+    options = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 0}
+    whole = serving.client.chat.completions.create(**options)
+    pieces = list(
+        serving.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    want = serving.continued("user w5 w6 assistant w7 w9", 5)
+    assert whole.choices[0].message.content.split() == want.split()
+    assert whole.usage.completion_tokens == 5
+    streamed = "".join(piece.choices[0].delta.content for piece in pieces if piece.choices)
+    assert streamed == whole.choices[0].message.content
+    assert pieces[-1].usage == whole.usage
+
+
+def test_a_stop_string_ends_the_answer(serving: Serving) -> None:
+    words = serving.continued(PROMPTS[1], 8).split()
+    answer = serving.client.completions.create(
+        model="tiny", prompt=PROMPTS[1], max_tokens=8, temperature=0, stop=[words[4]]
+    )
+    assert answer.choices[0].text.split() == words[: words.index(words[4])]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_sampled(serving: Serving) -> None:
+    """Requests with their own temperature, at the same time as others."""
+    options = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 8}
+    texts = [serving.client.completions.create(**options, temperature=2.0).choices[0].text for _ in range(3)]
+    assert len(set(texts)) > 1
+    greedy = serving.client.completions.create(**options, temperature=2.0, extra_body={"top_k": 1})
+    assert greedy.choices[0].text.split() == serving.continued(PROMPTS[0], 8).split()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "other"}, "not served"),
+        ({"n": 2}, "n is not supported"),
+        ({"seed": 3}, "seed is not supported"),
+        ({"temperature": -1}, "temperature should be a number"),
+        ({"max_tokens": 5000}, "the model's context has 128 tokens"),
+        ({"prompt": ["a", "b"]}, "prompt should be one text"),
+        ({"prompt": [VOCAB]}, "token ids"),
+        ({"prompt": ""}, "without tokens"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(serving: Serving, changes: dict[str, Any], message: str) -> None:
+    options = {"model": "tiny", "prompt": "w5", "max_tokens": 2} | changes
+    with pytest.raises(openai.APIStatusError, match=message):
+        serving.client.completions.create(**options)
+    with pytest.raises(openai.APIStatusError, match=message):
+        list(serving.client.completions.create(**options, stream=True))
