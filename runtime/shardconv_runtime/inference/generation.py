@@ -40,8 +40,12 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
     model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but every criterion passes through it, wherever it was set.
+        from .assisted import candidates_of_rank_0
         from .stopping import criteria_of_rank_0
 
+        if hasattr(model, "_get_candidate_generator"):
+            candidates = MethodType(candidates_of_rank_0(start), model)
+            model._get_candidate_generator = candidates  # type: ignore[assignment]
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
     prepare_batches(model, start, gather_logits)
 
@@ -54,9 +58,11 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         if start.world_size == 1:
             return _generate(self, args, kwargs)
         from ..comm.rng_states import share_rng_state
+        from .assisted import with_draft
         from .deadline import deadline
 
-        is_streamed = _check_same_call(start, args, kwargs)
+        is_streamed, drafts = _check_same_call(start, args, kwargs)
+        kwargs = with_draft(kwargs, drafts)
         share_rng_state(start)
         if is_streamed and (start.rank or kwargs.get("streamer") is None):
             kwargs["streamer"] = _SilentStreamer()
@@ -94,18 +100,23 @@ def _by_name(
     return (), dict(zip(names, args, strict=False)) | kwargs
 
 
-def _check_same_call(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Check that all ranks got the same call; whether some rank streams its tokens.
+def _check_same_call(
+    start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[bool, list[int | None]]:
+    """Check that all ranks got the same call; whether some rank streams its tokens, and their draft models.
 
     Raises:
         LaunchError: the calls differ, or a rank was not called.
     """
+    from .assisted import ARGUMENT, vocabulary_of_draft
+
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None
+    draft = vocabulary_of_draft(given.pop(ARGUMENT, None))
     digests = {name: digest(value) for name, value in given.items()}
-    calls = exchange(start, (digests, is_streamed), start.timeout_s)
-    compare_calls("generate", [call for call, _ in calls])
-    return any(streams for _, streams in calls)
+    calls = exchange(start, (digests, is_streamed, draft), start.timeout_s)
+    compare_calls("generate", [call for call, _, _ in calls])
+    return any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]
 
 
 class _SilentStreamer:

@@ -1,0 +1,161 @@
+"""Assisted decoding: all ranks take the candidates of rank 0, whose draft model may be on some ranks only.
+
+Two ranks' drafts need not agree: they may differ in their last bits, and so in a token, or in their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.agreement import agree, exchange
+from ..comm.mesh import Launch
+from ..comm.rng_states import share_rng_state
+from ..errors import LaunchError, PlanError
+
+ARGUMENT = "assistant_model"
+
+FAILED = -1
+"""Instead of the number of candidates: rank 0 has none, and raises."""
+
+
+def vocabulary_of_draft(draft: Any | None) -> int | None:
+    """What ranks tell each other of the draft models that they have."""
+    return None if draft is None else int(draft.config.get_text_config().vocab_size)
+
+
+def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[str, Any]:
+    """Arguments of ``generate``, with a stand-in for the draft model on ranks that have none.
+
+    Args:
+        kwargs: of this rank.
+        drafts: ``vocabulary_of_draft`` of each rank.
+
+    Raises:
+        LaunchError: rank 0 has none, or another rank has another one.
+    """
+    found = dict(kwargs)
+    having = [rank for rank, draft in enumerate(drafts) if draft is not None]
+    if not having:
+        return found
+    if drafts[0] is None:
+        raise LaunchError(
+            f"rank {having[0]} was given an {ARGUMENT}, and rank 0, whose candidates all ranks take, was not"
+        )
+    for rank in having:
+        if drafts[rank] != drafts[0]:
+            raise LaunchError(
+                f"generate was called with another {ARGUMENT} on rank {rank} (vocabulary of {drafts[rank]}) "
+                f"than on rank 0 ({drafts[0]})"
+            )
+    if found.get(ARGUMENT) is None:
+        found[ARGUMENT] = _stand_in(drafts[0])
+    return found
+
+
+def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
+    """A model's ``_get_candidate_generator``, for a draft model on rank 0 and perhaps others."""
+
+    def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+        draft = kwargs.get(ARGUMENT)
+        if draft is None:
+            return type(self)._get_candidate_generator(self, *args, **kwargs)
+        own, error = None, None
+        if not isinstance(draft, SimpleNamespace):
+            try:
+                own = type(self)._get_candidate_generator(self, *args, **kwargs)
+            except Exception as failure:  # where this rank alone has a draft, the others would wait for it
+                error = failure
+        agree(start, error)
+        _require_like(exchange(start, None if own is None else bool(own.requires_model_outputs)))
+        return _Candidates(own, start, is_sampling=bool(kwargs["generation_config"].do_sample))
+
+    return get
+
+
+class _Candidates:
+    """A candidate generator of transformers' form; tokens that follow ``[1, S]``.
+
+    Args:
+        own: of this rank; None where it has no draft model.
+        start: the ranks.
+        is_sampling: the draft's logits are needed, too.
+    """
+
+    def __init__(self, own: Any | None, start: Launch, is_sampling: bool) -> None:
+        self._own = own
+        self._start = start
+        self._is_sampling = is_sampling
+        self.requires_model_outputs = bool(getattr(own, "requires_model_outputs", False))
+        self.model_kwargs_overrides = getattr(own, "model_kwargs_overrides", {})
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Candidates ``[1, S + K]`` and their logits ``[1, K, V]`` or None, those of rank 0 on every rank.
+
+        Raises:
+            LaunchError: rank 0 has failed to make them.
+        """
+        ids: Tensor = input_ids
+        logits: Any = None
+        error: Exception | None = None
+        if self._own is not None:
+            try:
+                ids, logits = self._own.get_candidates(input_ids, **kwargs)
+            except Exception as failure:  # the others wait for the sizes
+                error = failure
+        new = ids[:, input_ids.shape[1] :].to(self._start.device)
+        has_logits = self._is_sampling and logits is not None
+        width = logits.shape[-1] if has_logits else 0
+        num_new, width = self._sizes_of_rank_0(new.shape[1] if error is None else FAILED, width)
+        if error is not None:
+            raise error
+        if num_new == FAILED:
+            raise LaunchError("rank 0 failed to draft candidates; its own output says why")
+        new = self._of_rank_0(new, (1, num_new), torch.int64)
+        joined = torch.cat([input_ids, new.to(input_ids.device)], 1)
+        if not width:
+            return joined, None
+        drawn = self._of_rank_0(logits, (1, num_new, width), torch.float32)
+        share_rng_state(self._start)  # drafts drew numbers, on ranks that have them
+        return joined, drawn
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Tell this rank's draft how many candidates were right."""
+        if self._own is not None:
+            self._own.update_candidate_strategy(input_ids, scores, num_matches)
+
+    def _sizes_of_rank_0(self, num_new: int, width: int) -> tuple[int, int]:
+        sizes = torch.tensor([num_new, width], device=self._start.device)
+        dist.broadcast(sizes, group_src=0, group=self._start.group)
+        found: list[int] = sizes.tolist()
+        return found[0], found[1]
+
+    def _of_rank_0(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._start.rank == 0:
+            assert value is not None, "rank 0 has a draft"
+            sent = value.to(self._start.device, dtype).contiguous()
+        else:
+            sent = torch.empty(shape, dtype=dtype, device=self._start.device)
+        dist.broadcast(sent, group_src=0, group=self._start.group)
+        return sent
+
+
+def _require_like(needs_states: Sequence[bool | None]) -> None:
+    """Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft."""
+    if True in needs_states and None in needs_states:
+        raise PlanError(
+            f"this {ARGUMENT} works on states of the model itself; load it on all ranks, not on "
+            f"{needs_states.count(False) + needs_states.count(True)} of {len(needs_states)}"
+        )
+
+
+def _stand_in(vocabulary_size: int | None) -> SimpleNamespace:
+    """What ``generate`` looks at in a draft model before it asks for candidates."""
+    from transformers import PreTrainedConfig
+
+    return SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
