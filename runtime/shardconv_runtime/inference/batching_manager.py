@@ -14,8 +14,9 @@ from torch import nn
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
-from ..comm.agreement import agree, exchange, share_rng_state
+from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
+from ..comm.rng_states import share_rng_state
 from ..errors import LaunchError, PlanError, ShardconvError
 from .lost_ranks import raise_lost_rank
 from .paged_model import PAGED, PagedModel, attempt

@@ -94,7 +94,7 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
 
 
 def _as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:
-    options = {"deterministic": True} if same_bits else None
+    options: dict[str, Any] | None = {"deterministic": True} if same_bits else None
     return torch.compile(function, fullgraph=True, options=options, **_own_limit())
 
 
