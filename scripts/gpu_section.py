@@ -27,6 +27,8 @@ GROUPS = 5
 
 WARM_UP = 3
 TINY = Shape(hidden=64, intermediate=128, heads=8, kv_heads=4, vocab=500, layers=2)
+SMALL = Shape(hidden=256, intermediate=512, heads=8, kv_heads=4, vocab=1000, layers=4)
+MIDDLE = Shape(hidden=2048, intermediate=7168, heads=16, kv_heads=8, vocab=32000, layers=16)
 NEW_TOKENS = 16
 TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-3}
 """Of the largest logit: for bfloat16 four units in its last place, since kernels round differently."""
@@ -123,12 +125,14 @@ class Section:
             model = build(shape, fields, dtype)
         return model.requires_grad_(False).eval()
 
-    def converted(self, source: Path, tp: int) -> Path:
-        """The converted directory of a model."""
-        out = source.with_name(f"{source.name}-tp{tp}")
+    def converted(self, source: Path, tp: int, *options: str) -> Path:
+        """The converted directory of a model; ``options`` are of the command."""
+        out = source.with_name("-".join((source.name, f"tp{tp}", *(o.strip("-") for o in options))))
         if not (out / "manifest.json").exists():
             command = [sys.executable, "-m", "shardconv", "convert", str(source), "--tp", str(tp), str(out)]
-            done = subprocess.run([*command, "--no-check", "--quiet"], capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, *options, "--no-check", "--quiet"], capture_output=True, text=True
+            )
             if done.returncode:
                 raise RuntimeError(f"convert failed: {done.stderr.strip().splitlines()[-1:]}")
         return out
@@ -251,3 +255,27 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank; all ranks use the first GPU."""
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": world_size}
     return {n: str(v) for n, v in {**numbers, "MASTER_PORT": port}.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def start_rank(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """A process of one rank, with more environment variables; its last line of JSON is its result."""
+    threads = {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env={**os.environ, **env, **threads}, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+    )
+
+
+def rank_result(child: subprocess.Popen[str]) -> Any:
+    """The result that a rank prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    output, _ = child.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        raise RuntimeError(f"a rank ended with exit code {child.returncode}")
+    result = json.loads(lines[-1])
+    if "error" in result:
+        raise RuntimeError(result["error"])
+    return result

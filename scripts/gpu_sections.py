@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from gpu_loads import load
+from gpu_ranks import FEW, gpus
 from gpu_section import (
     GROUPS,
+    MIDDLE,
     NEW_TOKENS,
+    SMALL,
     TINY,
     TOLERANCE,
     WARM_UP,
@@ -29,7 +31,9 @@ from gpu_section import (
     difference,
     free_port,
     greedy,
+    rank_result,
     rank_variables,
+    start_rank,
     step_bytes,
     why_no_compiler,
 )
@@ -41,9 +45,6 @@ from synthetic import LLAMA_8B, Shape
 from torch import Tensor
 
 # ------------------------------------------------------------------------------------------------- nccl
-
-SMALL = Shape(hidden=256, intermediate=512, heads=8, kv_heads=4, vocab=1000, layers=4)
-MIDDLE = Shape(hidden=2048, intermediate=7168, heads=16, kv_heads=8, vocab=32000, layers=16)
 
 
 def nccl(section: Section) -> None:
@@ -232,8 +233,7 @@ def _lonely(section: Section, shape: Shape, tp: int) -> Any:
 
 def ranks(section: Section) -> None:
     """Several ranks over gloo that share one device."""
-    few = Shape(hidden=256, intermediate=512, heads=8, kv_heads=2, vocab=1000, layers=4)
-    for name, shape, tp in (("small", SMALL, 2), ("small", SMALL, 4), ("few", few, 4)):
+    for name, shape, tp in (("small", SMALL, 2), ("small", SMALL, 4), ("few", FEW, 4)):
         label = f"tp {tp}, {shape.kv_heads} kv heads"
         with section.attempt(label):
             source = section.checkpoint(name, shape, torch.float32)
@@ -242,30 +242,12 @@ def ranks(section: Section) -> None:
             for number in range(tp):
                 command = [sys.executable, __file__, "one-of-ranks", "--device", section.device.type]
                 command += ["--scratch", str(section.scratch), "--models", str(source), str(converted)]
-                children.append(_start(command, rank_variables(number, tp, port)))
-            found = [_result(child) for child in children]
+                children.append(start_rank(command, rank_variables(number, tp, port)))
+            found = [rank_result(child) for child in children]
             worst = max(result["difference"] for result in found)
             section.tell(f"logits, float32, {label}", worst, "of the largest", ok=worst <= 1e-3)
             alike = all(result["same"] for result in found)
             section.tell(f"{NEW_TOKENS} greedy tokens, {label}", ok=alike)
-
-
-def _start(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    threads = {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env={**os.environ, **env, **threads}, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
-    )
-
-
-def _result(child: subprocess.Popen[str]) -> Any:
-    output, _ = child.communicate()
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    if child.returncode or not lines:
-        raise RuntimeError(f"a rank ended with exit code {child.returncode}")
-    result = json.loads(lines[-1])
-    if "error" in result:
-        raise RuntimeError(result["error"])
-    return result
 
 
 def one_of_ranks(section: Section, source: Path, converted: Path) -> None:
@@ -317,7 +299,7 @@ def _peak(section: Section, converted: Path) -> None:
     section.tell(what, peak / 1e9, "GB", ratio=peak / own, of="the rank's bytes", ok=peak <= 1.05 * own)
 
 
-SECTIONS = {"nccl": nccl, "rank": rank, "ranks": ranks, "load": load, "memory": memory}
+SECTIONS = {"nccl": nccl, "rank": rank, "ranks": ranks, "gpus": gpus, "load": load, "memory": memory}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from forked import run_forked, run_script
 
 COMMAND = Path(__file__).parents[2] / "scripts" / "gpu_check"
 TIMEOUT_S = 500
-NAMES = ("nccl", "ranks", "memory", "load", "rank")
+NAMES = ("nccl", "ranks", "gpus", "memory", "load", "rank")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def test_without_a_gpu_it_says_what_was_not_checked(tmp_path: Path) -> None:
     *lines, verdict, count = done.stdout.splitlines()
     assert [line.split()[:3] for line in lines] == [["not", "checked", name] for name in NAMES]
     assert verdict == "nothing was checked on a GPU"
-    assert count == "0 ok, 0 FAILED, 5 not checked"
+    assert count == "0 ok, 0 FAILED, 6 not checked"
     written = json.loads((tmp_path / "found.json").read_text())["lines"]
     assert {line["status"] for line in written} == {"not checked"}
     assert all(line["why"] for line in written)
@@ -77,6 +77,9 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
         "decode, compiled",
         "logits, float32, tp 4, 2 kv heads",
         "16 greedy tokens, tp 2, 4 kv heads",
+        "whole experts, 2 ranks: 16 tokens, beams",
+        "repeated calls, 2 ranks: memory that repeated calls of generate add, eager",
+        'speed, 2 ranks: transformers, tp_plan="auto"',
     ):
         assert found[what] == "ok"
     for what in ("decode, CUDA graphs", "peak device memory of a load"):
