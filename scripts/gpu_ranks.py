@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,26 +60,40 @@ class Case:
 
 def gpus(section: Section) -> None:
     """As many ranks as there are GPUs."""
+    if section.is_cuda:
+        _tell(
+            section, "one GPU for two", ONE_GPU, 2, {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": _first_gpu()}
+        )
     count = torch.cuda.device_count() if section.is_cuda else 2
     if count < 2:
         section.skip("ranks over NCCL", "there is one GPU")
         return
     for name, case in CASES.items():
-        with section.attempt(f"{name}, {count} ranks"):
-            source = case.source(section)
-            converted = section.converted(source, count, *case.options)
-            for line in _joined(_run(section, name, count, source, converted)):
-                section.tell(f"{name}, {count} ranks: {line.pop('what')}", **line)
+        _tell(section, name, case, count)
 
 
-def _run(section: Section, name: str, count: int, source: Path, converted: Path) -> list[list[Line]]:
+def _tell(section: Section, name: str, case: Case, count: int, env: Mapping[str, str] | None = None) -> None:
+    with section.attempt(f"{name}, {count} ranks"):
+        source = case.source(section)
+        converted = section.converted(source, count, *case.options)
+        for line in _joined(_run(section, name, count, source, converted, env or {})):
+            section.tell(f"{name}, {count} ranks: {line.pop('what')}", **line)
+
+
+def _first_gpu() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def _run(
+    section: Section, name: str, count: int, source: Path, converted: Path, env: Mapping[str, str]
+) -> list[list[Line]]:
     """The lines of each rank."""
     command = [sys.executable, __file__, name, "--device", section.device.type]
     command += ["--scratch", str(section.scratch), "--models", str(source), str(converted)]
     command += ["--small"] * section.small
     port = free_port()
     ranks = [
-        start_rank(command, {**rank_variables(rank, count, port), "LOCAL_RANK": str(rank)})
+        start_rank(command, {**rank_variables(rank, count, port), "LOCAL_RANK": str(rank), **env})
         for rank in range(count)
     ]
     return [rank_result(rank)["lines"] for rank in ranks]
@@ -205,7 +219,9 @@ def _speed(section: Section, source: Path, converted: Path) -> list[Line]:
     for label, options in ways.items():
         rate = _rate(section, _load(section, converted, **options))
         lines.append(_line(label, rate, "tokens/s", ratio=rate / roof, of="the roofline"))
-        lines.append(_line(f"{label}, again", rate, "tokens/s", ratio=rate / theirs, of="transformers'"))
+        lines.append(
+            _line(f"{label}, beside tp_plan", rate, "tokens/s", ratio=rate / theirs, of="transformers'")
+        )
         _free(section)
     lines.append(_line('transformers, tp_plan="auto"', theirs, "tokens/s"))
     return lines
@@ -241,10 +257,45 @@ def _can_record(section: Section) -> bool:
     return section.is_cuda and not why_no_compiler(section)
 
 
-def _load(section: Section, converted: Path, **options: Any) -> Any:
+def _shared(section: Section, source: Path, converted: Path) -> list[Line]:
+    """Ranks of one GPU are refused over NCCL."""
+    try:
+        _load(section, converted)
+    except shardconv_runtime.LaunchError as error:
+        return [{"what": "they are refused", "ok": "use the same GPU" in str(error), "why": str(error)}]
+    return [{"what": "they are refused", "ok": False}]
+
+
+class _Fails(transformers.LogitsProcessor):
+    """Raises before the sixth token, on one rank."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._step += 1
+        if self._step == 6 and dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError("this rank fails")
+        return scores
+
+
+def _failing(section: Section, source: Path, converted: Path) -> list[Line]:
+    """A rank fails while the others decode, from CUDA graphs if there are any: all raise."""
+    model = _load(section, converted, compile=_can_record(section), timeout_s=30)
+    ids = section.prompt(24, model.config.vocab_size)
+    greedy(model, ids)  # the compiler's time counts
+    begin, raised = time.perf_counter(), ""
+    try:
+        _tokens(model, ids, logits_processor=[_Fails()])
+    except (shardconv_runtime.LaunchError, ArithmeticError) as error:
+        raised = str(error)
+    return [_line("they raise", time.perf_counter() - begin, "s", ok=bool(raised), why=raised)]
+
+
+def _load(section: Section, converted: Path, timeout_s: float = 120, **options: Any) -> Any:
     """This rank's model: on a GPU, the one that the runtime finds."""
     device = None if section.is_cuda else section.device
-    return shardconv_runtime.load(converted, device=device, timeout_s=120, **options)
+    return shardconv_runtime.load(converted, device=device, timeout_s=timeout_s, **options)
 
 
 def _free(section: Section) -> None:
@@ -260,13 +311,15 @@ CASES = {
     "whole experts": Case(_experts, _same, ("--experts", "ep")),
     "repeated calls": Case(_small, _repeated),
     "speed": Case(_middle, _speed),
+    "a rank fails": Case(_small, _failing),
 }
+ONE_GPU = Case(_small, _shared)
 
 
 def main() -> None:
     """One rank: prints its lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("case")
     parser.add_argument("--device", required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True)
@@ -280,12 +333,12 @@ def main() -> None:
         torch.cuda.set_device(section.device)
     try:
         with torch.no_grad():
-            result: Line = {"lines": CASES[options.case].check(section, *options.models)}
+            case = CASES.get(options.case, ONE_GPU)
+            result: Line = {"lines": case.check(section, *options.models)}
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     print("\n" + json.dumps(result), flush=True)
-    if dist.is_initialized() and "error" not in result:
-        dist.destroy_process_group()
+    os._exit(0)  # the groups may wait for a rank that has failed
 
 
 if __name__ == "__main__":

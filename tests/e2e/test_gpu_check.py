@@ -80,6 +80,7 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
         "whole experts, 2 ranks: 16 tokens, beams",
         "repeated calls, 2 ranks: memory that repeated calls of generate add, eager",
         'speed, 2 ranks: transformers, tp_plan="auto"',
+        "a rank fails, 2 ranks: they raise",
     ):
         assert found[what] == "ok"
     for what in ("decode, CUDA graphs", "peak device memory of a load"):
