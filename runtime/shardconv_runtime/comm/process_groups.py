@@ -131,6 +131,8 @@ def warm_up(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
         for group in groups:
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
             work.wait(timedelta(seconds=JOIN_TIMEOUT_S))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise LaunchError(f"rank {dist.get_rank()} cannot communicate with other ranks: {first}") from error
@@ -146,11 +148,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def abort_groups(group: dist.ProcessGroup) -> None:
-    """Begin to end the collectives of a group and of groups of its ranks; none can follow.
+    """Begin to end the collectives over nccl of a group and of groups of its ranks; none can follow.
 
     Each group has its own thread: NCCL may wait in one for the end of another one.
     """
-    for made in (group, *_subgroups.get(group, {}).values()):
+    over_nccl = (
+        g for g in (group, *_subgroups.get(group, {}).values()) if "nccl" in dist.get_backend_config(g)
+    )
+    for made in over_nccl:
         threading.Thread(target=made.abort, name="shardconv abort", daemon=True).start()
 
 

@@ -32,8 +32,8 @@ _running: list[Deadline] = []
 def deadline(start: Launch) -> Iterator[None]:
     """End the wait for other ranks if no progress is reported for as long as a collective may take.
 
-    The time in which code is compiled counts. Without nccl, or other ranks, nothing is watched: collectives
-    have their own limit.
+    The time counts from the first report, and the compiler's counts, too. Without nccl, or other ranks,
+    nothing is watched: collectives have their own limit.
 
     Args:
         start: the ranks.
@@ -64,7 +64,7 @@ def progress() -> None:
 
 
 class Deadline:
-    """A limit of time between two calls of ``progress``, as a context.
+    """A limit of time from each call of ``progress`` to the next one, or to the end, as a context.
 
     Args:
         rank: of this process, for the message.
@@ -93,7 +93,7 @@ class Deadline:
         self._end = end
         self._clock = clock
         self._grace_s = grace_s
-        self._last = clock()
+        self._last: float | None = None
         self._left = threading.Event()
         self._expired = threading.Event()
 
@@ -122,7 +122,7 @@ class Deadline:
 
     def _watch(self) -> None:
         while not self._left.wait(min(1, self._timeout_s / 10)):
-            if self._clock() - self._last > self._timeout_s:
+            if self._last is not None and self._clock() - self._last > self._timeout_s:
                 self._expire()
                 return
 

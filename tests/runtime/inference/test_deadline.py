@@ -48,9 +48,16 @@ def test_progress_keeps_a_call_alive() -> None:
             progress()
 
 
+def test_what_reports_no_progress_is_not_watched() -> None:
+    """Models with a loop of their own may take any time."""
+    with Deadline(0, 0.05, unexpected):
+        time.sleep(0.3)
+
+
 def wait_for_others(then: Callable[[], Any], **options: Any) -> None:
     released = threading.Event()
     with Deadline(3, 2, released.set, **options):
+        progress()
         assert released.wait(LONG_S)
         then()
 
@@ -83,6 +90,7 @@ def test_steps_after_an_abort_are_refused() -> None:
 
 def hang() -> None:
     with Deadline(1, 0.1, lambda: None, grace_s=0.1):
+        progress()
         time.sleep(LONG_S)
 
 
