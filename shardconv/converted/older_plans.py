@@ -28,7 +28,9 @@ def read_any_version(path: str | os.PathLike[str]) -> Plan:
         if isinstance(found, dict) and found.get("version") == 1:
             found = _from_version_1(found)
         if isinstance(found, dict) and found.get("version") == 2:
-            text = json.dumps(_from_version_2(found))
+            found = _from_version_2(found)
+        if isinstance(found, dict) and found.get("version") == 3:  # no products were fused
+            text = json.dumps(found | {"version": VERSION})
         return plan_json.loads(text)
     except (MalformedError, PlanError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from error
@@ -47,11 +49,11 @@ def _from_version_2(document: dict[str, Any]) -> dict[str, Any]:
     """Blocks of float8 values were two fields of a parameter; they are a packing."""
     parameters = document.get("parameters", [])
     if not isinstance(parameters, list):
-        return document | {"version": VERSION}
+        return document | {"version": 3}
     model = document.get("model")
     dtype = model.get("dtype") if isinstance(model, dict) else None
     return document | {
-        "version": VERSION,
+        "version": 3,
         "parameters": [_with_packing(entry, dtype) for entry in parameters],
     }
 

@@ -11,6 +11,7 @@ from shardconv_runtime.format.plan import ModelInfo, Plan, TrainingPlan
 from torch import nn
 
 from ..planning.draws import draw_plans
+from ..planning.fused_layers import fused_plans, without_groups
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.packing_alignment import find_divided_step, split_at_steps
@@ -62,8 +63,27 @@ def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution]
         if problem.expert_parallel:
             notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
             plan = replace(plan, experts="ep", notes=notes)
-        obstacle = retrace(plan, solution.layouts, problem.model, problem.inputs, problem.bypassed)
-    return obstacle or (plan, solution)
+        fused = replace(plan, fused=fused_plans(plan, problem.model, solution.folded))
+        found = _retraced(problem, fused, solution)
+        return found if isinstance(found, Obstacle) else (found, solution)
+    return obstacle
+
+
+def _retraced(problem: PlanProblem, plan: Plan, solution: Solution) -> Plan | Obstacle:
+    """The plan, with those groups of fused layers whose results the code can use: parts of larger tensors."""
+
+    def obstacle_of(tried: Plan) -> Obstacle | None:
+        return retrace(tried, solution.layouts, problem.model, problem.inputs, problem.bypassed)
+
+    obstacle = obstacle_of(plan)
+    if obstacle is not None and plan.fused:
+        obstacle_unfused = obstacle_of(replace(plan, fused=()))
+        if obstacle_unfused is not None:
+            return obstacle_unfused
+    while obstacle is not None and plan.fused:
+        plan = without_groups(plan, obstacle.where.partition(" ")[0].rstrip(":"))
+        obstacle = obstacle_of(plan)
+    return obstacle or plan
 
 
 def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:

@@ -18,6 +18,7 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan
 
 from . import html_values
+from .fused_lines import fused_lines
 from .human_numbers import human_bytes, percent
 from .memory_lines import memory_facts
 from .report import TOKENS, numerics_text, tensor_cells, unplanned
@@ -74,7 +75,7 @@ def _environment() -> Environment:
         "percent_of": percent,
     }
     environment.globals |= {"values": html_values, "memory_facts": memory_facts}
-    environment.globals |= {"tensor_cells": tensor_cells, "unplanned": unplanned}
+    environment.globals |= {"fused_lines": fused_lines, "tensor_cells": tensor_cells, "unplanned": unplanned}
     return environment
 
 
@@ -93,6 +94,8 @@ def _sections(plan: Plan, summary: Summary, manifest: Manifest | None) -> Iterat
     yield "memory", "Memory of each rank"
     if summary.collectives:
         yield "communication", "Communication"
+    if plan.fused:
+        yield "fused", "Fused products"
     if plan.tp > 1:
         yield "replicated", "Replicated"
         yield "training", "Training"

@@ -11,6 +11,7 @@ from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
 from .fits import Load
+from .fused_lines import fused_lines
 from .human_numbers import human_bytes, human_count, percent
 from .memory_lines import device_lines, memory_lines
 from .summary import (
@@ -43,6 +44,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS, load: Load | None = None) ->
         _layers(plan, summary.kinds),
         _replicated(plan, summary),
         _collectives(summary.collectives, num_tokens),
+        _fused(plan),
         _totals(plan, summary),
         memory_lines(plan, num_tokens),
         device_lines(plan, load) if load else (),
@@ -170,6 +172,14 @@ def _collectives(collectives: Sequence[Collective], num_tokens: int) -> Iterator
 
 def _collective_numbers(count: int, token_bytes: int, num_tokens: int) -> tuple[str, str, str]:
     return str(count), human_bytes(token_bytes), human_bytes(token_bytes * num_tokens)
+
+
+def _fused(plan: Plan) -> Iterator[str]:
+    lines = fused_lines(plan)
+    if lines:
+        yield "FUSED       products of one input, for inference"
+    for line in lines:
+        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _totals(plan: Plan, summary: Summary) -> Iterator[str]:

@@ -14,7 +14,7 @@ from .measured import MemoryPlan
 from .names import MAX_NAMES, expand_all
 from .slices import Mesh, local_size
 
-VERSION = 3
+VERSION = 4
 FORMAT = "shardconv.plan"
 
 
@@ -308,6 +308,15 @@ class LogitsInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """Groups of linear layers of one input, whose products are one product in a model for inference."""
+
+    members: tuple[tuple[str, ...], ...]
+    """In call order, FQN patterns of a member of each group: the first names of all are one group, the second
+    ones another."""
+
+
+@dataclass(frozen=True, slots=True)
 class GradientPlan:
     """The ``grad_axes`` and ``grad_levels`` of the parameters of these names, see ``ParameterPlan``."""
 
@@ -372,6 +381,8 @@ class Plan:
     tied: tuple[tuple[str, str], ...] = ()
     """(alias, name) of parameters that are the same tensor."""
     logits: LogitsInfo | None = None
+    fused: tuple[FusedPlan, ...] = ()
+    """Linear layers that are computed as one product; their parameters are adjacent in the files."""
     experts: str = "tp"
     """How mixture-of-experts layers are sharded: ``tp``, inside of each expert, or ``ep``, by expert."""
     training: TrainingPlan | None = None

@@ -46,5 +46,10 @@ def of_sequence(plan: Plan) -> Plan:
     assert plan.training is not None
     training = replace(plan.training, draws=sequence.draws)
     return replace(
-        plan, modules=sequence.modules, parameters=parameters, training=training, proven_arguments=()
+        plan,
+        modules=sequence.modules,
+        parameters=parameters,
+        training=training,
+        proven_arguments=(),
+        fused=(),
     )

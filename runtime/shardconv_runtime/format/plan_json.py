@@ -101,6 +101,10 @@ def _check(plan: Plan) -> None:
         from .packing_checks import check_packings
 
         check_packings(plan.parameters, plan.mesh)
+    if plan.fused:
+        from .fused_groups import check_fused
+
+        check_fused(plan)
     if plan.training is not None and (plan.training.sequence or plan.training.draws):
         from .training_checks import check_training
 

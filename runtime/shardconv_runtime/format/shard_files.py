@@ -13,7 +13,9 @@ import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from .fused_groups import adjacent_tensors, in_units
 from .header import STORED_BITS, STORED_NAME
 from .manifest import shard_metadata, shard_path
 from .plan import Plan, local_shape
@@ -25,6 +27,8 @@ spaces."""
 
 MAX_FILE_SIZE = 5 * 10**9
 """Bytes after which a new shard file is begun."""
+
+Key = TypeVar("Key")
 
 _LENGTH_BYTES = 8
 """Of the length of the header, with which a file begins."""
@@ -59,10 +63,11 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
     Args:
         plan: the tensors and their layouts.
         ranks: whose files; None stands for ``common/``.
-        max_file_size: bytes of tensors after which a new file is begun.
+        max_file_size: bytes of tensors after which a new file is begun; those that lie next to each other
+            stay in one.
     """
     entries = stored_plans(plan)
-    layout = layout_sha256(plan)
+    layout, adjacent = layout_sha256(plan), adjacent_tensors(plan)
     for rank in ranks:
         held = {
             name: (entry.dtype, local_shape(entry, plan.mesh, rank or 0))
@@ -70,9 +75,10 @@ def shard_files(plan: Plan, ranks: Iterable[int | None], max_file_size: int) -> 
             if is_common(entry) == (rank is None)
         }
         sizes = {name: math.prod(shape) * item_bytes(dtype) for name, (dtype, shape) in held.items()}
-        parts = grouped(sizes, max_file_size)
-        for index, names in enumerate(parts):
-            declared = {name: held[name] for name in names}
+        units = {unit: sum(sizes[name] for name in unit) for unit in in_units(sizes, adjacent)}
+        parts = grouped(units, max_file_size)
+        for index, part in enumerate(parts):
+            declared = {name: held[name] for unit in part for name in unit}
             path = shard_path(rank, plan.tp, index, len(parts))
             yield PlannedShard(path, rank, lay_out(declared, shard_metadata(rank, plan.tp, layout)))
 
@@ -104,15 +110,15 @@ def lay_out(
     return FileLayout(header, offsets, len(header) + end)
 
 
-def grouped(num_bytes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Consecutive names that together stay within ``limit`` bytes, or are alone."""
-    parts: list[list[str]] = []
+def grouped(num_bytes: Mapping[Key, int], limit: int) -> list[list[Key]]:
+    """Consecutive keys that together stay within ``limit`` bytes, or are alone."""
+    parts: list[list[Key]] = []
     held = 0
-    for name, size in num_bytes.items():
+    for key, size in num_bytes.items():
         if not parts or held + size > limit:
             parts.append([])
             held = 0
-        parts[-1].append(name)
+        parts[-1].append(key)
         held += size
     return parts
 

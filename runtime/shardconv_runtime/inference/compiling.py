@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
+from ..parallel.fused_products import refresh_fused
 from .decoding import NOT_ONE_GRAPH, Decoder
 from .generation import DECODER
 
@@ -52,6 +53,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if decoder is not None and decoder.runs_plain:
             return call(*args, **kwargs)
+        refresh_fused(model)
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
         if caches and not all(_is_allocated(cache) for cache in caches):
             return call(*args, **kwargs)

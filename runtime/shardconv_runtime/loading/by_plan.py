@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ..checkpoint.rank_tensors import as_planned, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError
 from ..format import plan_json as codec
+from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.small_files import entry_of, files_to_copy
@@ -24,12 +25,13 @@ from ..format.stored_layout import stored_plans
 from ..hub.fetch import plan_path
 from ..hub.library_logging import without_library_logging
 from ..hub_options import Hub
-from ..tensors.copying import read_tensors
+from ..parallel.shared_storage import tensor_within
+from ..tensors.copying import read_into
 from ..tensors.lazy_tensor import LazyTensor
 from .windows import Windows
 
 BATCH_BYTES = 1 << 28
-"""Most bytes of tensors that are read at once; a larger tensor is read alone."""
+"""Most bytes of tensors that are read at once; larger tensors, and larger fused groups, are read alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +106,42 @@ def local_tensors(
     """
     entries = stored_plans(plan)
     windows = Windows() if device.type == "cpu" else None
-    batch: dict[str, LazyTensor] = {}
+    batch: list[_Unit] = []
     num_bytes = 0
-    for name, entry in entries.items():
-        part = shard(entry, as_planned(name, entry, weights[name]), plan.mesh, rank)
-        window = windows.window(part) if windows is not None else None
+    for names in in_units(entries, adjacent_tensors(plan)):
+        unit = {n: shard(entries[n], as_planned(n, entries[n], weights[n]), plan.mesh, rank) for n in names}
+        window = windows.window(unit[names[0]]) if windows is not None and len(unit) == 1 else None
         if window is not None:
-            yield name, window
+            yield names[0], window
             continue
-        if batch and num_bytes + part.num_bytes > BATCH_BYTES:
+        unit_bytes = sum(part.num_bytes for part in unit.values())
+        if batch and num_bytes + unit_bytes > BATCH_BYTES:
             yield from _read(batch, device)
-            batch, num_bytes = {}, 0
-        batch[name] = part
-        num_bytes += part.num_bytes
+            batch, num_bytes = [], 0
+        batch.append(unit)
+        num_bytes += unit_bytes
     yield from _read(batch, device)
 
 
-def _read(batch: Mapping[str, LazyTensor], device: torch.device) -> Generator[tuple[str, Tensor]]:
-    for name, tensor in zip(batch, read_tensors(list(batch.values())), strict=True):
-        yield name, tensor.to(device)
+_Unit = Mapping[str, LazyTensor]
+"""Tensors that share memory: one, or several that the plan fuses."""
+
+
+def _read(batch: Sequence[_Unit], device: torch.device) -> Generator[tuple[str, Tensor]]:
+    memory = [torch.empty(sum(part.num_bytes for part in unit.values()), dtype=torch.uint8) for unit in batch]
+    parts = [part for unit in batch for part in unit.values()]
+    read_into(parts, [tensor for unit, m in zip(batch, memory, strict=True) for tensor in _parts(unit, m)])
+    for unit, read in zip(batch, memory, strict=True):
+        yield from zip(unit, _parts(unit, read.to(device)), strict=True)
+
+
+def _parts(unit: _Unit, memory: Tensor) -> Iterator[Tensor]:
+    """The tensors of a unit, one after another in its bytes, uint8 ``[n]``."""
+    begin = 0
+    for part in unit.values():
+        dtype = getattr(torch, part.dtype)
+        yield tensor_within(memory.untyped_storage(), begin // dtype.itemsize, part.shape, dtype)
+        begin += part.num_bytes
 
 
 def _manifest(spec: ModelSpec, directory: Path, tp: int, plan_sha256: str) -> Manifest:

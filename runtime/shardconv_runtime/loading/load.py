@@ -59,6 +59,7 @@ def load(
     trust_remote_code: bool = False,
     verify: bool = False,
     dequantize: bool = False,
+    fuse: bool = True,
     check_inputs: bool = False,
     **other: Any,
 ) -> Any:
@@ -110,6 +111,8 @@ def load(
         verify: read this rank's files once before, and compare their checksums with those in the manifest.
         dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
             that the plain model runs; without it they stay packed, and the format's own modules compute.
+        fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
+            says; not for training. If False, each layer computes by itself.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
         other: no others; those of ``from_pretrained`` are refused by name.
@@ -148,6 +151,7 @@ def load(
         verify,
         dequantize,
         all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
+        fuse,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -215,6 +219,7 @@ class _Wanted:
     dequantize: bool
     all_reduce: str | None
     """Its name, to be compared between the ranks."""
+    fuse: bool
 
     @property
     def form(self) -> dict[str, bool]:
@@ -322,6 +327,7 @@ def _connect(
 
 def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
     plan, directory = checked.plan, checked.directory
+    built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
     config = read_config(directory, checked.manifest, plan)
     generation_config = read_generation_config(directory, checked.manifest)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
@@ -340,27 +346,32 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
     if wanted.form:
         from ..training.prepare import parallelize_for_training
 
-        parallelize_for_training(model, plan, comm, wanted.gather_logits, **wanted.form)
+        parallelize_for_training(model, built, comm, wanted.gather_logits, **wanted.form)
     else:
-        parallelize(model, plan, comm, wanted.gather_logits, packed)
+        parallelize(model, built, comm, wanted.gather_logits, packed)
     if wanted.verify:
         from .file_checksums import verify_checksums
 
         verify_checksums(directory, checked.manifest, start.rank)
-    rank_files.read(model, plan, _stored(checked, start), start, wanted.dtype, packed)
+    rank_files.read(model, built, _stored(checked, built, start), start, wanted.dtype, packed)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start, packed is not None))
     return model.eval()
 
 
-def _stored(checked: _Checked, start: Launch) -> Generator[tuple[str, Tensor]]:
+def _stored(checked: _Checked, plan: Plan, start: Launch) -> Generator[tuple[str, Tensor]]:
     """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint."""
     if checked.checkpoint is not None:
         from .by_plan import local_tensors
 
-        return local_tensors(checked.plan, checked.checkpoint, start.rank, start.device)
+        return local_tensors(plan, checked.checkpoint, start.rank, start.device)
     assert checked.files is not None
-    return rank_files.tensors(checked.files.shards, start.device)
+    adjacent: tuple[tuple[str, ...], ...] = ()
+    if plan.fused:
+        from ..format.fused_groups import adjacent_tensors
+
+        adjacent = adjacent_tensors(plan)
+    return rank_files.tensors(checked.files.shards, start.device, adjacent)
 
 
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:

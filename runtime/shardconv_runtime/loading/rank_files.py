@@ -29,7 +29,7 @@ from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
-from .reading import mapped
+from .reading import Adjacent, mapped
 
 if TYPE_CHECKING:
     from ..parallel.packed_modules import PackedModules
@@ -85,8 +85,12 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
     return RankFiles(tuple(shards))
 
 
-def tensors(shards: Sequence[ShardFile], device: torch.device) -> Generator[tuple[str, Tensor]]:
+def tensors(
+    shards: Sequence[ShardFile], device: torch.device, adjacent: Adjacent = ()
+) -> Generator[tuple[str, Tensor]]:
     """Names and local tensors of the files, of stored shapes and dtypes, on the device, in the files' order.
+
+    Those of ``adjacent`` share memory where that takes no copy.
 
     Close the iterator, or run it to its end: threads may be reading until then, and the device copying.
 
@@ -96,9 +100,9 @@ def tensors(shards: Sequence[ShardFile], device: torch.device) -> Generator[tupl
     if device.type == "cuda" and hasattr(os, "preadv"):
         from .staged_reading import Cuda, staged
 
-        yield from staged(shards, Cuda(device))
+        yield from staged(shards, Cuda(device), adjacent)
         return
-    for name, tensor in mapped(shards):
+    for name, tensor in mapped(shards, adjacent):
         yield name, tensor.to(device)
 
 
@@ -138,6 +142,10 @@ def read(
     if todo:
         raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
     retie(model, plan)
+    if plan.fused:
+        from ..parallel.fused_products import refresh_fused
+
+        refresh_fused(model)
     _move_buffers(model, start.device)
     if packed is not None:
         packed.finish()

@@ -7,7 +7,8 @@ pinned buffers, see ``staged_reading``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,62 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.header import TORCH_NAME, ShardFile, StoredTensor
+from ..parallel.shared_storage import tensor_at, tensor_within
 
 REMEDY = "copy the directory again, or convert the model again"
 
+Adjacent = Sequence[tuple[str, ...]]
+"""Names of tensors that share memory where they lie next to each other in a file, in this order."""
 
-def mapped(shards: Sequence[ShardFile]) -> Generator[tuple[str, Tensor]]:
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tensors that lie next to each other in a file, and share memory: one, or several of one dtype."""
+
+    tensors: tuple[tuple[str, StoredTensor], ...]
+
+    @property
+    def begin(self) -> int:
+        """The first byte, counted from the first one of all tensors of the file."""
+        return self.tensors[0][1].offsets[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them; there are no gaps."""
+        return self.tensors[-1][1].offsets[1] - self.begin
+
+    def at(self, storage: torch.UntypedStorage, begin: int) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, of stored shapes and dtypes, whose bytes begin at ``begin`` of a storage.
+
+        They share a storage of their own, but are no views of each other to autograd.
+        """
+        dtype = getattr(torch, TORCH_NAME[self.tensors[0][1].dtype])
+        memory = tensor_at(storage, begin, self.num_bytes, dtype, (self.num_bytes // dtype.itemsize,))
+        for name, stored in self.tensors:
+            offset = (stored.offsets[0] - self.begin) // dtype.itemsize
+            yield name, tensor_within(memory.untyped_storage(), offset, stored.shape, dtype)
+
+
+def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[Stretch]:
+    """The tensors of a file in its order."""
+    first = {names[0]: names for names in adjacent}
+    todo = list(shard.tensors.items())
+    at = 0
+    while at < len(todo):
+        names = first.get(todo[at][0], ())
+        found = todo[at : at + len(names)]
+        are_next = tuple(name for name, _ in found) == names and len({s.dtype for _, s in found}) == 1
+        taken = tuple(found) if are_next else (todo[at],)
+        yield Stretch(taken)
+        at += len(taken)
+
+
+def mapped(shards: Sequence[ShardFile], adjacent: Adjacent = ()) -> Generator[tuple[str, Tensor]]:
     """Local tensors of stored shapes in private, writable mappings of the files, which no write changes.
+
+    Args:
+        shards: the files.
+        adjacent: tensors that share memory.
 
     Raises:
         CheckpointError: a file cannot be mapped.
@@ -33,8 +84,8 @@ def mapped(shards: Sequence[ShardFile]) -> Generator[tuple[str, Tensor]]:
             raise CheckpointError(
                 f"{shard.path}: cannot be mapped into memory ({error}); {REMEDY}"
             ) from error
-        for name, stored in shard.tensors.items():
-            yield name, stored_tensor(storage, shard.start + stored.offsets[0], stored)
+        for stretch in stretches(shard, adjacent):
+            yield from stretch.at(storage, shard.start + stretch.begin)
 
 
 def map_file(path: Path, num_bytes: int) -> Any:
@@ -47,21 +98,3 @@ def map_file(path: Path, num_bytes: int) -> Any:
         return torch.UntypedStorage.from_file(str(path), False, num_bytes)
     except RuntimeError as error:
         raise OSError(str(error).splitlines()[0]) from error
-
-
-def tensor_at(
-    storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
-    """The tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    if not num_bytes:
-        return tensor.reshape(shape)
-    stretch: Any = storage[begin : begin + num_bytes]  # the stub knows of single bytes only
-    filled: Tensor = tensor.set_(stretch, 0, shape)  # type: ignore[call-overload]
-    return filled
-
-
-def stored_tensor(storage: torch.UntypedStorage, begin: int, stored: StoredTensor) -> Tensor:
-    """The stored tensor, of its shape and dtype, whose bytes begin at ``begin``."""
-    dtype = getattr(torch, TORCH_NAME[stored.dtype])
-    return tensor_at(storage, begin, stored.offsets[1] - stored.offsets[0], dtype, stored.shape)

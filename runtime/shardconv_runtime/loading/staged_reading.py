@@ -5,7 +5,8 @@ Threads read into a ring of pinned buffers, from which the bytes go to the devic
     files ── preadv, several threads ──> ring of pinned buffers ── one copy each ──> slabs on the device
 
 A slab is one allocation on the device, for one large tensor or for many small ones. Its tensors have
-storages of their own all the same, so that a write to one does not look like a write to the others.
+storages of their own all the same, so that a write to one does not look like a write to the others; those
+that a plan fuses share one, and count as one tensor here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..format.header import ShardFile, StoredTensor
-from .reading import REMEDY, stored_tensor
+from ..format.header import ShardFile
+from .reading import REMEDY, Adjacent, Stretch, stretches
 
 BUFFER_BYTES = 16 << 20
 """Of each staging buffer: the copy to the device takes about a millisecond, much longer than its start, and
@@ -137,13 +138,14 @@ class _Slab:
     """One allocation on the device, the tensors in it and where they begin, and how it is filled."""
 
     num_bytes: int
-    tensors: tuple[tuple[str, StoredTensor, int], ...]
+    tensors: tuple[tuple[Stretch, int], ...]
     fills: tuple[_Fill, ...]
 
 
 def staged(
     shards: Sequence[ShardFile],
     device: StagingDevice,
+    adjacent: Adjacent = (),
     *,
     buffer_bytes: int = BUFFER_BYTES,
     num_buffers: int = NUM_BUFFERS,
@@ -152,10 +154,17 @@ def staged(
 
     The peak memory of the host is that of the buffers, of the device that of the tensors.
 
+    Args:
+        shards: the files.
+        device: where the tensors go.
+        adjacent: tensors that share memory.
+        buffer_bytes: of each buffer.
+        num_buffers: and threads.
+
     Raises:
         CheckpointError: a file cannot be read, or is shorter than it was.
     """
-    slabs = [slab for shard in shards for slab in _slabs(shard, buffer_bytes)]
+    slabs = [slab for shard in shards for slab in _slabs(shard, adjacent, buffer_bytes)]
     fills = deque(fill for slab in slabs for fill in slab.fills)
     size = max((fill.num_bytes for fill in fills), default=0)
     with ExitStack() as stack:
@@ -181,8 +190,8 @@ def staged(
                 read_next(buffer, copied)
             if slab.fills:
                 device.publish(copied)
-            for name, stored, begin in slab.tensors:
-                yield name, stored_tensor(memory.untyped_storage(), begin, stored)
+            for stretch, begin in slab.tensors:
+                yield from stretch.at(memory.untyped_storage(), begin)
 
 
 class _Readable:
@@ -230,34 +239,30 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-def _slabs(shard: ShardFile, limit: int) -> Iterator[_Slab]:
+def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
     """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes."""
-    held: list[tuple[str, StoredTensor, int]] = []
+    held: list[tuple[Stretch, int]] = []
     end = 0
-    for name, stored in shard.tensors.items():
+    for stretch in stretches(shard, adjacent):
         begin = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        if held and begin + _size(stored) > limit:
+        if held and begin + stretch.num_bytes > limit:
             yield _slab(shard, held, limit)
             held, begin = [], 0
-        held.append((name, stored, begin))
-        end = begin + _size(stored)
+        held.append((stretch, begin))
+        end = begin + stretch.num_bytes
     if held:
         yield _slab(shard, held, limit)
 
 
-def _slab(shard: ShardFile, held: list[tuple[str, StoredTensor, int]], limit: int) -> _Slab:
-    spans = tuple(_Span(begin, _size(stored)) for _, stored, begin in held if _size(stored))
-    first = shard.start + held[0][1].offsets[0]
+def _slab(shard: ShardFile, held: list[tuple[Stretch, int]], limit: int) -> _Slab:
+    spans = tuple(_Span(begin, stretch.num_bytes) for stretch, begin in held if stretch.num_bytes)
+    first = shard.start + held[0][0].begin
     if not spans:
         return _Slab(0, tuple(held), ())
     end = spans[-1].begin + spans[-1].num_bytes
     if end <= limit:
         fills = [_Fill(shard.path, first, spans, 0)]
-    else:  # one tensor, larger than a buffer
+    else:  # one stretch, larger than a buffer
         parts = ((at, min(limit, end - at)) for at in range(0, end, limit))
         fills = [_Fill(shard.path, first + at, (_Span(0, size),), at) for at, size in parts]
     return _Slab(end, tuple(held), tuple(fills))
-
-
-def _size(stored: StoredTensor) -> int:
-    return stored.offsets[1] - stored.offsets[0]

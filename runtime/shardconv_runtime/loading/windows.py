@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import SourceError
+from ..parallel.shared_storage import tensor_at
 from ..tensors.boxes import is_run, move_of
 from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes
-from .reading import map_file, tensor_at
+from .reading import map_file
 
 
 class Windows:

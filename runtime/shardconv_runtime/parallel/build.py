@@ -109,6 +109,8 @@ def apply_plan(
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
     _shrink(model, plain, comm, training)
     retie(model, plan)
+    if plan.fused and not training:
+        _fuse(model, plan, packed)
     if plan.modules and plan.tp > 1:
         from .guards import attach_guards
 
@@ -142,6 +144,15 @@ def _convert_modules(
             target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
             replaced[id(targets[fqn])] = _convert(target)
     _swap(model, replaced)
+
+
+def _fuse(model: nn.Module, plan: Plan, packed: PackedModules | None) -> None:
+    """Fuse the groups of the plan, but for those that the modules of a quantized format compute."""
+    from ..format.fused_groups import fused_groups
+    from .fused_products import fuse
+
+    names = () if packed is None else packed.names
+    fuse(model, [g for g in fused_groups(plan) if not any(f"{fqn}.weight" in names for fqn in g)])
 
 
 def retie(model: nn.Module, plan: Plan) -> None:

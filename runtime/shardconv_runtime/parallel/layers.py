@@ -58,7 +58,7 @@ class ColumnParallelLinear(nn.Linear):
         """See the class."""
         if not self._has_backward:
             refuse_gradient(input)
-        return _finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
+        return finish(self.outputs, F.linear(_apply(self.inputs, input), self.weight, self.bias))
 
 
 class RowParallelLinear(nn.Linear):
@@ -99,9 +99,9 @@ class RowParallelLinear(nn.Linear):
         """See the class."""
         x = _apply(self.inputs, input)
         if not self.reductions:
-            return _finish(self.outputs, F.linear(x, self.weight, self.bias))
-        y = _finish(self.reductions, F.linear(x, self.weight))
-        return _finish(self.outputs, y + self.bias)
+            return finish(self.outputs, F.linear(x, self.weight, self.bias))
+        y = finish(self.reductions, F.linear(x, self.weight))
+        return finish(self.outputs, y + self.bias)
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -144,7 +144,7 @@ class VocabParallelEmbedding(nn.Embedding):
             rows = zero_out_of_shard(F.embedding(ids, self.weight, self.padding_idx), out_of_shard)
         else:  # the table has fewer rows than there are ranks
             rows = self.weight.new_zeros((*ids.shape, self.embedding_dim))
-        return _finish(self.outputs, rows)
+        return finish(self.outputs, rows)
 
 
 def _apply(steps: Sequence[TensorStep], x: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ def _apply(steps: Sequence[TensorStep], x: Tensor) -> Tensor:
     return x
 
 
-def _finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
-    """The steps on a result that the layer has just computed, so that sums may take its memory."""
+def finish(steps: Sequence[TensorStep], y: Tensor) -> Tensor:
+    """The steps on a result that a layer has just computed, so that sums may take its memory."""
     for step in steps:
         y = step.overwriting(y) if isinstance(step, Reduce) else step(y)
     return y

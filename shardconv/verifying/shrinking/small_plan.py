@@ -8,10 +8,12 @@ from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, size
+from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import (
     Boundary,
     DrawPlan,
     Edit,
+    FusedPlan,
     GradientPlan,
     LocalRowsOrEndStep,
     LocalRowsStep,
@@ -84,6 +86,11 @@ class _Translation:
             parameters=tuple(parameters),
             modules=self._modules(self.full.modules),
             tied=tuple(pair for pair in self.full.tied if not any(map(self._is_skipped, pair))),
+            fused=tuple(
+                FusedPlan(tuple((fqn,) for fqn in group))
+                for group in fused_groups(self.full)
+                if not any(map(self._is_skipped, group))
+            ),
             training=training,
         )
 

@@ -11,11 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import nn
 
-from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes
+from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes, starred
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]
     said: dict[str, object] = {name: replace(entry, names=()) for name, entry in modules.items()}
     said |= {f"{name}=": replace(entry, names=()) for name, entry in parameters.items()}
     said |= {f"{alias}=": name for alias, name in plan.tied}
+    said |= {f"{fqn}+": tuple(map(starred, group)) for group in fused_groups(plan) for fqn in group}
     inside: dict[str, dict[str, object]] = {}
     wanted = {fqn for layer, how in layers.items() for fqn in (layer, how.like)}
     for name, entry in said.items():

@@ -17,6 +17,7 @@ from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.plan import AllGatherStep, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
@@ -249,7 +250,9 @@ class Simulation:
         if key not in self._local:
             local = make(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
             weights = self.weights.local(comm.rank, precision.dtype)
-            self._local[key] = ReusedModel(fill(local, weights, gradients=make is _for_training))
+            fill(local, weights, gradients=make is _for_training)
+            refresh_fused(local)
+            self._local[key] = ReusedModel(local)
         return self._local[key].fresh()
 
     def _compare_gradients(

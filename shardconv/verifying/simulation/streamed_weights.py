@@ -25,6 +25,7 @@ import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.build import owner_of
+from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.tensors.copying import read_into, read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, cast, concatenate, from_leaf, take
 from torch import Tensor, nn
@@ -192,7 +193,20 @@ def fill_streamed(
         is_parameter = attribute in owner._parameters
         parameter = _Parameter(name, wanted, reads)
         found[name] = StreamedTensor(parameter) if is_parameter else read_tensor(wanted)
-    return fill(model, found)
+    fill(model, found)
+    for product in fused_products(model):
+        weights, biases = ([m._parameters[name] for m in product.members] for name in ("weight", "bias"))
+        product.span(_spanning(weights), _spanning(biases), has_bias=biases[0] is not None)
+    return model
+
+
+def _spanning(parts: Sequence[Any]) -> Any:
+    """One tensor of the rows of several, read when an operator needs it; None where there are none."""
+    if any(not isinstance(part, StreamedTensor) for part in parts):
+        return None
+    owned = parts[0]._parameter
+    name = f"{owned.fqn} and those fused with it"
+    return StreamedTensor(_Parameter(name, concatenate([part.lazy for part in parts], 0), owned.reads))
 
 
 def computing(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from shardconv_runtime.format.dims import Leaf
-from shardconv_runtime.format.plan import ModulePlan, NormInfo, ParameterPlan, Plan
+from shardconv_runtime.format.plan import FusedPlan, ModulePlan, NormInfo, ParameterPlan, Plan
 from small_models import hand_plan, small_config
 
 from shardconv.reporting.human_numbers import human_bytes, human_count
@@ -85,6 +85,14 @@ def test_uneven_and_small_plans_fit_the_width(tp: int) -> None:
     if tp == 3:
         assert "[101, 32] → [34, 32] … [33, 32]" in text
         assert re.search(r"each rank +\S+ kB to \S+ kB", text)
+
+
+def test_fused_products(large: Plan) -> None:
+    members = tuple((f"model.layers.{{0..125}}.self_attn.{name}_proj",) for name in "qkv")
+    lines = report(dataclasses.replace(large, fused=(FusedPlan(members),))).splitlines()
+    assert "FUSED       products of one input, for inference" in lines
+    assert "  model.layers.{0..125}.self_attn: q_proj + k_proj + v_proj (378 products are 126)" in lines
+    assert not any(line.startswith("FUSED") for line in report(large).splitlines())
 
 
 def test_norms_partials_and_long_names() -> None:

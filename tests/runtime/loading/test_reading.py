@@ -341,6 +341,29 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     assert all(t.data_ptr() % ALIGNMENT == 0 for _, t in rank_files.tensors([shard], device))
 
 
+# --- tensors that share memory
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 1, 1000, 1 << 20])
+def test_adjacent_tensors_share_a_storage(tmp_path: Path, buffer_bytes: int) -> None:
+    """Two of three groups: one lies apart in the file, or in another order."""
+    names = ("a", "b", "c", "d", "e", "f", "g")
+    tensors = {name: random_bytes(7, 5 + index) for index, name in enumerate(names)}
+    shard = written(tmp_path / "x", tensors)
+    assert tuple(shard.tensors) == names
+    adjacent = (("b", "c", "d"), ("e", "g"), ("f",), ("g", "a"))
+    if buffer_bytes:
+        found = dict(staged([shard], Late(), adjacent, buffer_bytes=buffer_bytes))
+    else:
+        found = dict(mapped([shard], adjacent))
+    assert_same(found, tensors)
+    storages = {name: tensor.untyped_storage()._cdata for name, tensor in found.items()}
+    assert storages["b"] == storages["c"] == storages["d"]
+    assert len(set(storages.values())) == 5
+    assert all(found[x]._base is None for x in "bcd")
+    assert found["c"].data_ptr() == found["b"].data_ptr() + found["b"].nbytes
+
+
 # --- in the model
 
 
@@ -351,7 +374,7 @@ def test_a_staged_model_is_the_mapped_one(
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)), shards=3)
     by_mapping = shardconv_runtime.load(path, dtype=dtype).state_dict()
-    monkeypatch.setattr(rank_files, "tensors", lambda shards, device: through_buffers(shards))
+    monkeypatch.setattr(rank_files, "tensors", lambda shards, *_: through_buffers(shards))
     by_staging = shardconv_runtime.load(path, dtype=dtype).state_dict()
     assert_same(by_staging, by_mapping)
     wanted = torch.float64 if dtype is None else getattr(torch, dtype)
@@ -385,7 +408,7 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
     model = random_llama()
     path = write_directory(tmp_path / "out", model, llama_plan(model.config, (1,)))
     host = Late()
-    monkeypatch.setattr(rank_files, "tensors", lambda shards, device: staged(shards, host, buffer_bytes=1024))
+    monkeypatch.setattr(rank_files, "tensors", lambda shards, *_: staged(shards, host, buffer_bytes=1024))
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")

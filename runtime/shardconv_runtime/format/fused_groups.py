@@ -1,0 +1,117 @@
+"""The groups of linear layers that a plan fuses, and the tensors that lie next to each other for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from .dims import axes_of, size
+from .names import MAX_NAMES, expand_all
+from .plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
+from .plan_checks import fail
+from .stored_layout import is_common
+
+FUSED_PARAMETERS = ("weight", "bias")
+"""Of each member of a group; those of one name lie next to each other."""
+
+
+def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """FQNs of the members of each group, in call order.
+
+    Raises:
+        PlanError: a pattern is malformed, or the patterns stand for too many names.
+        MalformedError: the members of an entry are of different numbers of groups.
+    """
+    groups: list[tuple[str, ...]] = []
+    for index, entry in enumerate(plan.fused):
+        names = [expand_all(patterns, MAX_NAMES - len(groups)) for patterns in entry.members]
+        if len(names) < 2 or len({len(each) for each in names}) > 1 or not names[0]:
+            fail(f"fused[{index}].members", "needs two members or more, of as many groups each")
+        groups += zip(*names, strict=True)
+    return tuple(groups)
+
+
+def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Names of the tensors of the files that lie next to each other in this order.
+
+    Packed parameters do not, and neither do those of different dtypes.
+
+    Raises:
+        PlanError: see ``fused_groups``.
+    """
+    if not plan.fused:
+        return ()
+    stored = {n: entry.dtype for n, entry in parameter_plans(plan).items() if entry.packing is None}
+    found = []
+    for group in fused_groups(plan):
+        for attribute in FUSED_PARAMETERS:
+            names = tuple(f"{fqn}.{attribute}" for fqn in group)
+            if len({stored.get(name) for name in names}) == 1 and names[0] in stored:
+                found.append(names)
+    return tuple(found)
+
+
+def in_units(names: Iterable[str], adjacent: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Names in their order, but for those that lie next to each other: these follow the first one at once.
+
+    Args:
+        names: all of them.
+        adjacent: groups of names; one of which some are missing is left out.
+    """
+    present = dict.fromkeys(names)
+    groups = [group for group in adjacent if present.keys() >= set(group)]
+    unit_of = {name: group for group in groups for name in group}
+    done: set[str] = set()
+    for name in present:
+        if name not in done:
+            unit = unit_of.get(name, (name,))
+            done.update(unit)
+            yield unit
+
+
+def check_fused(plan: Plan) -> None:
+    """Check the groups: each could be one linear layer with the parameters of all members.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with ``fused``.
+        PlanError: a pattern is malformed.
+    """
+    parameters, modules = parameter_plans(plan), module_plans(plan)
+    tied = {name for pair in plan.tied for name in pair}
+    seen: set[str] = set()
+    for group in fused_groups(plan):
+        for fqn in group:
+            if fqn in seen:
+                fail("fused", f"{fqn!r} is a member twice")
+            seen.add(fqn)
+            if (entry := modules.get(fqn)) is not None and not is_fusible(entry):
+                fail("fused", f"{fqn!r} is no column-parallel layer without steps on its input")
+        weights = _of_members("weight", group, parameters)
+        if any(entry is None or len(entry.dims) != 2 for entry in weights):
+            fail("fused", f"a member of {group} has no matrix")
+        biases = _of_members("bias", group, parameters)
+        if any(biases) and not all(biases):
+            fail("fused", f"some members of {group} have a bias, others have none")
+        _check_alike(group, [entry for entry in (*weights, *biases) if entry is not None])
+        if bad := tied.intersection(f"{fqn}.{attribute}" for fqn in group for attribute in FUSED_PARAMETERS):
+            fail("fused", f"{min(bad)!r} is tied")
+
+
+def _of_members(
+    attribute: str, group: tuple[str, ...], parameters: Mapping[str, ParameterPlan]
+) -> list[ParameterPlan | None]:
+    return [parameters.get(f"{fqn}.{attribute}") for fqn in group]
+
+
+def is_fusible(entry: ModulePlan) -> bool:
+    """Whether a module with this entry may be a member of a group: it may gather its output, and no more."""
+    gathers = all(isinstance(step, AllGatherStep) for step in entry.outputs)
+    return entry.category == "column" and gathers and not (entry.inputs or entry.edits)
+
+
+def _check_alike(group: tuple[str, ...], entries: list[ParameterPlan]) -> None:
+    if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
+        fail("fused", f"the members of {group} have inputs of different sizes")
+    if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
+        fail("fused", f"a member of {group} gives terms of a sum over ranks")
+    if len({is_common(entry) for entry in entries}) > 1:
+        fail("fused", f"some members of {group} are replicated, others are not")

@@ -1,0 +1,243 @@
+"""Linear layers of one input that are computed as one product, for inference.
+
+The layers of a group (such as those for queries, keys and values) are called one after another with the same
+tensor. The first one multiplies it with a matrix that spans the weights of all, which lie next to each other
+in memory, and returns its part of the result; the others take theirs. A layer that is given another tensor
+computes by itself, so that a group that is called in any other way is slower, and no less right.
+
+Parameters keep their names: each has a part of the memory that the group shares. That part is a storage of
+its own, so that libraries that save parameters see no shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..comm.collectives import refuse_gradient
+from ..errors import PlanError
+from .layers import ColumnParallelLinear, finish
+from .shared_storage import tensor_at, tensor_within
+
+_PRODUCTS = "_shardconv_fused"
+"""Attribute of a model: its products."""
+
+
+class FusedProduct:
+    """The product of a group of layers.
+
+    Args:
+        members: the layers in the order in which they are called.
+    """
+
+    def __init__(self, members: Sequence[FusedLinear]) -> None:
+        self.members = tuple(members)
+        sizes = [member.out_features for member in members]
+        self.spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+        """Where the part of each member begins in the result, and its size."""
+        self.weight: nn.Parameter | None = None
+        """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
+        self.bias: nn.Parameter | None = None
+        self._made_of: tuple[tuple[dict[str, Any], str, nn.Parameter, int], ...] | None = None
+        """(parameters of a member, name, parameter, its address) of all that ``weight`` and ``bias`` span."""
+        self._held: tuple[Tensor, int | None, Tensor] | None = None
+        """The last input, its version, and the product, until the last member has taken its part."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedProduct:
+        """Copies of parameters have memory of their own, which is joined before the copy is used."""
+        from copy import deepcopy
+
+        other = memo[id(self)] = FusedProduct(())
+        other.members, other.spans = deepcopy(self.members, memo), self.spans
+        return other
+
+    def part(self, index: int, input: Tensor) -> Tensor | None:
+        """The part of a member, local ``[..., out_features]``; None: it has to compute by itself.
+
+        Args:
+            index: of the member.
+            input: ``[..., in_features]``.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        version = None if is_compiling or input.is_inference() else input._version
+        if index == 0:
+            self._held = None
+            if not is_compiling:
+                self.refresh()
+            if self.weight is None:
+                return None
+            product = F.linear(input, self.weight, self.bias)
+            self._held = (input, version, product)
+        else:
+            held = self._held  # once: another thread may run the model
+            if held is None or held[0] is not input or held[1] != version:
+                return None
+            product = held[2]
+            if index == len(self.spans) - 1:
+                self._held = None
+        begin, size = self.spans[index]
+        return product.narrow(-1, begin, size)
+
+    def refresh(self) -> None:
+        """Join the parameters of the members again, if any of them was replaced or moved."""
+        if self._made_of is None or not all(
+            owner.get(name) is parameter and parameter.data_ptr() == address
+            for owner, name, parameter, address in self._made_of
+        ):
+            weights = [member._parameters.get("weight") for member in self.members]
+            biases = [member._parameters.get("bias") for member in self.members]
+            has_bias = any(bias is not None for bias in biases)
+            self.span(_joined(weights), _joined(biases) if has_bias else None, has_bias=has_bias)
+
+    def span(self, weight: nn.Parameter | None, bias: nn.Parameter | None, *, has_bias: bool) -> None:
+        """Multiply with these, until a parameter of a member is replaced or moved.
+
+        Args:
+            weight: ``[sum of out_features, in_features]``; None: let each member compute by itself.
+            bias: ``[sum of out_features]``.
+            has_bias: whether the members have biases; without ``bias`` they then compute by themselves.
+        """
+        is_whole = weight is not None and (bias is not None or not has_bias)
+        self.weight, self.bias = (weight, bias) if is_whole else (None, None)
+        found = [
+            (member._parameters, name, member._parameters.get(name))
+            for member in self.members
+            for name in ("weight", "bias")
+        ]
+        self._made_of = tuple((o, n, p, p.data_ptr()) for o, n, p in found if p is not None)
+
+
+class FusedLinear(ColumnParallelLinear):
+    """A linear layer whose product is a part of a larger one; shapes are those of ``ColumnParallelLinear``.
+
+    Args:
+        linear: the layer that it replaces, and whose parameters it takes.
+    """
+
+    product: FusedProduct
+    index: int
+    """In the group."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        sharded = linear if isinstance(linear, ColumnParallelLinear) else None
+        super().__init__(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            outputs=() if sharded is None else sharded.outputs,
+            training=sharded is None,  # a plain layer passes gradients on
+            device=torch.device("meta"),
+        )
+        self._parameters.update(linear._parameters)
+        self.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See the class."""
+        if not self._has_backward:
+            refuse_gradient(input)
+        needs_grad = torch.is_grad_enabled() and self.weight.requires_grad
+        y = None if needs_grad else self.product.part(self.index, input)
+        return finish(self.outputs, F.linear(input, self.weight, self.bias) if y is None else y)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FusedLinear:
+        """Move or cast the parameters; the last member of a group joins them again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.index == len(self.product.members) - 1:
+            self.product.refresh()
+        return self
+
+
+def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
+    """Replace the linear layers of each group, in place.
+
+    Args:
+        model: as ``build.apply_plan`` converts it, of local shapes.
+        groups: FQNs, in the order of the calls.
+
+    Raises:
+        PlanError: a member is no plain or column-parallel linear layer.
+    """
+    products = []
+    for group in groups:
+        members = [FusedLinear(_linear(model, fqn)) for fqn in group]
+        product = FusedProduct(members)
+        for index, (fqn, member) in enumerate(zip(group, members, strict=True)):
+            member.product, member.index = product, index
+            parent, _, name = fqn.rpartition(".")
+            model.get_submodule(parent)._modules[name] = member
+        product.refresh()
+        products.append(product)
+    model.__dict__[_PRODUCTS] = tuple(products)
+
+
+def fused_products(model: nn.Module) -> tuple[FusedProduct, ...]:
+    """The products of a model that ``fuse`` was called for; none of another one."""
+    found: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
+    return found
+
+
+def refresh_fused(model: nn.Module) -> None:
+    """Join parameters that were replaced or moved since they were joined; to be called before compiled code
+    runs, which does not look for itself."""
+    for product in fused_products(model):
+        product.refresh()
+
+
+def _linear(model: nn.Module, fqn: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(fqn)
+    except AttributeError as error:
+        raise PlanError(f"{fqn}: this module of the plan is missing from the model") from error
+    if type(module) not in (nn.Linear, ColumnParallelLinear):
+        raise PlanError(f"{fqn}: the plan fuses it, and it is a {type(module).__name__}")
+    if isinstance(module, ColumnParallelLinear) and module.inputs:
+        raise PlanError(f"{fqn}: the plan fuses it, and has steps on its input")
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _joined(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
+    """The parameter that spans these along their first dim; their memory is moved next to each other if it is
+    not. None if they are not alike."""
+    found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
+    kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
+    if len(found) < len(parts) or len(kinds) > 1:
+        return None
+    first, num_rows = found[0], sum(len(part) for part in found)
+    shape = (num_rows, *first.shape[1:])
+    with torch.no_grad(), torch.inference_mode(first.is_inference()):
+        if _are_adjacent(found) and not first.is_meta:
+            whole = tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
+        else:
+            whole = torch.empty(shape, dtype=first.dtype, device=first.device)
+        if not first.is_meta:
+            _become_parts(found, whole)
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether parameters are in one storage, one after another."""
+    at = parts[0].storage_offset()
+    storage = parts[0].untyped_storage()._cdata
+    for part in parts:
+        if not (part.is_contiguous() and part.untyped_storage()._cdata == storage):
+            return False
+        if part.storage_offset() != at:
+            return False
+        at += part.numel()
+    return True
+
+
+def _become_parts(parts: Sequence[nn.Parameter], whole: Tensor) -> None:
+    """Let parameters have their numbers in the memory of ``whole``, in storages of their own."""
+    storage, at = whole.untyped_storage(), int(whole.storage_offset()) * whole.itemsize
+    for part in parts:
+        own = tensor_at(storage, at, part.nbytes, part.dtype, tuple(part.shape))
+        if own.data_ptr() != part.data_ptr():
+            own.copy_(part)
+        part.data = own
+        at += part.nbytes

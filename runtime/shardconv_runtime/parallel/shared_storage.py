@@ -1,0 +1,33 @@
+"""Tensors in the memory of a storage, which are no views of each other to autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensor_within(storage: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The contiguous tensor of this shape and dtype in a storage.
+
+    Args:
+        storage: untyped.
+        offset: of its first element, counted in elements of the dtype.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def tensor_at(
+    storage: torch.UntypedStorage, begin: int, num_bytes: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """The tensor of this shape whose bytes begin at ``begin``; its storage keeps the memory alive."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    if not num_bytes:
+        return tensor.reshape(shape)
+    stretch: Any = storage[begin : begin + num_bytes]  # the stub knows of single bytes only
+    filled: Tensor = tensor.set_(stretch, 0, shape)  # type: ignore[call-overload]
+    return filled
