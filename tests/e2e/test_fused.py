@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -19,6 +20,7 @@ import transformers
 from checkpoints import CONFIGS, HEADS, HIDDEN, LAYERS, VOCAB, save
 from distributed import run_processes
 from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.plan import FusedPlan
 from shardconv_runtime.parallel.fused_products import fused_products
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -175,7 +177,7 @@ def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
 
 
 def test_files_without_groups_are_joined_in_memory(converted: Convert, tmp_path: Path) -> None:
-    """Such as of a directory that was converted before there were any, and replanned."""
+    """Such as those of a directory of version 3 of the plan, which had none, once it is replanned."""
     found = converted("llama", 1)
     plan = plan_json.read(found.out / "plan.json")
     older = tmp_path / "older"
@@ -184,11 +186,38 @@ def test_files_without_groups_are_joined_in_memory(converted: Convert, tmp_path:
         shardconv.convert(found.source, older, tp=1, check=False)
     assert not plan_json.read(older / "plan.json").fused
     before = run(shardconv_runtime.load(older))
+    document = json.loads((older / "plan.json").read_text()) | {"version": 3}
+    (older / "plan.json").write_text(json.dumps(document))
     shardconv.replan(older, check=False)
     assert plan_json.read(older / "plan.json") == plan
     after = run(shardconv_runtime.load(older))
     assert (before[0], after[0]) == (1 + LAYERS * 7, 1 + LAYERS * 4)
     torch.testing.assert_close(after[1], before[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_products"),
+    [
+        ((("k_proj", "q_proj", "v_proj"),), 6),
+        ((("v_proj", "k_proj", "q_proj"),), 7),
+        ((("q_proj", "v_proj"),), 6),
+    ],
+)
+def test_groups_in_another_order_are_slower_and_right(
+    converted: Convert, tmp_path: Path, groups: Any, num_products: int
+) -> None:
+    """Nothing but the number of products depends on which layers a plan groups."""
+    found = converted("llama", 1)
+    plan = plan_json.read(found.out / "plan.json")
+    entries = tuple(
+        FusedPlan(tuple((f"model.layers.{{0,1}}.self_attn.{name}",) for name in group)) for group in groups
+    )
+    across = FusedPlan((("model.layers.0.mlp.gate_proj",), ("model.layers.1.mlp.gate_proj",)))
+    path = tmp_path / "plan.json"
+    plan_json.write(dataclasses.replace(plan, fused=(*entries, across)), path)
+    count, logits = run(shardconv_runtime.load(found.source, plan=path))
+    assert count == 1 + LAYERS * num_products
+    torch.testing.assert_close(logits, run(shardconv_runtime.load(found.out))[1], rtol=1e-12, atol=1e-12)
 
 
 def test_training_is_not_fused(converted: Convert) -> None:

@@ -22,8 +22,12 @@ def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
         MalformedError: the members of an entry are of different numbers of groups.
     """
     groups: list[tuple[str, ...]] = []
+    num_names = 0
     for index, entry in enumerate(plan.fused):
-        names = [expand_all(patterns, MAX_NAMES - len(groups)) for patterns in entry.members]
+        names = []
+        for patterns in entry.members:
+            names.append(expand_all(patterns, MAX_NAMES - num_names))
+            num_names += len(names[-1])
         if len(names) < 2 or len({len(each) for each in names}) > 1 or not names[0]:
             fail(f"fused[{index}].members", "needs two members or more, of as many groups each")
         groups += zip(*names, strict=True)
@@ -87,10 +91,10 @@ def check_fused(plan: Plan) -> None:
                 fail("fused", f"{fqn!r} is no column-parallel layer without steps on its input")
         weights = _of_members("weight", group, parameters)
         if any(entry is None or len(entry.dims) != 2 for entry in weights):
-            fail("fused", f"a member of {group} has no matrix")
+            fail("fused", f"a member of the group of {group[0]!r} has no matrix")
         biases = _of_members("bias", group, parameters)
         if any(biases) and not all(biases):
-            fail("fused", f"some members of {group} have a bias, others have none")
+            fail("fused", f"some members of the group of {group[0]!r} have a bias, others have none")
         _check_alike(group, [entry for entry in (*weights, *biases) if entry is not None])
         if bad := tied.intersection(f"{fqn}.{attribute}" for fqn in group for attribute in FUSED_PARAMETERS):
             fail("fused", f"{min(bad)!r} is tied")
@@ -110,8 +114,8 @@ def is_fusible(entry: ModulePlan) -> bool:
 
 def _check_alike(group: tuple[str, ...], entries: list[ParameterPlan]) -> None:
     if len({size(entry.dims[1]) for entry in entries if len(entry.dims) > 1}) > 1:
-        fail("fused", f"the members of {group} have inputs of different sizes")
+        fail("fused", f"the members of the group of {group[0]!r} have inputs of different sizes")
     if any(entry.partial or any(map(axes_of, entry.dims[1:])) for entry in entries):
-        fail("fused", f"a member of {group} gives terms of a sum over ranks")
+        fail("fused", f"a member of the group of {group[0]!r} gives terms of a sum over ranks")
     if len({is_common(entry) for entry in entries}) > 1:
-        fail("fused", f"some members of {group} are replicated, others are not")
+        fail("fused", f"some members of the group of {group[0]!r} are replicated, others are not")

@@ -62,6 +62,11 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
             module(names=["a.{0..524287}", "b"]),
             "stands for 1 names, more than 0",
         ),
+        (
+            plan(),
+            plan(fused=[{"members": [["a.{0..99999}"]] * 6}]),
+            "stands for 100000 names, more than 24288",
+        ),
         (parameter(names=["a" * 256]), parameter(names=["a" * 257]), "more than 256 characters"),
         (
             parameter(names=["a" * 251 + ".{0..999}"]),
@@ -93,7 +98,7 @@ def many(tp: int, dim: str, count: int) -> dict[str, Any]:
             f"more than {plan_checks.MAX_TENSOR_DIMS} dims",
         ),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_plans(within: Any, beyond: Any, says: str) -> None:
     plan_json.loads(json.dumps(within))
