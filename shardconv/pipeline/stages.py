@@ -122,8 +122,9 @@ def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:
 
 def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:
     """The plan, with what a rank needs beside its weights if that can be measured."""
+    plain = replace(plan, fused=())  # as large inputs are computed
     try:
-        return replace(plan, memory=measure_memory(plan, model, inputs, bypassed))
+        return replace(plan, memory=measure_memory(plain, model, inputs, bypassed))
     except NotMeasured as error:
         note = f"the memory of caches and activations could not be measured: {shorten(str(error), 200)}"
         return replace(plan, notes=(*plan.notes, note))

@@ -23,6 +23,10 @@ from ..errors import PlanError
 from .layers import ColumnParallelLinear, finish
 from .shared_storage import tensor_at, tensor_within
 
+MAX_ROWS = 1024
+"""Most rows of an input (tokens) for one product. Larger products take their time in arithmetic: fewer are no
+faster, and the result of all members would live as long as the last part of it."""
+
 _PRODUCTS = "_shardconv_fused"
 """Attribute of a model: its products."""
 
@@ -39,6 +43,8 @@ class FusedProduct:
         sizes = [member.out_features for member in members]
         self.spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
         """Where the part of each member begins in the result, and its size."""
+        self.max_elements = MAX_ROWS * max((member.in_features for member in members), default=0)
+        """Of an input."""
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
         self.bias: nn.Parameter | None = None
@@ -53,6 +59,7 @@ class FusedProduct:
 
         other = memo[id(self)] = FusedProduct(())
         other.members, other.spans = deepcopy(self.members, memo), self.spans
+        other.max_elements = self.max_elements
         return other
 
     def part(self, index: int, input: Tensor) -> Tensor | None:
@@ -68,7 +75,7 @@ class FusedProduct:
             self._held = None
             if not is_compiling:
                 self.refresh()
-            if self.weight is None:
+            if self.weight is None or input.numel() > self.max_elements:
                 return None
             product = F.linear(input, self.weight, self.bias)
             self._held = (input, version, product)

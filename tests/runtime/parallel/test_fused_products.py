@@ -12,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_model
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.parallel.fused_products import FusedLinear, fuse, fused_products, refresh_fused
+from shardconv_runtime.parallel.fused_products import (
+    MAX_ROWS,
+    FusedLinear,
+    fuse,
+    fused_products,
+    refresh_fused,
+)
 from shardconv_runtime.parallel.layers import RowParallelLinear
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -142,6 +148,16 @@ def test_other_inputs(model: nn.Module) -> None:
     torch.testing.assert_close(model.k(x), twice[:, 6:8])
     model(x)
     assert product._held is None
+
+
+def test_large_inputs_are_multiplied_layer_by_layer(model: nn.Module) -> None:
+    for rows, num_products in ((MAX_ROWS, 1), (MAX_ROWS + 1, 3), (2, 1)):
+        x = torch.randn(rows, 8, dtype=torch.float64)
+        with products() as counted:
+            found = model(x)
+        assert counted == [num_products]
+        torch.testing.assert_close(found, expected(model, x))
+        torch.testing.assert_close(copy.deepcopy(model)(x), found)
 
 
 def test_gradients_of_weights_are_those_of_each_layer() -> None:
