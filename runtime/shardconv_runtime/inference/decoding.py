@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
+from ..parallel.fused_products import refresh_fused
 from .buffers import Buffers
 from .deadline import progress
 from .decode_cache import is_known, make_cache, num_tokens, windows
@@ -75,6 +76,7 @@ class Decoder:
         self._buffers = Buffers(next(model.parameters()).device)
         self._recorded: dict[Bucket, tuple[StepState, Replay]] = {}
         self._generation = 0
+        self._addresses: tuple[int, ...] = ()
         self._unfit: set[Any] = set()
         self._least_slots = LEAST_SLOTS
         self.runs_plain = False
@@ -162,6 +164,8 @@ class Decoder:
         kind = _kind(call)
         if kind in self._unfit:
             return None
+        refresh_fused(model)
+        self._forget_moved()
         prefilled = DynamicCache(config=model.config.get_text_config(decoder=True))
         arguments = {**call.arguments, call.cache_name: prefilled}
         with self._plain():
@@ -177,6 +181,13 @@ class Decoder:
                 return None
             del prefilled, arguments, logits
             return _loop(call, *found, streamer)
+
+    def _forget_moved(self) -> None:
+        """Record again if a parameter or buffer is elsewhere than it was: recorded graphs know addresses."""
+        found = tuple(x.data_ptr() for x in (*self._model.parameters(), *self._model.buffers()))
+        if found != self._addresses:
+            self._recorded.clear()
+            self._addresses = found
 
     def _begin(
         self, call: Call, arguments: dict[str, Any], prefilled: Cache, logits: Tensor

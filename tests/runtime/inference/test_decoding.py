@@ -373,6 +373,19 @@ def test_a_stop_that_is_seen_one_step_late(
     assert got.given == want.given
 
 
+def test_parameters_that_move(graphs: Graphs) -> None:
+    """What was recorded knows where they were."""
+    model = make()
+    twin, decoder = compiled(model)
+    same(twin, model, prompt(1, 5), **GREEDY)
+    other = make()
+    for one in (twin, model):
+        for parameter, new in zip(one.parameters(), other.parameters(), strict=True):
+            parameter.data = new.data.flip(0).clone()
+    same(twin, model, prompt(1, 5), **GREEDY)
+    assert decoder.num_recordings == 2
+
+
 def test_what_a_caller_keeps(graphs: Graphs) -> None:
     """Texts of earlier calls are not memory that later ones write."""
     model = make()
