@@ -5,6 +5,8 @@
 left is the time that the host spends around them, for each token. Beside it, of an eager token: operators,
 matrix products, collectives, waits for the device and allocations.
 
+**Calls**: 200 calls of ``generate`` with random lengths and batches, after a warm-up: what they leave behind.
+
 **Tokens**: ranks over gloo, greedy ``generate``, the runtime and transformers' tensor parallelism in the same
 processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
 
@@ -113,6 +115,24 @@ def token_rows(scratch: Path, name: str, tp: int, rounds: int) -> list[dict[str,
     return rows
 
 
+def call_rows(scratch: Path, tp: int, rounds: int) -> list[dict[str, str]]:
+    """What calls of random sizes leave behind, on rank 0."""
+    source = scratch / "narrow"
+    options = ["calls", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
+    found = run_ranks(scratch, tp, tp, *options)[0]
+    return [
+        {
+            "tp": str(tp),
+            "calls of generate": str(found["calls"] * (part + 1) // 5),
+            "recordings": str(found["recordings"][part]),
+            "graphs": str(found["graphs"][part]),
+            "buffers, MB": f"{found['buffers'][part] / 1e6:.1f}",
+            "memory of the process, MB": f"{found['resident'][part] / 1e6:.0f}",
+        }
+        for part in range(5)
+    ]
+
+
 def middle(result: Result) -> float:
     """The median time."""
     return statistics.median(result["ms"])
@@ -146,6 +166,8 @@ def main() -> None:
             row for name in shapes for tp in options.tp for row in token_rows(scratch, name, tp, rounds)
         ]
     text += f"\n{render(tokens, ())}\n"
+    tell(text)
+    text += f"\n{render(call_rows(scratch, 2, min(rounds, 20)), ())}\n"
     print(text)
     if options.markdown:
         options.markdown.write_text(text)

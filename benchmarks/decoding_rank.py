@@ -18,7 +18,7 @@ from inference_rank import join, load_transformers
 from shardconv_runtime.comm import mesh
 from shardconv_runtime.format import manifest
 from shardconv_runtime.inference.compiling import compile_model
-from shardconv_runtime.inference.generation import prepare_generation
+from shardconv_runtime.inference.generation import DECODER, prepare_generation
 from shardconv_runtime.parallel.build import parallelize, retie
 from shardconv_runtime.parallel.meta_model import build_model, find_class
 from shardconv_runtime.parallel.model_config import read_config
@@ -191,9 +191,43 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def calls(options: argparse.Namespace) -> dict[str, Any]:
+    """Recordings, graphs and memory after each fifth of many calls of random sizes."""
+    torch.set_num_threads(1)
+    join()
+    model = shardconv_runtime.load(
+        options.out, device="cpu", dtype="float32", compile=True, warm_up=[(8, 256), (1, 256)]
+    )
+    decoder = vars(model)[DECODER]
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {"recordings": [], "graphs": [], "buffers": [], "resident": []}
+    num_calls = 10 * options.rounds
+    for number in range(num_calls):
+        rows, length, new = (int(torch.randint(1, most, (), generator=generator)) for most in (9, 120, 60))
+        ids = torch.randint(3, 100, (rows, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, : (length - 1) // 2 * (number % 2)] = 0
+        model.generate(ids * mask, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=1)
+        if (number + 1) % (num_calls // 5) == 0:
+            found["recordings"].append(decoder.num_recordings)
+            found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            found["buffers"].append(decoder.num_bytes)
+            found["resident"].append(resident_bytes())
+    return found | {"calls": num_calls}
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is its own."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["RssAnon"].split()[0])
+
+
+COMMANDS = {"host": host, "tokens": tokens, "calls": calls}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("host", "tokens"))
+    parser.add_argument("command", choices=COMMANDS)
     for name in ("source", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--tp", type=int, required=True)
@@ -202,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    result = host(options) if options.command == "host" else tokens(options)
+    result = COMMANDS[options.command](options)
     options.result.write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()

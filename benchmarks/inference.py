@@ -254,6 +254,7 @@ def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
         "step": name,
         "beside": "transformers, tensor parallelism" if tp > 1 else "transformers, unsharded model",
         "shardconv, ms": _milliseconds(ours),
+        "unfused, ms": _milliseconds(cell["unfused"]),
         "transformers, ms": _milliseconds(theirs),
         "ratio": spread([a / b for a, b in zip(ours, theirs, strict=True)], 3) if both else "",
         "ratio of the fastest": f"{min(ours) / min(theirs):.3f}" if both else "",

@@ -233,16 +233,18 @@ class Subject:
 
 
 def load_pair(converted: Path, source: Path, mode: str) -> dict[str, Subject]:
-    """Our model and that of transformers: with its tensor parallelism, or unsharded for a single process."""
+    """Our model, fused and not, and that of transformers: sharded, or unsharded for a single process."""
     import shardconv_runtime
 
     compiled = mode == "compiled"
     ours = shardconv_runtime.load(converted, device="cpu", compile=compiled)
+    unfused = shardconv_runtime.load(converted, device="cpu", compile=compiled, fuse=False)
     theirs = load_transformers(source, parallel=world_size() > 1)
     if compiled:
         theirs._eager_forward = theirs.forward
         theirs.forward = torch.compile(theirs.forward)
-    return {"shardconv": Subject(ours, compiled), "transformers": Subject(theirs, compiled)}
+    found = {"shardconv": ours, "unfused": unfused, "transformers": theirs}
+    return {name: Subject(model, compiled) for name, model in found.items()}
 
 
 def rows(mode: str, prompt: Tensor, options: argparse.Namespace) -> Iterator[tuple[str, Any, int]]:
@@ -288,7 +290,7 @@ def _interleaved(subjects: dict[str, Subject], make: Callable[[Subject], Step], 
         for name in sorted(steps, reverse=number % 2 == 1):
             found[name].append(_seconds(steps[name]))
     if len(outputs) == len(subjects):
-        ours, theirs = outputs.values()
+        ours, theirs = outputs["shardconv"], outputs["transformers"]
         found["difference"] = float((ours - theirs).abs().max() / theirs.abs().max())
     return found
 

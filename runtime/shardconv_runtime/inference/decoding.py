@@ -135,6 +135,11 @@ class Decoder:
         decoder = self
         return decode
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is kept from call to call."""
+        return self._buffers.num_bytes
+
     def warm_up(self, batch: int, length: int) -> bool:
         """Compile and record what calls of this size run, with the model's own options of generation.
 
