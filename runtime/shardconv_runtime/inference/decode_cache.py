@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -22,6 +21,9 @@ from transformers.cache_utils import (
 )
 
 from .buffers import Buffers, repeat_first
+
+_EMPTY: type = getattr(cache_utils, "DummyLayer", type(None))
+"""Of layers that keep nothing; older versions of transformers have no such class."""
 
 _ATTENTION = (
     DynamicLayer,
@@ -165,7 +167,7 @@ class OneTokenCache(Cache):  # type: ignore[misc]
         """Take over what a prefill left in its cache."""
         self.length.fill_(num_tokens(prefilled))
         for mine, found in zip(self.layers, prefilled.layers, strict=True):
-            if not isinstance(mine, DummyLayer):
+            if not isinstance(mine, _EMPTY):
                 mine.fill(found)
 
 
@@ -174,7 +176,7 @@ def is_known(cache: Any) -> bool:
     if not isinstance(cache, Cache) or not cache.layers or getattr(cache, "offloading", False):
         return False
     return all(
-        type(layer) is DummyLayer
+        type(layer) is _EMPTY
         or (type(layer) in _STATES and _has_states(layer))
         or (type(layer) in _ATTENTION and bool(layer.is_initialized))
         for layer in cache.layers
@@ -206,8 +208,8 @@ def make_cache(prefilled: Cache, buffers: Buffers, batch: int, slots: int, *, ri
     length = buffers.get("length", (), torch.int64)
     layers = []
     for index, layer in enumerate(prefilled.layers):
-        if type(layer) is DummyLayer:
-            layers.append(DummyLayer())
+        if type(layer) is _EMPTY:
+            layers.append(_EMPTY())
             continue
         made: Any = LinearStates.__new__(LinearStates)
         if type(layer) in _ATTENTION:

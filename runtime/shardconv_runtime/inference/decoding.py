@@ -218,7 +218,11 @@ class Decoder:
         state.append(tokens)
         if found:
             return found
-        got = self._logits(state)[: len(logits)]
+        try:
+            got = self._logits(state)[: len(logits)]
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the ordinary step will do
+            warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
+            return None
         replay = self._record(state)
         if replay is None:
             return None

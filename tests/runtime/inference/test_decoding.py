@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
 states and attention; latent attention with experts."""
 
 REASON = "decodes in the ordinary way"
+DROPS_MASKS = "_mask_length" in inspect.getsource(transformers.GenerationMixin.generate)
+"""Whether this version of transformers leaves out masks of nothing but ones; others have a graph less."""
 
 
 class Graphs:
@@ -128,9 +131,10 @@ def test_tokens_of_every_kind_of_cache(name: str, graphs: Graphs) -> None:
     assert (graphs.count, decoder.num_recordings) == (2, 2)
     for length in (7, 9):
         same(twin, model, prompt(2, length, num_padded=3), **GREEDY)
-    assert (graphs.count, decoder.num_recordings) == (3, 3)
+    assert (graphs.count, decoder.num_recordings) == ((3, 3) if DROPS_MASKS else (2, 2))
 
 
+@pytest.mark.skipif(not DROPS_MASKS, reason="masks go by position")
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_windows_are_rings(name: str, graphs: Graphs) -> None:
     """The memory of a layer with a window is that of its window, and prompts may be longer."""
@@ -303,6 +307,20 @@ def test_a_model_whose_step_is_not_its_own(graphs: Graphs, monkeypatch: pytest.M
         got = twin.generate(**prompt(1, 5), **GREEDY)
     assert torch.equal(got, model.generate(**prompt(1, 5), **GREEDY))
     same(twin, model, prompt(1, 5), **GREEDY)
+    assert not decoder._recorded
+
+
+def test_a_step_that_fails(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    twin, decoder = compiled(model)
+
+    def failing(*args: Any) -> Tensor:
+        raise RuntimeError("no such shape")
+
+    monkeypatch.setattr(decoding, "_logits_of_step", failing)
+    with pytest.warns(UserWarning, match=rf"{REASON}.*no such shape"):
+        got = twin.generate(**prompt(1, 5), **GREEDY)
+    assert torch.equal(got, model.generate(**prompt(1, 5), **GREEDY))
     assert not decoder._recorded
 
 
