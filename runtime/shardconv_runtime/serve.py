@@ -28,9 +28,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--name", help="name of the model for clients; default: that of the directory")
     parser.add_argument(
-        "--num-blocks", type=int, metavar="N", help="size of the cache; default: by free memory"
+        "--num-blocks", type=int, metavar="N", help="of the cache, of 256 tokens each; default: as fit"
     )
-    parser.add_argument("--page-size", type=int, default=256, metavar="N", help="tokens of a block")
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="most tokens of a step")
     return parser.parse_args()
 
@@ -68,7 +67,6 @@ def run_rank(arguments: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise ShardconvError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     pages = ContinuousBatchingConfig(
-        page_size=arguments.page_size,
         num_blocks=arguments.num_blocks,
         max_batch_tokens=arguments.max_batch_tokens,
         per_request_processors=True,

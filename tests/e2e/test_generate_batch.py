@@ -155,6 +155,25 @@ def test_the_tokens_of_one_request_after_another(
         assert implementation == attention, "as it was before"
 
 
+def keep(path: Path) -> tuple[Any, Any]:
+    """A manager is kept from call to call, as long as these ask for the same."""
+    model = load(path)
+    first, second = (batch(model, prompts(n), persistent_manager=True) for n in (4, 6))
+    with pytest.raises(PlanError, match="was kept"):
+        batch(model, prompts(2), generation_config=config(max_new_tokens=2))
+    model.destroy_cached_continuous_batching_manager()
+    assert [len(tokens) for tokens in batch(model, prompts(2), max_new_tokens=2)] == [2, 2]
+    return first, second
+
+
+def test_a_manager_that_is_kept(converted: Any) -> None:
+    model = converted("even")
+    want = one_by_one(model.unsharded, prompts(6))
+    for first, second in run_processes(2, keep, model.out):
+        assert first == one_by_one(model.unsharded, prompts(4))
+        assert second == want
+
+
 def serve(path: Path, number: int) -> dict[int, list[list[int]]]:
     """Requests arrive at rank 0 over time, each of them streamed."""
     model = load(path)

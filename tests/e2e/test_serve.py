@@ -78,8 +78,6 @@ def start(out: Path, port: int, tp: int) -> subprocess.Popen[str]:
         "tiny",
         "--num-blocks",
         32,
-        "--page-size",
-        16,
         "--max-batch-tokens",
         64,
     ]

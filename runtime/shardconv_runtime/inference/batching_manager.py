@@ -12,7 +12,7 @@ from torch import nn
 
 # Imports seconds of code, and is itself imported where a manager is made.
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
@@ -29,8 +29,8 @@ _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDic
 class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """The manager of one rank; made from transformers' own by ``adopt``.
 
-    Requests are those of rank 0. On the others ``add_request`` does nothing, results are the same, and
-    ``stop`` waits until rank 0 stops.
+    Requests and answers are those of rank 0. On the others ``add_request`` does nothing, no answers come,
+    and ``stop`` waits until rank 0 stops.
     """
 
     batch_processor: Any
@@ -57,6 +57,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             manager.is_tp_driver = start.rank == 0
         if start.rank:
             _wait_for_rank_0_only(manager)
+            manager.output_router = _NoAnswers()
         adopted: RankBatchingManager = manager
         return adopted
 
@@ -126,6 +127,12 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None and room is not None:
             max_new_tokens = room - len(input_ids)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    def answer_on_all_ranks(self) -> None:
+        """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""
+        if isinstance(self.output_router, _NoAnswers):
+            self.output_router.keeps = True
+        exchange(self._start, None)
 
     @property
     def failure(self) -> BaseException | None:
@@ -204,6 +211,22 @@ def require_idle(start: Launch) -> None:
     other = None if start.group is None else _running.get(start.group)
     if other is not None and other.is_running():
         raise LaunchError("another manager runs on these ranks; stop it first")
+
+
+class _NoAnswers(OutputRouter):  # type: ignore[misc]
+    """Where answers go on ranks that nobody asks for them: they would fill the memory."""
+
+    keeps = False
+
+    def deliver(self, output: Any) -> None:
+        """Keep an answer if it is asked for."""
+        if self.keeps:
+            super().deliver(output)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        """Keep answers if they are asked for."""
+        if self.keeps:
+            super().deliver_batch(outputs)
 
 
 class _AlwaysSet(threading.Event):

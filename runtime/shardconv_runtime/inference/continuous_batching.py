@@ -72,7 +72,9 @@ def _manager_of_rank(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         paged = PagedModel(self, heads)
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
-        if manager is not None and not isinstance(manager, RankBatchingManager):
+        if isinstance(manager, RankBatchingManager):
+            error = _other_config(manager, generation_config)
+        elif manager is not None:
             manager = RankBatchingManager.adopt(manager, start)
             error = _dropped(manager, self, generation_config)
         agree(start, error)
@@ -115,6 +117,7 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             workload_hints=_hints(prompts, limit, config.num_return_sequences or 1),
         )
         with managing as manager:
+            manager.answer_on_all_ranks()
             names = manager.add_requests(prompts, limit, record_timestamps=record_timestamps)
             names = [name for parent in names for name in _with_children(parent, config)]
             return _answers(manager, names, progress_bar and start.rank == 0)
@@ -171,6 +174,16 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
         hosts = exchange(start, platform.node())
         config.max_memory_percent = CPU_MEMORY / max(map(hosts.count, hosts))
     return config
+
+
+def _other_config(manager: RankBatchingManager, config: Any) -> PlanError | None:
+    """The error if a manager that was kept generates otherwise than is asked for now."""
+    if manager.generation_config.to_dict() == config.to_dict():
+        return None
+    return PlanError(
+        "the manager of an earlier call was kept (persistent_manager=True), with another generation config; "
+        "call model.destroy_cached_continuous_batching_manager() first"
+    )
 
 
 def _dropped(manager: Any, model: Any, config: Any) -> PlanError | None:
