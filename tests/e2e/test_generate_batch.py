@@ -163,6 +163,8 @@ def keep(path: Path) -> tuple[Any, Any]:
         batch(model, prompts(2), generation_config=config(max_new_tokens=2))
     model.destroy_cached_continuous_batching_manager()
     assert [len(tokens) for tokens in batch(model, prompts(2), max_new_tokens=2)] == [2, 2]
+    model.set_attn_implementation("paged|eager")
+    assert batch(model, prompts(2)) == first[:2]
     return first, second
 
 

@@ -92,18 +92,16 @@ def _row(inputs: Mapping[str, Any], index: int) -> int:
 def _ordinary_logits(model: Any, ids: Tensor) -> Tensor:
     """Of the last token of ``ids: [1, S]``, float32 ``[V]``."""
     keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    with _attention(model, _ordinary(model)):
+    with ordinary_attention(model):
         logits: Tensor = model._call_impl(input_ids=ids, use_cache=False, **keep).logits
     return logits[0, -1].float()
 
 
-def _ordinary(model: Any) -> str:
-    return str(model.config._attn_implementation).removeprefix(PREFIX)
-
-
 @contextmanager
-def _attention(model: Any, name: str) -> Generator[None]:
+def ordinary_attention(model: Any) -> Generator[None]:
+    """Have a model compute attention without pages meanwhile."""
     paged = model.config._attn_implementation
+    name = str(paged).removeprefix(PREFIX)
     if name == paged:
         yield
         return

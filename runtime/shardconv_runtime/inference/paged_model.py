@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import forward_signature
-from .paged_check import PagedCheck
+from .paged_check import PagedCheck, ordinary_attention
 
 PAGED: ContextVar[bool] = ContextVar("PAGED", default=False)
 """Whether this thread calls a model for continuous batching: its inputs are the same on all ranks by how they
@@ -131,7 +131,8 @@ def cached_heads(model: Any) -> CachedHeads:
     token = PAGED.set(True)
     try:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        cache = model._call_impl(input_ids=ids, use_cache=True).get("past_key_values")
+        with ordinary_attention(model):
+            cache = model._call_impl(input_ids=ids, use_cache=True).get("past_key_values")
     finally:
         PAGED.reset(token)
     kinds = {type(layer) for layer in cache.layers} if type(cache) is DynamicCache else {type(cache)}
