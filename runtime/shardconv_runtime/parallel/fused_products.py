@@ -40,9 +40,8 @@ class FusedProduct:
 
     def __init__(self, members: Sequence[FusedLinear]) -> None:
         self.members = tuple(members)
-        sizes = [member.out_features for member in members]
-        self.spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
-        """Where the part of each member begins in the result, and its size."""
+        self.last = len(self.members) - 1
+        self.sizes = [member.out_features for member in members]
         self.max_elements = MAX_ROWS * max((member.in_features for member in members), default=0)
         """Of an input."""
         self.weight: nn.Parameter | None = None
@@ -50,55 +49,59 @@ class FusedProduct:
         self.bias: nn.Parameter | None = None
         self._made_of: tuple[tuple[dict[str, Any], str, nn.Parameter, int], ...] | None = None
         """(parameters of a member, name, parameter, its address) of all that ``weight`` and ``bias`` span."""
-        self._held: tuple[Tensor, int | None, Tensor] | None = None
-        """The last input, its version, and the product, until the last member has taken its part."""
+        self._held: tuple[Tensor, int | None, Sequence[Tensor]] | None = None
+        """The last input, its version, and the parts, until the last member has taken its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedProduct:
         """Copies of parameters have memory of their own, which is joined before the copy is used."""
         from copy import deepcopy
 
         other = memo[id(self)] = FusedProduct(())
-        other.members, other.spans = deepcopy(self.members, memo), self.spans
-        other.max_elements = self.max_elements
+        other.members = deepcopy(self.members, memo)
+        other.last, other.sizes, other.max_elements = self.last, self.sizes, self.max_elements
         return other
 
-    def part(self, index: int, input: Tensor) -> Tensor | None:
-        """The part of a member, local ``[..., out_features]``; None: it has to compute by itself.
+    def parts(self, index: int, input: Tensor) -> Sequence[Tensor] | None:
+        """The parts of all members, each local ``[..., out_features]``; None: the member computes by itself.
 
         Args:
-            index: of the member.
+            index: of the member that asks; the first one begins a product.
             input: ``[..., in_features]``.
         """
         is_compiling = torch.compiler.is_compiling()
         version = None if is_compiling or input.is_inference() else input._version
-        if index == 0:
-            self._held = None
-            if not is_compiling:
-                self.refresh()
-            if self.weight is None or input.numel() > self.max_elements:
-                return None
-            product = F.linear(input, self.weight, self.bias)
-            self._held = (input, version, product)
-        else:
+        if index:
             held = self._held  # once: another thread may run the model
             if held is None or held[0] is not input or held[1] != version:
                 return None
-            product = held[2]
-            if index == len(self.spans) - 1:
+            if index == self.last:
                 self._held = None
-        begin, size = self.spans[index]
-        return product.narrow(-1, begin, size)
+            return held[2]
+        self._held = None
+        if not is_compiling:
+            self.refresh()
+        if self.weight is None or input.numel() > self.max_elements:
+            return None
+        parts = F.linear(input, self.weight, self.bias).split_with_sizes(self.sizes, -1)
+        self._held = (input, version, parts)
+        return parts
 
     def refresh(self) -> None:
         """Join the parameters of the members again, if any of them was replaced or moved."""
-        if self._made_of is None or not all(
-            owner.get(name) is parameter and parameter.data_ptr() == address
-            for owner, name, parameter, address in self._made_of
-        ):
-            weights = [member._parameters.get("weight") for member in self.members]
-            biases = [member._parameters.get("bias") for member in self.members]
-            has_bias = any(bias is not None for bias in biases)
-            self.span(_joined(weights), _joined(biases) if has_bias else None, has_bias=has_bias)
+        if self._is_current():
+            return
+        weights = [member._parameters.get("weight") for member in self.members]
+        biases = [member._parameters.get("bias") for member in self.members]
+        has_bias = any(bias is not None for bias in biases)
+        self.span(_joined(weights), _joined(biases) if has_bias else None, has_bias=has_bias)
+
+    def _is_current(self) -> bool:
+        if self._made_of is None:
+            return False
+        for owner, name, parameter, address in self._made_of:  # for each product: a loop is fastest
+            if owner.get(name) is not parameter or parameter.data_ptr() != address:
+                return False
+        return True
 
     def span(self, weight: nn.Parameter | None, bias: nn.Parameter | None, *, has_bias: bool) -> None:
         """Multiply with these, until a parameter of a member is replaced or moved.
@@ -146,14 +149,15 @@ class FusedLinear(ColumnParallelLinear):
         """See the class."""
         if not self._has_backward:
             refuse_gradient(input)
-        needs_grad = torch.is_grad_enabled() and self.weight.requires_grad
-        y = None if needs_grad else self.product.part(self.index, input)
-        return finish(self.outputs, F.linear(input, self.weight, self.bias) if y is None else y)
+        needs_grad = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        parts = None if needs_grad else self.product.parts(self.index, input)
+        y = F.linear(input, self.weight, self.bias) if parts is None else parts[self.index]
+        return finish(self.outputs, y) if self.outputs else y
 
     def _apply(self, fn: Any, recurse: bool = True) -> FusedLinear:
         """Move or cast the parameters; the last member of a group joins them again."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.index == len(self.product.members) - 1:
+        if self.index == self.product.last:
             self.product.refresh()
         return self
 
