@@ -397,10 +397,9 @@ def test_kernels_of_several_ranks_are_not_chosen_by_measuring(
     compiled: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
     compile_model(nn.Linear(2, 2), cuda_graphs=True, same_bits=same_bits)
-    general, step = [options["options"] or {} for options in compiled]
-    assert general.get("deterministic", False) is step.get("deterministic", False) is same_bits
-    assert step["triton.cudagraphs"]
-    torch._inductor.config.patch(step)  # which knows these names
+    for options in (given["options"] or {} for given in compiled):
+        assert options.get("deterministic", False) is same_bits
+        torch._inductor.config.patch(options)  # which knows these names
 
 
 def test_hooks_of_the_model_are_part_of_its_graph() -> None:

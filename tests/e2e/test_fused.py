@@ -105,16 +105,16 @@ def run(model: Any, *, inference: bool = False) -> tuple[int, Tensor]:
 def on_rank(found: Directories) -> list[tuple[int, Tensor]]:
     """Products and logits of models that were loaded or changed in different ways; the first is not fused."""
     plain = shardconv_runtime.load(found.out, fuse=False)
-    fused = shardconv_runtime.load(found.out)
+    fused = shardconv_runtime.load(found.out, fuse=True)
     assert list(fused.state_dict()) == list(plain.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(fused.parameters(), plain.parameters(), strict=True))
     for product in fused_products(fused):
         assert product.weight is not None
         assert product.weight.data_ptr() == product.members[0].weight.data_ptr()
-    by_plan = shardconv_runtime.load(found.source, plan=found.out)
+    by_plan = shardconv_runtime.load(found.source, plan=found.out, fuse=True)
     other = copy.deepcopy(fused)
     other.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
-    cast = shardconv_runtime.load(found.out, dtype="float32").to(torch.float64)
+    cast = shardconv_runtime.load(found.out, dtype="float32", fuse=True).to(torch.float64)
     return [run(plain), run(fused), run(fused, inference=True), run(by_plan), run(other), run(cast)]
 
 
@@ -136,7 +136,7 @@ def test_fewer_products_and_the_same_logits(converted: Convert, name: str, tp: i
 def generated(found: Directories) -> list[Any]:
     """Tokens of both, and the tensors that the fused model holds at the end of a call."""
     plain = shardconv_runtime.load(found.out, fuse=False)
-    fused = shardconv_runtime.load(found.out)
+    fused = shardconv_runtime.load(found.out, fuse=True)
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     tokens = [model.generate(IDS, **options) for model in (plain, fused)]
     return [*tokens, [product._held for product in fused_products(fused)]]
@@ -185,12 +185,12 @@ def test_files_without_groups_are_joined_in_memory(converted: Convert, tmp_path:
         patch.setattr(plain_form, "fused_plans", lambda *_: ())
         shardconv.convert(found.source, older, tp=1, check=False)
     assert not plan_json.read(older / "plan.json").fused
-    before = run(shardconv_runtime.load(older))
+    before = run(shardconv_runtime.load(older, fuse=True))
     document = json.loads((older / "plan.json").read_text()) | {"version": 3}
     (older / "plan.json").write_text(json.dumps(document))
     shardconv.replan(older, check=False)
     assert plan_json.read(older / "plan.json") == plan
-    after = run(shardconv_runtime.load(older))
+    after = run(shardconv_runtime.load(older, fuse=True))
     assert (before[0], after[0]) == (1 + LAYERS * 7, 1 + LAYERS * 4)
     torch.testing.assert_close(after[1], before[1], rtol=1e-12, atol=1e-12)
 
@@ -215,9 +215,11 @@ def test_groups_in_another_order_are_slower_and_right(
     across = FusedPlan((("model.layers.0.mlp.gate_proj",), ("model.layers.1.mlp.gate_proj",)))
     path = tmp_path / "plan.json"
     plan_json.write(dataclasses.replace(plan, fused=(*entries, across)), path)
-    count, logits = run(shardconv_runtime.load(found.source, plan=path))
+    count, logits = run(shardconv_runtime.load(found.source, plan=path, fuse=True))
     assert count == 1 + LAYERS * num_products
-    torch.testing.assert_close(logits, run(shardconv_runtime.load(found.out))[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        logits, run(shardconv_runtime.load(found.out, fuse=True))[1], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_training_is_not_fused(converted: Convert) -> None:
@@ -235,7 +237,7 @@ def test_the_page_lists_the_groups(converted: Convert) -> None:
 
 def test_what_is_saved_and_merged(converted: Convert, tmp_path: Path) -> None:
     found = converted("qwen2", 1)
-    model = shardconv_runtime.load(found.out)
+    model = shardconv_runtime.load(found.out, fuse=True)
     shardconv_runtime.save(model, tmp_path / "saved")
     name = "common/model-00001-of-00001.safetensors"
     assert (tmp_path / "saved" / name).read_bytes() == (found.out / name).read_bytes()

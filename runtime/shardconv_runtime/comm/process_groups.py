@@ -183,7 +183,7 @@ def _subgroup(
     if key not in made:
         timeout = timedelta(seconds=JOIN_TIMEOUT_S) if backend else timeout_of(group)
         try:
-            made[key] = _new_group(group, ranks, key[0], timeout)
+            made[key] = _new_group(group, ranks, key[0], purpose, timeout)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"ranks {', '.join(map(str, ranks))} could not form a group: one ended or did not join; "
@@ -193,14 +193,14 @@ def _subgroup(
 
 
 def _new_group(
-    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, timeout: timedelta
+    group: dist.ProcessGroup, ranks: tuple[int, ...], backend: str, purpose: str, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A new group, which its members find by a name that says what it is.
 
     ``new_group`` counts the groups of this process for the name: processes that made others before, of
     other models, would wait for each other under different names.
     """
-    content = f"{group.group_name} {backend} {ranks}"
+    content = f"{group.group_name} {backend} {ranks} {purpose}"
     name = f"shardconv_{hashlib.sha256(content.encode()).hexdigest()[:32]}"
     number = ranks.index(dist.get_rank())
     with _not_split():

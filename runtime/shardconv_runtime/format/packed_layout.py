@@ -97,7 +97,9 @@ def _divided(dim: Dim, step: int) -> Dim | None:
     factors = list(dim.factors) if isinstance(dim, Product) else [dim]
     while step > 1 and factors:
         inner = factors.pop()
-        if isinstance(inner, Leaf) and step % inner.size == 0 and not inner.axes:
+        if isinstance(inner, Product):
+            factors.extend(inner.factors)
+        elif isinstance(inner, Leaf) and step % inner.size == 0 and not inner.axes:
             step //= inner.size
         elif isinstance(inner, Leaf) and inner.size % step == 0:
             factors.append(Leaf(inner.size // step, inner.axes))

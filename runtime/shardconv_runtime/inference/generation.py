@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
 from ..errors import PlanError
-from .continuous_batching import prepare_batches
-from .same_calls import compare_calls, digest
 
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""
@@ -47,7 +45,21 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
             candidates = MethodType(candidates_of_rank_0(start), model)
             model._get_candidate_generator = candidates  # type: ignore[assignment]
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
-    prepare_batches(model, start, gather_logits)
+    for name in ("init_continuous_batching", "generate_batch"):
+        if hasattr(model, name):
+            setattr(model, name, MethodType(_batched(name, start, gather_logits), model))
+
+
+def _batched(name: str, start: Launch, gather_logits: bool) -> Callable[..., Any]:
+    """A method of continuous batching, whose code is imported when it is called."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .continuous_batching import prepare_batches
+
+        prepare_batches(self, start, gather_logits)
+        return getattr(self, name)(*args, **kwargs)
+
+    return method
 
 
 def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
@@ -109,6 +121,7 @@ def _check_same_call(
         LaunchError: the calls differ, or a rank was not called.
     """
     from .assisted import ARGUMENT, vocabulary_of_draft
+    from .same_calls import compare_calls, digest
 
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None

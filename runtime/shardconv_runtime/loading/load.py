@@ -59,7 +59,7 @@ def load(
     trust_remote_code: bool = False,
     verify: bool = False,
     dequantize: bool = False,
-    fuse: bool = True,
+    fuse: bool | None = None,
     check_inputs: bool = False,
     **other: Any,
 ) -> Any:
@@ -112,7 +112,7 @@ def load(
         dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
             that the plain model runs; without it they stay packed, and the format's own modules compute.
         fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
-            says; not for training. If False, each layer computes by itself.
+            says; not for training. By default with ``compile`` alone: the host of an eager step gains nothing.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
         other: no others; those of ``from_pretrained`` are refused by name.
@@ -151,7 +151,7 @@ def load(
         verify,
         dequantize,
         all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
-        fuse,
+        compile if fuse is None else fuse,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
@@ -60,6 +60,7 @@ def test_steps_are_cut_as_positions_or_not_at_all(dim: Dim, step: int, tp: int) 
 
 @settings(max_examples=300, deadline=None)
 @given(DIMS, st.sampled_from([2, 4, 8]), st.sampled_from([2, 4]), st.sampled_from([2, 3, 4]))
+@example(Product((Product((Leaf(1, (0,)), Leaf(8))), Leaf(1))), 2, 4, 2)
 def test_what_is_cut_between_steps_is_cut_between_their_parts(
     dim: Dim, inner: int, outer: int, tp: int
 ) -> None:
