@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from . import env_int
 
 
 def find_device(device: torch.device | str | None, num_local: int) -> torch.device:
@@ -56,16 +55,3 @@ def _index_of_local_rank(num_local: int) -> int:
             "or pass device='cpu'"
         )
     return local
-
-
-def env_int(name: str, default: int) -> int:
-    """An environment variable that is a number.
-
-    Raises:
-        LaunchError: it is none.
-    """
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise LaunchError(f"the environment variable {name} is {text!r}; it should be a number") from error

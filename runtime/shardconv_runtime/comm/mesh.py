@@ -13,8 +13,8 @@ from ..errors import LaunchError
 from ..format.dims import axes_of
 from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePlan, Plan, ReduceScatterStep
 from ..format.slices import Mesh, group_of
+from . import env_int
 from .collectives import AllReduce, ProcessCommunicator
-from .devices import env_int, find_device
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ def launch(
             backend does not serve the device, or there are fewer GPUs than processes.
     """
     everyone = group is None and not dist.is_initialized()
-    found_device = find_device(device, env_int("LOCAL_WORLD_SIZE", 0) if everyone else 0)
+    found_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found_device.type == "cuda":
+        from .devices import find_device
+
+        found_device = find_device(found_device, env_int("LOCAL_WORLD_SIZE", 0) if everyone else 0)
     if found_device.type == "cuda":
         torch.cuda.set_device(found_device)
     if everyone and "RANK" not in os.environ:

@@ -94,7 +94,7 @@ def stepped(dim: Dim, step: int) -> Dim:
 
 def _divided(dim: Dim, step: int) -> Dim | None:
     """The dim without its innermost ``step`` positions; None where these are no factor of it."""
-    factors = list(dim.factors) if isinstance(dim, Product) else [dim]
+    factors: list[Dim] = [dim]
     while step > 1 and factors:
         inner = factors.pop()
         if isinstance(inner, Product):

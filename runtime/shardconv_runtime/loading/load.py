@@ -112,7 +112,7 @@ def load(
         dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
             that the plain model runs; without it they stay packed, and the format's own modules compute.
         fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
-            says; not for training. By default with ``compile`` alone: the host of an eager step gains nothing.
+            says; not for training. By default only with ``compile``: an eager step's host gains nothing.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
         other: no others; those of ``from_pretrained`` are refused by name.

@@ -13,7 +13,7 @@ from converted import llama_plan, random_llama, write_directory
 
 MODULES = """
     shardconv_runtime errors hub_options loaded
-    comm comm.agreement comm.collectives comm.devices comm.mesh
+    comm comm.agreement comm.collectives comm.mesh
     format format.dims format.fingerprint format.header format.manifest format.measured
     format.names format.plan format.plan_checks format.plan_json format.slices
     format.stored_layout format.typed_json
