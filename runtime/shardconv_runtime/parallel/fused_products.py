@@ -24,8 +24,8 @@ from .layers import ColumnParallelLinear, finish
 from .shared_storage import tensor_at, tensor_within
 
 MAX_ROWS = 1024
-"""Most rows of an input (tokens) for one product. Larger products take their time in arithmetic: fewer are no
-faster, and the result of all members would live as long as the last part of it."""
+"""Most rows of an input (tokens) for one product: the result of all members lives as long as the last part of
+it, which would raise the memory of long prefills."""
 
 _PRODUCTS = "_shardconv_fused"
 """Attribute of a model: its products."""
