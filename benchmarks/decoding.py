@@ -10,7 +10,7 @@ matrix products, collectives, waits for the device and allocations.
 **Tokens**: ranks over gloo, greedy ``generate``, the runtime and transformers' tensor parallelism in the same
 processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
 
-    python benchmarks/decoding.py [--tp 1 2] [--rounds 30] [--markdown FILE]
+    python benchmarks/decoding.py [--tp 1 2] [--rounds 30] [--tables host tokens calls] [--markdown FILE]
     python benchmarks/decoding.py --small        to see that everything comes out
 """
 
@@ -39,6 +39,7 @@ WIDE = Shape(hidden=1024, intermediate=4096, heads=16, kv_heads=8, vocab=32000, 
 SMALL = Shape(hidden=64, intermediate=128, heads=4, kv_heads=2, vocab=200, layers=2)
 TIME_LIMIT_S = 1500
 COUNTS = ("operators", "products", "collectives", "waits", "allocations")
+TABLES = ("host", "tokens", "calls")
 Result = dict[str, Any]
 
 
@@ -149,6 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -156,18 +158,21 @@ def main() -> None:
     rounds = 3 if options.small else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
+        texts = [machine(scratch)]
         for name, shape in shapes.items():
             tell(f"{name}: {asdict(shape)}")
             prepare(scratch, name, shape, options.tp)
-        host = [row for tp in options.tp for row in host_rows(scratch, shapes["narrow"], tp, rounds)]
-        text = f"{machine(scratch)}\n\n{render(host, ())}\n"
-        tell(text)
-        tokens = [
-            row for name in shapes for tp in options.tp for row in token_rows(scratch, name, tp, rounds)
-        ]
-    text += f"\n{render(tokens, ())}\n"
-    tell(text)
-    text += f"\n{render(call_rows(scratch, 2, min(rounds, 20)), ())}\n"
+        for table in options.tables:
+            if table == "host":
+                rows = [row for tp in options.tp for row in host_rows(scratch, shapes["narrow"], tp, rounds)]
+            elif table == "tokens":
+                cases = [(name, tp) for tp in options.tp for name in shapes]
+                rows = [row for name, tp in cases for row in token_rows(scratch, name, tp, rounds)]
+            else:
+                rows = call_rows(scratch, max(options.tp), min(rounds, 20))
+            texts.append(render(rows, ()))
+            tell(texts[-1])
+    text = "\n\n".join(texts) + "\n"
     print(text)
     if options.markdown:
         options.markdown.write_text(text)
