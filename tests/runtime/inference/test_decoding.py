@@ -45,6 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
 """Positions that rotate, that are learned, that are slopes; windows in all layers, in some; states alone,
 states and attention; latent attention with experts."""
 
+SHOWN_ELSEWHERE = ("gpt2", "mistral", "mamba2")
+"""Slow tests: real processes have learned positions, gemma2 windows, and bamba states."""
+
 REASON = "decodes in the ordinary way"
 DROPS_MASKS = "_mask_length" in inspect.getsource(transformers.GenerationMixin.generate)
 """Whether this version of transformers leaves out masks of nothing but ones; others have a graph less."""
@@ -121,7 +124,9 @@ SAMPLED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SHOWN_ELSEWHERE else n for n in CASES]
+)
 def test_tokens_of_every_kind_of_cache(name: str, graphs: Graphs) -> None:
     """One graph for a row, one for several, each with and without padding, whatever the lengths."""
     model = make(name)
