@@ -233,7 +233,7 @@ def make_cache(prefilled: Cache, buffers: Buffers, batch: int, slots: int, *, ri
 
 
 def _has_states(layer: Any) -> bool:
-    return any(True for name in vars(layer) for _ in _pairs(vars(layer)[name], vars(layer)[name]))
+    return any(_pairs(value, value) for value in vars(layer).values())
 
 
 def _place(value: Any, buffers: Buffers, batch: int, name: str) -> Any:

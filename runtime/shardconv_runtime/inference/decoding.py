@@ -211,8 +211,7 @@ class Decoder:
         bucket = self._bucket(call, inputs, prefilled)
         found = self._recorded.get(bucket)
         state = found[0] if found else self._make_state(call, bucket, prefilled, logits.shape[1])
-        start_call(state, call.ids, arguments, call.numbers, call.pad, call.stop_ids)
-        state.cache.fill(prefilled)
+        _fill(state, call, arguments, prefilled)
         rows = torch.cat([logits, logits[:1].expand(bucket.batch - len(logits), -1)])
         tokens = choose(bucket.choice, rows, state.numbers, state.history())
         state.append(tokens)
@@ -226,8 +225,7 @@ class Decoder:
         replay = self._record(state)
         if replay is None:
             return None
-        start_call(state, call.ids, arguments, call.numbers, call.pad, call.stop_ids)
-        state.cache.fill(prefilled)
+        _fill(state, call, arguments, prefilled)
         state.append(tokens)
         if not self._is_ordinary(got, call, arguments, tokens[: len(logits)]):
             return None
@@ -325,6 +323,12 @@ def _kind(call: Call) -> tuple[tuple[str, Any], ...]:
     given = {name: value for name, value in call.arguments.items() if value is not None}
     kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
     return tuple(sorted(kinds.items()))
+
+
+def _fill(state: StepState, call: Call, arguments: dict[str, Any], prefilled: Cache) -> None:
+    """Set the state to that after the prefill, without a new token."""
+    start_call(state, call.ids, arguments, call.numbers, call.pad, call.stop_ids)
+    state.cache.fill(prefilled)
 
 
 def _logits_of_step(state: StepState, model: Any, forward: Forward) -> Tensor:

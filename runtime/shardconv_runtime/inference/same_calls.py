@@ -30,13 +30,27 @@ def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:
     Raises:
         LaunchError: they differ.
     """
+    remedy = "call it alike on every rank (shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+    require_alike(f"{method} was called", calls, remedy)
+
+
+def require_alike(what: str, calls: Sequence[Mapping[str, str]], remedy: str) -> None:
+    """Compare what is known of arguments by name, of each rank.
+
+    Args:
+        what: the beginning of the message, such as "generate was called".
+        calls: of each rank.
+        remedy: the end of the message.
+
+    Raises:
+        LaunchError: they differ.
+    """
     for rank, call in enumerate(calls):
         for name in sorted(call.keys() | calls[0].keys()):
             if call.get(name) != calls[0].get(name):
                 raise LaunchError(
-                    f"{method} was called with another {name} on rank {rank} ({call.get(name)}) than on "
-                    f"rank 0 ({calls[0].get(name)}); call it alike on every rank "
-                    "(shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+                    f"{what} with another {name} on rank {rank} ({call.get(name)}) than on rank 0 "
+                    f"({calls[0].get(name)}); {remedy}"
                 )
 
 

@@ -19,15 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
-from ..errors import LaunchError
 from ..inference.paged_model import PAGED
-from ..inference.same_calls import digest
+from ..inference.same_calls import digest, require_alike
 
 CALL_TIMEOUT_S = 1800
 """How long a rank waits for the others to call the model: one of them may prepare data."""
 
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
 """Environment variable that has all calls compared."""
+
+
+_REMEDY = (
+    "its ranks compute one result together: give all of them the same (a sampler shares data out over "
+    "replicas, not over the ranks of one; shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+)
 
 
 def compare_inputs(model: nn.Module, start: Launch, *, always: bool) -> None:
@@ -89,12 +94,4 @@ def _compare(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     digests = {name: _summary(value) for name, value in given.items()}
     with _disable_current_modes():
         calls = exchange(start, digests, CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s)
-    for rank, call in enumerate(calls):
-        for name in sorted(call.keys() | calls[0].keys()):
-            if call.get(name) != calls[0].get(name):
-                raise LaunchError(
-                    f"the model was called with another {name} on rank {rank} ({call.get(name)}) than on "
-                    f"rank 0 ({calls[0].get(name)}); its ranks compute one result together: give all of them "
-                    "the same (a sampler shares data out over replicas, not over the ranks of one; "
-                    "shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
-                )
+    require_alike("the model was called", calls, _REMEDY)
