@@ -9,6 +9,7 @@ from __future__ import annotations
 # These modules import torch and transformers only when they are called, so that the command line
 # answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
 from .convert import convert, plan
+from .converted.adapt import adapt
 from .converted.export_dcp import export
 from .converted.merge import merge
 from .converted.replan import replan
@@ -16,4 +17,4 @@ from .converted.reshard import reshard
 from .publishing.push import push
 from .verifying.directories.verify import verify
 
-__all__ = ["convert", "export", "merge", "plan", "push", "replan", "reshard", "verify"]
+__all__ = ["adapt", "convert", "export", "merge", "plan", "push", "replan", "reshard", "verify"]

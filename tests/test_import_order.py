@@ -53,6 +53,7 @@ RUNTIME_ORDER = (
     "comm",
     "loaded",
     "parallel",
+    "adapters",
     "hub",
     "tensors",
     "checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -60,11 +61,14 @@ def loaded(model: nn.Module) -> Loaded:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of ``torch.compile`` and ``DistributedDataParallel``."""
+    """The model inside the wrappers of ``torch.compile``, ``DistributedDataParallel`` and peft."""
+    peft = sys.modules.get("peft")
     while True:
         inner = model._modules.get("_orig_mod")
         if isinstance(model, DistributedDataParallel):
             inner = model.module
+        elif peft is not None and isinstance(model, peft.PeftModel):
+            inner = model.get_base_model()
         if inner is None:
             return model
         model = inner

@@ -15,6 +15,7 @@ import click
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.wording import of_commands
 
+from .adapt_command import COMMANDS as OF_ADAPTERS
 from .directory_commands import COMMANDS as ON_CONVERTED
 from .model_commands import COMMANDS as FROM_MODELS
 from .push_command import COMMANDS as ON_THE_HUB
@@ -103,6 +104,7 @@ def cli(context: click.Context) -> None:
       shardconv reshard out/ --tp 4 out-4/  convert it for another number of ranks
       shardconv merge out/ hf/              convert it back to an ordinary checkpoint
       shardconv export out/ --format dcp d/ convert it for torch.distributed.checkpoint
+      shardconv adapt out/ lora/ out-lora/  plan it with an adapter of the peft library
       shardconv replan out/                 solve it again after an upgrade of transformers
       shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
 
@@ -115,5 +117,5 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *REPORTS, *ON_THE_HUB):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *OF_ADAPTERS, *REPORTS, *ON_THE_HUB):
     cli.add_command(_command)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from textwrap import shorten
 
+from shardconv_runtime.adapters.attaching import enable_adapters
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
@@ -23,7 +25,7 @@ from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
-from ..verifying.simulation.rank_simulation import Unprovable
+from ..verifying.simulation.rank_simulation import Logits, Unprovable
 
 MOST_BYTES = 4 * 2**30
 """Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""
@@ -97,6 +99,18 @@ class NumericCheck:
             "the unsharded model fails on random weights, so that the plan cannot be proven on numbers; "
             f"tried {'; '.join(failed)}; pass --no-check (check=False) to rely on shapes and positions"
         )
+
+    def require_right_when_disabled(self, plan: Plan) -> None:
+        """Compare calls in which the adapters of the model are disabled.
+
+        Raises:
+            SolveError: the ranks compute something else.
+        """
+        case = self._case_that_fits(plan)
+        if case is not None:
+            model = copy.deepcopy(case.model)
+            enable_adapters(model, enabled=False)
+            simulate(case.with_model(model), logits=Logits.GATHERED)
 
     def wrong_sequence_gradient(self, plan: Plan) -> str | None:
         """What is wrong with the gradients of the sequence-parallel form; nothing if they were not compared.

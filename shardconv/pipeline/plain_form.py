@@ -19,6 +19,7 @@ from ..planning.parameter_plans import parameter_plans, tied_names
 from ..planning.peer_layers import PeerLayers
 from ..planning.sharded_logits import logits_info
 from ..planning.solution import Solution
+from ..solving.pins import Pins, pins_of
 from ..solving.solve import solve
 from ..tracing.inputs import EXTRA_OUTPUTS
 from ..tracing.tape import Tape
@@ -37,9 +38,10 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     forbidden = problem.forbidden()
     forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
     layers = PeerLayers(problem.analysis)
+    pins = pins_of(problem.analysis, problem.given) if problem.given is not None else None
 
     def attempt(ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
-        result = _attempt(problem.with_calls_alike(ruled_out.alike), ruled_out)
+        result = _attempt(problem.with_calls_alike(ruled_out.alike), ruled_out, pins)
         return layers.widened(result) if isinstance(result, Obstacle) else result
 
     found, ruled_out = in_rounds(attempt, forbidden)
@@ -50,8 +52,10 @@ def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
     return found
 
 
-def _attempt(problem: PlanProblem, ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
-    assignment = solve(problem.analysis, problem.options.tp, ruled_out.nodes, problem.folded)
+def _attempt(
+    problem: PlanProblem, ruled_out: RuledOut, pins: Pins | None
+) -> tuple[Plan, Solution] | Obstacle:
+    assignment = solve(problem.analysis, problem.options.tp, ruled_out.nodes, problem.folded, pins)
     solution = problem.solution(assignment, ruled_out.reasons)
     if isinstance(solution, Obstacle):
         return solution

@@ -20,6 +20,7 @@ from ..planning.obstacle import Obstacle
 from ..planning.packing_alignment import Steps
 from ..planning.solution import Solution
 from ..solving.gradients import solve_gradients
+from ..solving.pins import Given
 from ..solving.solve import Assignment
 from ..tracing.fold import Folded
 from ..tracing.inputs import TraceInputs
@@ -39,6 +40,8 @@ class PlanProblem:
     analysis: Analysis
     expert_parallel: ExpertParallel | None
     steps: Steps
+    given: Given | None
+    """Layouts of parameters that are settled: those of the model of adapters."""
     bypassed: Mapping[str, Bypass]
     """Layers that others stand for, and how to leave them out."""
 

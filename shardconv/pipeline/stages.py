@@ -25,6 +25,7 @@ from ..tracing.fold import fold
 from ..tracing.inputs import TraceInputs, trace_inputs
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, find_bypasses
+from .adapted_plan import Adaptation
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
@@ -39,6 +40,7 @@ def solve_plan(
     *,
     steps: Steps | None = None,
     progress: Tell | None = None,
+    adaptation: Adaptation | None = None,
 ) -> Plan:
     """The plan of a model.
 
@@ -47,13 +49,14 @@ def solve_plan(
         options: what to solve for.
         steps: of packed parameters; no rank's part of them begins or ends inside of a step.
         progress: told the name of each stage.
+        adaptation: an adapter of the model; the plan is that of both; the adapter's name is ``ANY_NAME``.
 
     Raises:
         SolveError: the model cannot be traced, or its plan failed the check.
     """
     try:
         with _no_collection():
-            return _solved(spec, options, steps or {}, progress or (lambda _: None))
+            return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
     except Exception as error:
@@ -75,9 +78,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _solved(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell) -> Plan:
+def _solved(
+    spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell, adaptation: Adaptation | None
+) -> Plan:
     tell("building the model")
     model = _built(spec)
+    adapted = adaptation.attached(model) if adaptation is not None else None
+    given = adapted.given if adapted is not None else None
     _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
@@ -90,8 +97,10 @@ def _solved(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell) ->
     analysis = with_parts(analyze(folded.tape, folded.ties), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = find_bypasses(tape, traced.representatives())
-    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, bypassed)
+    problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
     plan, solution = plain_form(problem)
+    if adapted is not None:
+        plan = adapted.planned(plan)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
     if options.measure:
         tell("measuring caches and activations")
@@ -102,12 +111,14 @@ def _solved(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell) ->
         full = FullModel(model, inputs, traced, inside)
         check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
         plan = check.checked(plan)
+        if adapted is not None and not adapted.replaces_modules:
+            check.require_right_when_disabled(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")
         plan = with_sequence_form(problem, plan, solution)
         if check is not None:
             plan = _checked_sequence_form(problem, plan, check)
-    return plan
+    return plan if adapted is None else adapted.stored(plan)
 
 
 def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:

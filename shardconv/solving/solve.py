@@ -39,12 +39,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import Folded
 from .axis_variables import SolverInput
 from .mesh_axis_problem import solve_axis
+from .pins import Pins, prime_factors
 
 MAX_REPLICATED = 0.01
 """Fraction of the matrices that may stay replicated for the sake of fewer collectives. At tp 8, a hundredth
@@ -78,7 +80,11 @@ class Assignment:
 
 
 def solve(
-    analysis: Analysis, tp: int, forbidden: Iterable[Node] = (), folded: Folded | None = None
+    analysis: Analysis,
+    tp: int,
+    forbidden: Iterable[Node] = (),
+    folded: Folded | None = None,
+    pins: Pins | None = None,
 ) -> Assignment:
     """The cheapest assignment for ``tp`` ranks.
 
@@ -87,9 +93,15 @@ def solve(
         tp: number of ranks.
         forbidden: leaves that must stay replicated.
         folded: which tensors must be treated alike, and how often a layer counts.
+        pins: leaves whose choice is made: those of all parameters, or none.
+
+    Raises:
+        Infeasible: the pinned choices contradict the constraints.
     """
     given = SolverInput(analysis, forbidden, folded or Folded(analysis.tape))
-    first = best = _solve(given, tp, SAVING_WEIGHTS[0])
+    first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})
+    if pins:
+        return best
     enough = max(MAX_REPLICATED, _unshardable(given) + MIN_GAIN)
     if best.replicated[0] <= enough:
         return best
@@ -105,13 +117,16 @@ def solve(
     return best
 
 
-def _solve(given: SolverInput, tp: int, saving_weight: float) -> Assignment:
+def _solve(
+    given: SolverInput, tp: int, saving_weight: float, pins: Pins = MappingProxyType({})
+) -> Assignment:
     mesh = prime_factors(tp)
     leaf_axes: dict[Node, tuple[int, ...]] = {}
     partial_axes: dict[Partial, tuple[int, ...]] = {}
     for axis, extent in enumerate(mesh):
         taken = {leaf: math.prod(mesh[a] for a in axes) for leaf, axes in leaf_axes.items()}
-        sharded, partial = solve_axis(given, extent, taken, saving_weight)
+        pinned: dict[Node | Partial, bool] = {leaf: axis in axes for leaf, axes in pins.items()}
+        sharded, partial = solve_axis(given, extent, taken, saving_weight, pinned)
         for leaf in sharded:
             leaf_axes[leaf] = (*leaf_axes.get(leaf, ()), axis)
         for state in partial:
@@ -144,18 +159,6 @@ def _fraction_without(given: SolverInput, is_one: Callable[[Node], bool]) -> flo
             if not any(is_one(find(x)) for d in dims for x in leaves(d)):
                 without += numel
     return without / total if total else 0.0
-
-
-def prime_factors(n: int) -> tuple[int, ...]:
-    """Prime factors in ascending order; () for 1."""
-    out = []
-    factor = 2
-    while n > 1:
-        while n % factor == 0:
-            out.append(factor)
-            n //= factor
-        factor += 1
-    return tuple(out)
 
 
 def _merged_axes(

@@ -22,7 +22,7 @@ from ..format import fingerprint, manifest
 from ..format.plan import Plan
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
-from ..loaded import Loaded, remember
+from ..loaded import Loaded, remember, unwrapped
 from ..parallel.build import parallelize
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
@@ -30,11 +30,16 @@ from . import rank_files
 from .read_ahead import ReadAhead
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_set import AdapterSet
+
     # Imported where they are used: most jobs load a local directory for inference, and need none of it.
     from ..hub.fetch import Repository
     from ..tensors.lazy_tensor import LazyTensor
 
 T = TypeVar("T")
+
+AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+"""One, or several by the names that the adapters get."""
 
 
 def load(
@@ -60,6 +65,7 @@ def load(
     verify: bool = False,
     dequantize: bool = False,
     fuse: bool | None = None,
+    adapter: AdapterDirectories | None = None,
     check_inputs: bool = False,
     **other: Any,
 ) -> Any:
@@ -113,12 +119,16 @@ def load(
             that the plain model runs; without it they stay packed, and the format's own modules compute.
         fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
             says; not for training. By default only with ``compile``: an eager step's host gains nothing.
+        adapter: directory that ``shardconv adapt`` wrote for ``path``, or several by the names that the
+            adapters get, of which the first is active. With ``training``, their parameters alone require
+            gradients.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
         other: no others; those of ``from_pretrained`` are refused by name.
 
     Returns:
-        The transformers model in eval mode, with the class that it had when converted.
+        The transformers model in eval mode, with the class that it had when converted; with ``adapter``, a
+        ``peft.PeftModel`` around it.
 
     Raises:
         ShardconvError: the message has the problem, the rank and the remedy.
@@ -152,6 +162,7 @@ def load(
         dequantize,
         all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
         compile if fuse is None else fuse,
+        adapter,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -164,7 +175,7 @@ def load(
             from ..comm.own_gpus import require_own_gpus
             from .same_model import require_same
 
-            require_same(start, checked.manifest, wanted)
+            require_same(start, checked.manifest, wanted, checked.adapters)
             require_own_gpus(start)
         if _stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
@@ -179,13 +190,14 @@ def load(
             assert fetched is not None, "agree has raised the error"
         else:
             fetched = checked
-        comm, error = _attempt(lambda: _connect(checked.plan, wanted, start, all_reduce))
+        comm, error = _attempt(lambda: _connect(checked.full_plan, wanted, start, all_reduce))
         agreement.agree(start, error, agreement.CONNECT_TIMEOUT_S)
         assert comm is not None, "agree has raised the error"
         timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
-        model, error = _attempt(lambda: _build(fetched, start, comm, wanted))
+        built, error = _attempt(lambda: _build(fetched, start, comm, wanted))
         agreement.agree(start, error, timeout)
-        assert model is not None, "agree has raised the error"
+        assert built is not None, "agree has raised the error"
+        model = unwrapped(built)
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if compile:
@@ -200,7 +212,7 @@ def load(
         from ..inference.compiling import warm_up_decoding
 
         warm_up_decoding(model, warm_up)
-    return model
+    return built
 
 
 @dataclass(frozen=True)
@@ -220,6 +232,7 @@ class _Wanted:
     all_reduce: str | None
     """Its name, to be compared between the ranks."""
     fuse: bool
+    adapter: AdapterDirectories | None
 
     @property
     def form(self) -> dict[str, bool]:
@@ -242,6 +255,12 @@ class _Checked:
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None
     """Instead of files: the global weights of an ordinary model, not read."""
+    adapters: AdapterSet | None = None
+
+    @property
+    def full_plan(self) -> Plan:
+        """Of the model with its adapters."""
+        return self.plan if self.adapters is None else self.adapters.plan
 
     @property
     def model(self) -> tuple[Path, Any, Plan, Repository | None]:
@@ -265,10 +284,14 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
             "read that code, then pass trust_remote_code=True"
         )
     fingerprint.check_code(solved)
+    if wanted.adapter is not None:
+        from ..adapters.adapter_set import AdapterSet
+
+        found = replace(found, adapters=AdapterSet.read(wanted.adapter, solved))
     if wanted.form:
         from .other_forms import require_form
 
-        require_form(solved, **wanted.form, stays_packed=_stays_packed(solved, wanted))
+        require_form(found.full_plan, **wanted.form, stays_packed=_stays_packed(solved, wanted))
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
@@ -326,9 +349,9 @@ def _connect(
 
 
 def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
-    plan, directory = checked.plan, checked.directory
+    plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
     built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
-    config = read_config(directory, checked.manifest, plan)
+    config = read_config(directory, checked.manifest, checked.plan)
     generation_config = read_generation_config(directory, checked.manifest)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     packed = None
@@ -343,6 +366,7 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
         model = build_model(_model_class(directory, plan), config, dtype)
     except Exception as error:
         raise building_failed(directory, error) from error
+    attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
     if wanted.form:
         from ..training.prepare import parallelize_for_training
 
@@ -353,10 +377,13 @@ def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted
         from .file_checksums import verify_checksums
 
         verify_checksums(directory, checked.manifest, start.rank)
-    rank_files.read(model, built, _stored(checked, built, start), start, wanted.dtype, packed)
+    stored = _stored(checked, checked.plan if adapters is not None else built, start)
+    if adapters is not None and attached is not None:
+        stored = adapters.tensors(stored, attached, start.rank, start.device)
+    rank_files.read(model, built, stored, start, wanted.dtype, packed)
     prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
     remember(model, Loaded(directory.absolute(), checked.manifest, plan, start, packed is not None))
-    return model.eval()
+    return (model if attached is None else attached.wrapper).eval()
 
 
 def _stored(checked: _Checked, plan: Plan, start: Launch) -> Generator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +105,10 @@ def apply_plan(
     """
     parameters = parameter_plans(plan)
     _check_names(model, plan, parameters)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _convert_modules(model, plan, modules, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
-    _shrink(model, plain, comm, training)
+    _shrink(model, plain, comm, frozen if training else plain)
     retie(model, plan)
     if plan.fused and not training:
         _fuse(model, plan, packed)
@@ -379,7 +380,7 @@ def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
 
 
 def _shrink(
-    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, training: bool
+    model: nn.Module, parameters: dict[str, ParameterPlan], comm: Communicator, frozen: Collection[str]
 ) -> None:
     """Give each stored tensor a meta tensor of its local shape and of the plan's dtype."""
     for name, entry in parameters.items():
@@ -388,8 +389,7 @@ def _shrink(
         local = torch.empty(shape, dtype=getattr(torch, entry.dtype), device="meta")
         is_parameter = attribute in owner._parameters
         tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
-        needs_grad = training and tensors[attribute].requires_grad
-        tensors[attribute] = nn.Parameter(local, requires_grad=needs_grad) if is_parameter else local
+        tensors[attribute] = nn.Parameter(local, requires_grad=name not in frozen) if is_parameter else local
 
 
 class _at:

@@ -16,7 +16,8 @@ from shardconv.dim_analysis.dim_trees import leaf
 from shardconv.dim_analysis.rules import RULES
 from shardconv.dim_analysis.structure import corresponding_leaves, multiplying_pairs
 from shardconv.planning.layout import Layouts
-from shardconv.solving.solve import prime_factors, solve
+from shardconv.solving.pins import prime_factors
+from shardconv.solving.solve import solve
 from shardconv.tracing.trace import trace
 
 WIDTH = 64

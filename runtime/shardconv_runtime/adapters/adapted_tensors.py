@@ -1,0 +1,101 @@
+"""The local tensors of a model with adapters: those of the model's files, and parts of the adapters'."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
+from ..format.slices import Mesh, ranges
+from ..format.stored_layout import holds_values
+from .attaching import Attached
+
+
+def require_base(base: Plan, plan: Plan, attached: Attached) -> None:
+    """Check that a plan of a model with adapters leaves the model's tensors as they are in its files.
+
+    Raises:
+        PlanError: it was made for another conversion.
+    """
+    entries, stored = parameter_plans(plan), parameter_plans(base)
+    for now, old in attached.base_names.items():
+        entry, before = entries.get(now), stored.get(old)
+        if entry is None or before is None:
+            continue
+        same = (entry.dims, entry.dtype, entry.packing) == (before.dims, before.dtype, before.packing)
+        if plan.mesh != base.mesh or not same or not set(before.partial) <= set(entry.partial):
+            raise PlanError(
+                f"{old}: the adapter was adapted for another conversion of the model, which lays it out in "
+                "another way; run `shardconv adapt` for this one"
+            )
+
+
+def adapted_tensors(
+    stored: Generator[tuple[str, Tensor]],
+    base: Plan,
+    plan: Plan,
+    attached: Attached,
+    rank: int,
+    device: torch.device,
+) -> Generator[tuple[str, Tensor]]:
+    """Names in a model with adapters, and local tensors.
+
+    Args:
+        stored: names in the model without them, and local tensors on the device; it is closed.
+        base: plan of the model without adapters.
+        plan: of the model with them.
+        attached: the adapters.
+        rank: whose tensors.
+        device: where they go.
+    """
+    entries, before = parameter_plans(plan), parameter_plans(base)
+    now = {old: name for name, old in attached.base_names.items() if name in entries}
+    copies: dict[str, list[str]] = {}
+    for name, old in attached.copies.items():
+        if name not in attached.tensors:
+            copies.setdefault(old, []).append(name)
+    with closing(stored) as tensors:
+        for old, tensor in tensors:
+            for name in copies.get(old, ()):
+                yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, rank)
+            if old in now or old not in before:
+                name = now.get(old, old)
+                if name in entries and old in before:
+                    tensor = _kept(entries[name], before[old], tensor, plan.mesh, rank)
+                yield name, tensor
+    yield from ((n, t.to(device)) for n, t in local_parts(attached.tensors.items(), plan, rank))
+
+
+def local_parts(
+    tensors: Iterable[tuple[str, Tensor]], plan: Plan, rank: int
+) -> Generator[tuple[str, Tensor]]:
+    """Names and local parts, in memory of their own, of global tensors that a plan knows.
+
+    Raises:
+        PlanError: one has another shape than in the plan.
+    """
+    entries = parameter_plans(plan)
+    for name, tensor in tensors:
+        entry = entries.get(name)
+        if entry is None:
+            continue  # an alias
+        if tuple(tensor.shape) != global_shape(entry):
+            raise PlanError(
+                f"{name} is {list(tensor.shape)}, and {list(global_shape(entry))} in the plan; run "
+                "`shardconv adapt` for this adapter again"
+            )
+        for index, dim in enumerate(entry.dims):
+            held = [tensor.narrow(index, a, b - a) for a, b in ranges(dim, plan.mesh, rank)]
+            tensor = torch.cat(held, index) if len(held) != 1 else held[0]
+        part = tensor.to(getattr(torch, entry.dtype), copy=True).contiguous()
+        yield name, part if holds_values(entry, plan.mesh, rank) else torch.zeros_like(part)
+
+
+def _kept(entry: ParameterPlan, before: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """A tensor that becomes a term of a sum is zeros on all ranks but one."""
+    is_term = entry.partial != before.partial
+    return torch.zeros_like(tensor) if is_term and not holds_values(entry, mesh, rank) else tensor

@@ -1,0 +1,295 @@
+"""Puts adapters into a model on the meta device, by the code of the peft library itself.
+
+The model's own tensors get memory without bytes on the CPU while the library works (one number, repeated). So
+it initializes an adapter there, from torch's random numbers as in one process, or takes a saved one, with all
+of its own renaming and casts; and what reads or writes the weights of the model is found out.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import SourceError, missing
+from ..parallel.build import stored_tensors
+from .peft_package import naming_errors, peft
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter to attach."""
+
+    config: Any
+    """A ``peft.PeftConfig``; it is copied."""
+    directory: str | None = None
+    """With its saved tensors; None: it is new, and initialized."""
+
+    def __str__(self) -> str:
+        return f"the new adapter ({type(self.config).__name__})" if self.directory is None else self.directory
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A model with adapters."""
+
+    wrapper: nn.Module
+    """A ``peft.PeftModel`` around the model, on meta."""
+    base_names: Mapping[str, str]
+    """FQN of a stored tensor or a module of the model, now -> before the adapters came."""
+    tensors: Mapping[str, Tensor]
+    """The adapters' parameters and persistent buffers, global, on the CPU, by FQN in the model."""
+    copies: Mapping[str, str]
+    """Those that are copies of the model's tensors, trained in place of these -> their FQNs before; of a new
+    adapter they have the values of these, and are not among ``tensors``."""
+
+
+def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool) -> Attached:
+    """Put adapters into a model, in place; the first one is active.
+
+    Args:
+        model: on meta, global shapes, as ``meta_model.build_model`` makes it.
+        adapters: by the names that they get.
+        trainable: their parameters require gradients; those of the model never do.
+
+    Raises:
+        PlanError: peft is not installed.
+        SourceError: the library refuses an adapter, the adapter changes weights of the model, a new one is
+            initialized from them, or a saved one has not the tensors of its config.
+    """
+    before = dict(stored_tensors(model))
+    modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    base = _BaseWithoutBytes(model)
+    with base.in_place():
+        wrapper: Any = None
+        copied: dict[str, Tensor] = {}
+        for name, adapter in adapters.items():
+            wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
+            copied |= base.copies()
+            _take_saved(wrapper, name, adapter, trainable=trainable)
+            base.require_unchanged(adapter)
+        wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
+        stored = dict(stored_tensors(model))
+        added = {name: tensor.detach() for name, tensor in stored.items() if not base.has(tensor)}
+    names = {id(tensor): name for name, tensor in reversed(before.items())}
+    base_names = {n: names[id(t)] for n, t in stored_tensors(model) if id(t) in names}
+    if lost := {name for name in before if names[id(before[name])] not in base_names.values()}:
+        raise SourceError(f"{missing(lost, 'parameter', 'the model', 'the model with adapters')}")
+    base_names |= {n: modules[id(m)] for n, m in model.named_modules() if id(m) in modules}
+    copies = {name: names[id(original)] for name, original in copied.items()}
+    tensors = {name: tensor for name, tensor in added.items() if base.copied(tensor) is None}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
+    return Attached(wrapper, base_names, tensors, copies)
+
+
+def _with_adapter(
+    wrapper: Any, model: nn.Module, name: str, adapter: Adapter, base: _BaseWithoutBytes, *, trainable: bool
+) -> Any:
+    """The wrapper with one adapter more."""
+    _require_kind(adapter)
+    config = copy.deepcopy(adapter.config)
+    config.inference_mode = not trainable
+    is_saved = adapter.directory is not None
+    with naming_errors(str(adapter)), base.watched() as watch:
+        if wrapper is None:
+            wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
+        else:
+            wrapper.add_adapter(name, config, low_cpu_mem_usage=is_saved)
+    if watch.read_by and not is_saved:
+        raise SourceError(
+            f"{adapter}: it is initialized from the weights of the model ({watch.read_by}), which are "
+            "sharded; initialize it in one process with peft, save it, and adapt that"
+        )
+    return wrapper
+
+
+def _take_saved(wrapper: Any, name: str, adapter: Adapter, *, trainable: bool) -> None:
+    """Load the tensors of an adapter that was saved."""
+    if adapter.directory is None:
+        return
+    with naming_errors(str(adapter)):
+        result = wrapper.load_adapter(
+            adapter.directory, name, is_trainable=trainable, low_cpu_mem_usage=True, torch_device="cpu"
+        )
+    if result.unexpected_keys:
+        raise SourceError(
+            f"{adapter}: {missing(set(result.unexpected_keys), 'tensor', 'its file', 'the model')}; "
+            "adapt the model that it was trained on"
+        )
+
+
+def _require_kind(adapter: Adapter) -> None:
+    """Raises ``SourceError`` for adapters that are no parts of layers."""
+    config = adapter.config
+    if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
+        raise SourceError(
+            f"{adapter}: {config.peft_type.value} adds tokens instead of parameters of layers, and peft "
+            "takes the sizes of a rank's part for those of the model; use LoRA or another adapter of layers"
+        )
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which operator read some memory first, but for copies of all of a tensor: these get no bytes either."""
+
+    def __init__(self, memory: dict[int, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = memory
+        """Address -> what has no bytes there; copies are added."""
+        self.read_by = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = [t for x in tree_leaves((args, kwargs)) if (t := self.memory.get(_address(x))) is not None]
+        if read and func is torch.ops.aten.clone.default and args[0].shape == read[0].shape:
+            copied = _without_bytes(args[0])
+            self.memory[_address(copied)] = read[0]
+            return copied
+        if read and not self.read_by and not _reads_no_values(func):
+            self.read_by = str(func.overloadpacket).removeprefix("aten.")
+        return func(*args, **(kwargs or {}))
+
+
+def _address(value: Any) -> int:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) and not value.is_meta else 0
+
+
+def _without_bytes(tensor: Tensor) -> Tensor:
+    """Zeros of a tensor's shape and dtype on the CPU: one number, repeated."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _reads_no_values(func: Any) -> bool:
+    """Whether an operator makes a view, or looks at shapes only."""
+    name = func.overloadpacket.__name__
+    return (
+        func.is_view or name in ("detach", "lift_fresh") or name.endswith("_like") or name.startswith("new_")
+    )
+
+
+class _BaseWithoutBytes:
+    """The stored meta tensors of a model, and what takes their place on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.originals: dict[int, Tensor] = {}
+        """By the id of the stand-in."""
+        self.stand_ins: dict[int, Tensor] = {}
+        """By the id of the original."""
+        self.memory: dict[int, Tensor] = {}
+        """Address of a stand-in, or of a copy of one -> the original."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the stand-ins; afterwards what is not one of them is on meta."""
+        for tensors, name in self._stored():
+            if tensors[name].is_meta:
+                tensors[name] = self._stand_in(tensors[name])
+        try:
+            yield
+        finally:
+            made: dict[int, Tensor] = {}
+            for tensors, name in self._stored():
+                tensor = tensors[name]
+                if not tensor.is_meta:
+                    tensors[name] = made.setdefault(id(tensor), self._on_meta(tensor))
+
+    @contextmanager
+    def watched(self) -> Iterator[_Watch]:
+        """Whoever reads the stand-ins is found out."""
+        with _Watch(self.memory) as watch:
+            yield watch
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether it is a stand-in."""
+        return id(tensor) in self.originals
+
+    def copied(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor without bytes is a copy of."""
+        return self.memory.get(_address(tensor))
+
+    def copies(self) -> dict[str, Tensor]:
+        """FQNs of tensors of the model that are copies of others, and these."""
+        found = ((name, self.copied(t)) for name, t in stored_tensors(self.model) if not self.has(t))
+        return {name: original for name, original in found if original is not None}
+
+    def require_unchanged(self, adapter: Adapter) -> None:
+        """Raises ``SourceError`` if a stand-in was written to, or got other memory."""
+        for stand_in in self.stand_ins.values():
+            if stand_in._version or any(stand_in.stride()):
+                raise SourceError(
+                    f"{adapter}: it changes weights of the model itself (as its initialization does); "
+                    "convert it to an ordinary adapter in one process (in peft: save_pretrained(..., "
+                    "path_initial_model_for_weight_conversion=...))"
+                )
+
+    def _stored(self) -> list[tuple[dict[str, Any], str]]:
+        """The tables of the model's modules, and the names in them, of parameters and persistent buffers."""
+        found: list[tuple[dict[str, Any], str]] = []
+        for module in self.model.modules():
+            found += ((module._parameters, n) for n, t in module._parameters.items() if t is not None)
+            persistent = module._buffers.keys() - module._non_persistent_buffers_set
+            found += ((module._buffers, n) for n in persistent if module._buffers[n] is not None)
+        return found
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        known = self.stand_ins.get(id(tensor))
+        if known is None:
+            known = _without_bytes(tensor)
+            if isinstance(tensor, nn.Parameter):
+                known = nn.Parameter(known, requires_grad=tensor.requires_grad)
+            self.stand_ins[id(tensor)] = known
+            self.originals[id(known)] = tensor
+            self.memory[_address(known)] = tensor
+        return known
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        if self.has(tensor):
+            original = self.originals[id(tensor)]
+            if isinstance(original, nn.Parameter):
+                original.requires_grad_(tensor.requires_grad)
+            return original
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
+
+
+def enable_adapters(model: nn.Module, *, enabled: bool) -> None:
+    """Have the adapters of a model take part in its calls, or not."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, peft().utils.AuxiliaryTrainingWrapper)):
+            module.enable_adapters(enabled)
+
+
+def read_config(directory: str | os.PathLike[str]) -> Any:
+    """The ``peft.PeftConfig`` of a saved adapter, or of a file that is like its ``adapter_config.json``.
+
+    Raises:
+        PlanError: peft is not installed.
+        SourceError: there is none, or the library cannot read it.
+    """
+    import json
+    import tempfile
+
+    path = os.fspath(directory)
+    with naming_errors(path):
+        if not os.path.isfile(path):
+            return peft().PeftConfig.from_pretrained(path)
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+                json.dump(values, file)
+            return peft().PeftConfig.from_pretrained(folder)

@@ -1,0 +1,165 @@
+"""An adapter of the peft library for a converted directory: planned with the model, which stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardconv_runtime.adapters.directory import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
+from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.format import fingerprint, manifest
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.plan import Plan, parameter_plans
+
+from ..arguments import SolveOptions
+from ..reporting.progress import Progress, Silent
+from .derived import has_sequence_form
+
+if TYPE_CHECKING:
+    from shardconv_runtime.adapters.attaching import Adapter
+    from shardconv_runtime.checkpoint.model_spec import ModelSpec
+    from torch import Tensor
+
+COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
+
+
+def adapt(
+    out: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | Any,
+    out_adapter: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    check: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan a model with an adapter, for ``load(out, adapter=out_adapter)``.
+
+    The adapter is put into the model on the meta device, and both are traced, solved and proven, forward and
+    gradients. The shards of the model stay as they are. ``out_adapter`` has what peft saves, so that it loads
+    in one process too, and the plan beside it.
+
+    Args:
+        out: a converted directory.
+        adapter: a directory that peft saved; or the config of a new adapter, as a ``peft.PeftConfig`` or a
+            file that is like ``adapter_config.json``.
+        out_adapter: directory to make; it must not exist, or be empty.
+        seed: of the initial weights of a new adapter, which are those that peft draws in one process after
+            ``torch.manual_seed(seed)``.
+        overwrite: replace ``out_adapter`` if it is one of an adapter, and nothing else.
+        trust_remote_code: import the Python code in ``out``; needed where its plan was made so.
+        check: compare simulated ranks with the unsharded model.
+        progress: where to report to.
+
+    Returns:
+        The plan of the model with the adapter.
+
+    Raises:
+        SourceError: the adapter is not one for this model, or cannot be sharded with it.
+        SolveError: the model with the adapter cannot be planned with these shards.
+        ShardconvError: ``out`` is not a converted directory, or ``out_adapter`` is in use.
+    """
+    directory, target = Path(out), Path(out_adapter)
+    found = manifest.read(directory)
+    base = manifest.read_plan(directory, found)
+    if base.model.trust_remote_code and not trust_remote_code:
+        raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
+    fingerprint.check_code(base)
+    _require_free(target, overwrite=overwrite)
+
+    from shardconv_runtime.adapters.attaching import Adapter, read_config
+    from shardconv_runtime.checkpoint.resolve import resolve
+
+    from ..pipeline.adapted_plan import Adaptation
+    from ..pipeline.stages import solve_plan
+
+    is_path = isinstance(adapter, str | os.PathLike)
+    is_saved = is_path and Path(adapter).is_dir()
+    config = read_config(adapter) if is_path else adapter
+    given = Adapter(config, os.fspath(adapter) if is_saved else None)
+    spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=base.model.dtype, need_weights=False)
+    options = SolveOptions(base.tp, base.experts, has_sequence_form(base), check)
+    tell = (progress or Silent()).stage
+    plan = solve_plan(spec, options, progress=tell, adaptation=Adaptation(base, given))
+    plan = replace(plan, fused=(), memory=base.memory)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
+        scratch = Path(made) / target.name
+        scratch.mkdir()
+        if is_saved:
+            _copy(Path(adapter), scratch)
+        else:
+            tell("initializing the adapter")
+            _initialize(directory, spec, given, scratch, seed, found.source.name)
+        codec.write(plan, scratch / PLAN_NAME)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.rename(target)
+    return plan
+
+
+def _require_free(target: Path, *, overwrite: bool) -> None:
+    """Raises ``CheckpointError`` if a directory has something that is not to be replaced."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file; name a directory to make")
+    names = {path.name for path in target.iterdir()}
+    if names and not (overwrite and PLAN_NAME in names):
+        remedy = "name another, or pass --overwrite" if PLAN_NAME in names else "name a directory to make"
+        raise CheckpointError(f"{target} is not empty; {remedy}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The files of a saved adapter; one that is pickled becomes safetensors."""
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if not (target / WEIGHTS_NAME).is_file():
+        from peft.utils import load_peft_weights
+        from safetensors.torch import save_file
+
+        tensors = load_peft_weights(os.fspath(source), device="cpu")
+        own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        save_file(own, target / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _initialize(
+    directory: Path, spec: ModelSpec, adapter: Adapter, target: Path, seed: int, base_name: str
+) -> None:
+    """Write the files of a new adapter."""
+    import torch
+    from shardconv_runtime.adapters.adapter_files import write_adapter
+    from shardconv_runtime.adapters.attaching import attach
+    from shardconv_runtime.parallel.meta_model import build_model
+
+    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        attached = attach(model, {DEFAULT: adapter}, trainable=True)
+    tensors = {**_copies(directory, attached.copies), **attached.tensors}
+    write_adapter(attached.wrapper, DEFAULT, tensors, target, base_name)
+
+
+def _copies(directory: Path, names: dict[str, str] | Any) -> dict[str, Tensor]:
+    """Global tensors of the converted directory under the names that copies of them have."""
+    if not names:
+        return {}
+    import torch
+    from shardconv_runtime.tensors.copying import read_into
+
+    from .shards import read
+
+    converted = read(directory)
+    entries = parameter_plans(converted.plan)
+    out = {}
+    for name, old in names.items():
+        lazy = converted.weight(old, entries[old])
+        out[name] = torch.empty(lazy.shape, dtype=getattr(torch, lazy.dtype))
+        read_into([lazy], [out[name]])
+    return out

@@ -1,0 +1,139 @@
+"""Parameters that are laid out as another plan says, and those beside them that follow.
+
+An adapter is solved with the plan of its model: the shards of the model stay as they are. A dim of an
+adapter's parameter gets the axes of the nearest dim of the model that is the same one (the inputs of a layer,
+its outputs), so that products of the adapter's parameters are laid out as the weight that they are added to.
+Dims that the model does not have, such as the rank of a low-rank product, stay replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.dims import Dim, Leaf, Product, axes_of, size
+from shardconv_runtime.format.plan import ParameterPlan
+from shardconv_runtime.format.slices import Mesh
+
+from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.dim_trees import LEAF, Conflict, Node, cut, factors, find, leaves, split
+
+Pins = Mapping[Node, tuple[int, ...]]
+"""Leaf -> indices of the prime factors of tp that shard it; none: it stays replicated."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The layouts of another plan."""
+
+    mesh: Mesh
+    parameters: Mapping[str, ParameterPlan]
+    """By the FQNs of the traced model."""
+
+
+def pins_of(analysis: Analysis, given: Given) -> Pins:
+    """The leaves whose choice is made: all of those of parameters.
+
+    Dims are refined to what the other plan says of them.
+
+    Raises:
+        SolveError: the code of the model with adapters does not allow a dim of a parameter to be laid out so.
+    """
+    primes = _prime_axes(given.mesh)
+    pinned: dict[Node, tuple[int, ...]] = {}
+    others: list[Node] = []
+    parameters = [
+        (info.name, tid)
+        for tid, info in enumerate(analysis.tape.tensors)
+        if info.kind in ("parameter", "buffer") and tid in analysis.dims
+    ]
+    for refine in (True, False):  # refining one dim may refine another
+        for name, tid in parameters:
+            entry = given.parameters.get(name)
+            if entry is None:
+                others += () if refine else (x for dim in analysis.dims[tid] for x in leaves(dim))
+                continue
+            for node, dim in zip(analysis.dims[tid], entry.dims, strict=True):
+                try:
+                    chosen = dict(_chosen(node, dim))
+                except Conflict:
+                    raise SolveError(
+                        f"{name}: with the adapter, its dim of {node.size} cannot be laid out as it is in "
+                        "the model; leave that layer out of the adapter's target modules"
+                    ) from None
+                if not refine:
+                    pinned |= {x: tuple(f for a in axes for f in primes[a]) for x, axes in chosen.items()}
+    for leaf in others:
+        pinned[find(leaf)] = _nearest(leaf, pinned)
+    return pinned
+
+
+def prime_factors(n: int) -> tuple[int, ...]:
+    """Prime factors in ascending order; () for 1."""
+    out = []
+    factor = 2
+    while n > 1:
+        while n % factor == 0:
+            out.append(factor)
+            n //= factor
+        factor += 1
+    return tuple(out)
+
+
+def _prime_axes(mesh: Mesh) -> list[tuple[int, ...]]:
+    """For each axis of a mesh, the indices of its prime factors among those of tp."""
+    counts = [len(prime_factors(extent)) for extent in mesh]
+    return [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(mesh))]
+
+
+def _chosen(node: Node, dim: Dim) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """The leaves of a dim with the axes that a layout gives them.
+
+    Raises:
+        Conflict: the dim cannot be refined to the layout.
+    """
+    node = find(node)
+    if not axes_of(dim):
+        yield from ((x, ()) for x in leaves(node))
+    elif isinstance(dim, Leaf):
+        *inner, outer = reversed(_outer_to_inner(node))
+        yield outer, dim.axes
+        yield from ((x, ()) for part in inner for x in leaves(part))
+    elif isinstance(dim, Product):
+        rest = node
+        for factor in dim.factors[:-1]:
+            outer, rest = split(rest, rest.size // size(factor))
+            yield from _chosen(outer, factor)
+        yield from _chosen(rest, dim.factors[-1])
+    else:
+        parts = cut(node, [size(segment) for segment in dim.segments])
+        for part, segment in zip(parts, dim.segments, strict=True):
+            yield from _chosen(part, segment)
+
+
+def _outer_to_inner(node: Node) -> Sequence[Node]:
+    """The factors of a dim; the first one is a leaf.
+
+    Raises:
+        Conflict: it is not.
+    """
+    found = factors(node)
+    if not found or find(found[0]).kind != LEAF:
+        raise Conflict
+    return [find(x) for x in found]
+
+
+def _nearest(leaf: Node, pinned: Pins) -> tuple[int, ...]:
+    """The choice for the nearest of the pinned leaves that are linked to a leaf; none if none is."""
+    seen = {find(leaf)}
+    level: Iterable[Node] = tuple(seen)
+    while level:
+        for x in level:
+            with suppress(KeyError):
+                return pinned[x]
+        found = dict.fromkeys(find(y) for x in level for y in x.links)
+        level = [y for y in found if y not in seen]
+        seen.update(level)
+    return ()
