@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ..format.plan import Plan
 from .adapted_tensors import adapted_tensors, require_base
-from .attaching import Attached, attach
-from .combined import named
+from .attaching import Adapter, Attached, attach
+from .combined import Alone, combined, named
 from .directory import Given, PlannedAdapter, read_adapters
 
 
@@ -22,19 +21,41 @@ class AdapterSet:
 
     base: Plan
     """Of the model without them."""
+    plan: Plan
+    """Of the model with them."""
     adapters: Mapping[str, PlannedAdapter]
     """By name; the first one is active."""
 
     @staticmethod
-    def read(given: Given, base: Plan) -> AdapterSet:
-        """Read them; errors are those of ``read_adapters``."""
-        return AdapterSet(base, read_adapters(given))
+    def read(given: Given, base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
+        """Read them from their directories.
 
-    @cached_property
-    def plan(self) -> Plan:
-        """Of the model with the adapters."""
-        ((name, first),) = self.adapters.items()
-        return named(first.plan, name)
+        Args:
+            given: the directories.
+            base: the plan of the model without them.
+            build: makes the model, global, on meta; called where there are several.
+
+        Raises:
+            ShardconvError: see ``read_adapters``, ``attach`` and ``combined``.
+        """
+        return AdapterSet.of(read_adapters(given), base, build)
+
+    @staticmethod
+    def of(
+        adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]
+    ) -> AdapterSet:
+        """Several, or one; arguments and errors as for ``read``."""
+        plans = {name: named(each.plan, name) for name, each in adapters.items()}
+        if len(plans) == 1:
+            return AdapterSet(base, *plans.values(), adapters)
+        alone = {}
+        for name, each in adapters.items():
+            model = build()
+            names = attach(model, {name: each.adapter}, trainable=True).base_names
+            alone[name] = Alone(plans[name], model, names)
+        model = build()
+        attached = attach(model, _sources(adapters), trainable=True)
+        return AdapterSet(base, combined(alone, model, attached), adapters)
 
     @property
     def content(self) -> str:
@@ -47,8 +68,7 @@ class AdapterSet:
         Raises:
             PlanError: they were adapted for another conversion.
         """
-        adapters = {name: each.adapter for name, each in self.adapters.items()}
-        attached = attach(model, adapters, trainable=trainable)
+        attached = attach(model, _sources(self.adapters), trainable=trainable)
         require_base(self.base, self.plan, attached)
         return attached
 
@@ -61,3 +81,7 @@ class AdapterSet:
     ) -> Generator[tuple[str, Tensor]]:
         """The local tensors of the model with adapters, see ``adapted_tensors``."""
         return adapted_tensors(stored, self.base, self.plan, attached, rank, device)
+
+
+def _sources(adapters: Mapping[str, PlannedAdapter]) -> dict[str, Adapter]:
+    return {name: each.adapter for name, each in adapters.items()}

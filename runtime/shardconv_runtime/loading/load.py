@@ -287,7 +287,8 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet
 
-        found = replace(found, adapters=AdapterSet.read(wanted.adapter, solved))
+        adapters = AdapterSet.read(wanted.adapter, solved, lambda: _global(found, wanted))
+        found = replace(found, adapters=adapters)
     if wanted.form:
         from .other_forms import require_form
 
