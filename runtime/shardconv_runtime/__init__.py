@@ -23,21 +23,24 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0
+    from .loading.adapted_models import add_adapter
     from .loading.load import load
     from .saving.optimizer_state import load_optimizer, save_optimizer
     from .saving.save import save
     from .training.checkpointing import checkpoint_activations
     from .training.clipping import clip_grad_norm, grad_norm
-    from .training.fsdp import data_parallel
+    from .training.fsdp import DataParallel, data_parallel
 
 __all__ = [
     "CheckpointError",
     "CodeMismatchError",
+    "DataParallel",
     "LaunchError",
     "PlanError",
     "ShardconvError",
     "SolveError",
     "SourceError",
+    "add_adapter",
     "checkpoint_activations",
     "clip_grad_norm",
     "data_parallel",
@@ -51,6 +54,8 @@ __all__ = [
 
 
 _MODULES = {
+    "add_adapter": "loading.adapted_models",
+    "DataParallel": "training.fsdp",
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
@@ -61,7 +66,7 @@ _MODULES = {
     "save": "saving.save",
     "save_optimizer": "saving.optimizer_state",
 }
-"""The modules of the functions that need torch."""
+"""The modules of the functions and values that need torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,10 @@ class Loaded:
     """The ranks of the model, and this one among them."""
     packed: bool = False
     """Its packed parameters are held, and computed with, as they are stored."""
+    building: Any = field(default=None, repr=False)
+    """The ``loading.building.Building`` that made it."""
+    attached: Any = field(default=None, repr=False)
+    """The ``adapters.attaching.Attached`` of its adapters, without their tensors; None without adapters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

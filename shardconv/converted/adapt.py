@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,20 +74,13 @@ def adapt(
     _require_free(target, overwrite=overwrite)
 
     from shardconv_runtime.adapters.attaching import Adapter, read_config
-    from shardconv_runtime.checkpoint.resolve import resolve
-
-    from ..pipeline.adapted_plan import Adaptation
-    from ..pipeline.stages import solve_plan
 
     is_path = isinstance(adapter, str | os.PathLike)
     is_saved = is_path and Path(adapter).is_dir()
     config = read_config(adapter) if is_path else adapter
-    given = Adapter(config, os.fspath(adapter) if is_saved else None)
-    spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=base.model.dtype, need_weights=False)
-    options = SolveOptions(base.tp, base.experts, has_sequence_form(base), check)
+    given = Adapter(config, os.fspath(adapter) if is_saved else None, seed)
     tell = (progress or Silent()).stage
-    plan = solve_plan(spec, options, progress=tell, adaptation=Adaptation(base, given))
-    plan = replace(plan, fused=(), memory=base.memory)
+    plan = planned(directory, base, given, check=check, tell=tell)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
         scratch = Path(made) / target.name
@@ -95,12 +89,45 @@ def adapt(
             _copy(Path(adapter), scratch)
         else:
             tell("initializing the adapter")
-            _initialize(directory, spec, given, scratch, seed, found.source.name)
+            _initialize(directory, base, given, scratch, found.source.name)
         codec.write(plan, scratch / PLAN_NAME)
         if target.exists():
             shutil.rmtree(target)
         scratch.rename(target)
     return plan
+
+
+def planned(
+    directory: Path,
+    base: Plan,
+    adapter: Adapter,
+    *,
+    check: bool = True,
+    tell: Callable[[str], None] | None = None,
+) -> Plan:
+    """The plan of a converted model with an adapter; errors are those of ``adapt``.
+
+    Args:
+        directory: with the config of the model.
+        base: its plan.
+        adapter: saved, or new.
+        check: compare simulated ranks with the unsharded model.
+        tell: is called with the name of each stage.
+    """
+    from ..pipeline.adapted_plan import Adaptation
+    from ..pipeline.stages import solve_plan
+
+    options = SolveOptions(base.tp, base.experts, has_sequence_form(base), check)
+    spec = _spec(directory, base)
+    plan = solve_plan(spec, options, progress=tell, adaptation=Adaptation(base, adapter))
+    return replace(plan, fused=(), memory=base.memory)
+
+
+def _spec(directory: Path, base: Plan) -> ModelSpec:
+    from shardconv_runtime.checkpoint.resolve import resolve
+
+    trust = base.model.trust_remote_code
+    return resolve(directory, trust_remote_code=trust, dtype=base.model.dtype, need_weights=False)
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
@@ -129,24 +156,21 @@ def _copy(source: Path, target: Path) -> None:
         save_file(own, target / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def _initialize(
-    directory: Path, spec: ModelSpec, adapter: Adapter, target: Path, seed: int, base_name: str
-) -> None:
+def _initialize(directory: Path, base: Plan, adapter: Adapter, target: Path, base_name: str) -> None:
     """Write the files of a new adapter."""
     import torch
     from shardconv_runtime.adapters.adapter_files import write_adapter
     from shardconv_runtime.adapters.attaching import attach
     from shardconv_runtime.parallel.meta_model import build_model
 
+    spec = _spec(directory, base)
     model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        attached = attach(model, {DEFAULT: adapter}, trainable=True)
+    attached = attach(model, {DEFAULT: adapter}, trainable=True)
     tensors = {**_copies(directory, attached.copies), **attached.tensors}
     write_adapter(attached.wrapper, DEFAULT, tensors, target, base_name)
 
 
-def _copies(directory: Path, names: dict[str, str] | Any) -> dict[str, Tensor]:
+def _copies(directory: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
     """Global tensors of the converted directory under the names that copies of them have."""
     if not names:
         return {}

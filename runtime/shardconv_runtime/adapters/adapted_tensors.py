@@ -8,9 +8,10 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
-from ..format.slices import Mesh, ranges
+from ..format.slices import Mesh, Rows, ranges
 from ..format.stored_layout import holds_values
 from .attaching import Attached
 
@@ -39,18 +40,18 @@ def adapted_tensors(
     base: Plan,
     plan: Plan,
     attached: Attached,
-    rank: int,
-    device: torch.device,
+    start: Launch,
+    rows: Rows,
 ) -> Generator[tuple[str, Tensor]]:
-    """Names in a model with adapters, and local tensors.
+    """Names in a model with adapters, and local tensors on the device.
 
     Args:
-        stored: names in the model without them, and local tensors on the device; it is closed.
+        stored: names in the model without them, and its local tensors; it is closed.
         base: plan of the model without adapters.
         plan: of the model with them.
         attached: the adapters.
-        rank: whose tensors.
-        device: where they go.
+        start: this rank.
+        rows: of the adapters' tensors with these names, positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
     now = {old: name for name, old in attached.base_names.items() if name in entries}
@@ -61,13 +62,14 @@ def adapted_tensors(
     with closing(stored) as tensors:
         for old, tensor in tensors:
             for name in copies.get(old, ()):
-                yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, rank)
-            if old in now or old not in before:
-                name = now.get(old, old)
-                if name in entries and old in before:
-                    tensor = _kept(entries[name], before[old], tensor, plan.mesh, rank)
-                yield name, tensor
-    yield from ((n, t.to(device)) for n, t in local_parts(attached.tensors.items(), plan, rank))
+                yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, start.rank)
+            name = now.get(old, old)  # stored tensors of packed parameters keep their names
+            if name in entries and old in before:
+                tensor = _kept(entries[name], before[old], tensor, plan.mesh, start.rank)
+            yield name, tensor
+    for name, tensor in local_parts(attached.tensors.items(), plan, start.rank):
+        first, last = rows.get(name, (0, None))
+        yield name, (tensor[first:last] if name in rows else tensor).to(start.device)
 
 
 def local_parts(

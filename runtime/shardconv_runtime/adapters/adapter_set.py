@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from ..comm.mesh import Launch
 from ..format.plan import Plan
+from ..format.slices import Rows
 from .adapted_tensors import adapted_tensors, require_base
 from .attaching import Adapter, Attached, attach
 from .combined import Alone, combined, named
@@ -41,13 +42,11 @@ class AdapterSet:
         return AdapterSet.of(read_adapters(given), base, build)
 
     @staticmethod
-    def of(
-        adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]
-    ) -> AdapterSet:
+    def of(adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
         """Several, or one; arguments and errors as for ``read``."""
         plans = {name: named(each.plan, name) for name, each in adapters.items()}
         if len(plans) == 1:
-            return AdapterSet(base, *plans.values(), adapters)
+            return AdapterSet(base, next(iter(plans.values())), adapters)
         alone = {}
         for name, each in adapters.items():
             model = build()
@@ -74,13 +73,22 @@ class AdapterSet:
 
     def tensors(
         self,
-        stored: Generator[tuple[str, Tensor]],
+        stored: Callable[[Rows], Generator[tuple[str, Tensor]]],
         attached: Attached,
-        rank: int,
-        device: torch.device,
+        start: Launch,
+        rows: Rows,
     ) -> Generator[tuple[str, Tensor]]:
-        """The local tensors of the model with adapters, see ``adapted_tensors``."""
-        return adapted_tensors(stored, self.base, self.plan, attached, rank, device)
+        """The local tensors of the model with adapters by their names in it, on the device.
+
+        Args:
+            stored: gives those of the model by their names without adapters, or rows of them.
+            attached: the adapters.
+            start: this rank.
+            rows: names with adapters -> the positions of the first dim of which the rank gets the tensor.
+        """
+        old = {attached.base_names.get(name, name): held for name, held in rows.items()}
+        old |= {attached.copies[name]: held for name, held in rows.items() if name in attached.copies}
+        return adapted_tensors(stored(old), self.base, self.plan, attached, start, rows)
 
 
 def _sources(adapters: Mapping[str, PlannedAdapter]) -> dict[str, Adapter]:

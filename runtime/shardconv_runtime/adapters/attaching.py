@@ -32,6 +32,8 @@ class Adapter:
     """A ``peft.PeftConfig``; it is copied."""
     directory: str | None = None
     """With its saved tensors; None: it is new, and initialized."""
+    seed: int = 0
+    """Of the weights of a new one."""
 
     def __str__(self) -> str:
         return f"the new adapter ({type(self.config).__name__})" if self.directory is None else self.directory
@@ -100,7 +102,8 @@ def _with_adapter(
     config = copy.deepcopy(adapter.config)
     config.inference_mode = not trainable
     is_saved = adapter.directory is not None
-    with naming_errors(str(adapter)), base.watched() as watch:
+    with naming_errors(str(adapter)), base.watched() as watch, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(adapter.seed)
         if wrapper is None:
             wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
         else:

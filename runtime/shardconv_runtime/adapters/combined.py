@@ -1,7 +1,8 @@
 """One plan for several adapters of a model, from the plan for each of them.
 
-Where an adapter wraps a layer, the layer's steps may have moved to the wrapper: a model with several adapters
-takes what a plan says of a module from an adapter that wraps it, if any does. All such plans must say the same.
+Where an adapter wraps a layer, the layer's steps may have moved to the wrapper: a model with several
+adapters takes what a plan says of a module from an adapter that wraps it, if any does. All of these plans
+must say the same.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ class _Union:
             found = [entries[name].get(theirs) for name, theirs in self._candidates(fqn)]
             if len({entry and essence(entry) for entry in found}) > 1:
                 raise PlanError(
-                    f"{fqn}: the plans of the adapters {', '.join(self.alone)} differ there; load them one by "
-                    "one, or train them on the same layers"
+                    f"{fqn}: the plans of the adapters {', '.join(self.alone)} differ there; load them one "
+                    "by one, or train them on the same layers"
                 )
             if found and found[0] is not None:
                 out.append(replace(found[0], names=(fqn,)))
@@ -156,14 +157,12 @@ class _Union:
             if is_of_adapter(fqn, name) and fqn not in self.base_names:
                 return [(name, fqn)]
         if fqn not in self.base_names:
-            return [(name, fqn) for name in self.alone if fqn in self.present[name] and not self._is_base(name, fqn)]
+            have = [name for name in self.alone if fqn in self.present[name]]
+            return [(name, fqn) for name in have if fqn not in self.alone[name].base_names]
         old = self.base_names[fqn]
         all_names = [(name, self.now[name][old]) for name in self.alone]
         moved = [(name, theirs) for name, theirs in all_names if theirs != old]
         return moved if fqn != old else all_names
-
-    def _is_base(self, name: str, fqn: str) -> bool:
-        return fqn in self.alone[name].base_names
 
 
 def _stored(entry: ParameterPlan) -> object:

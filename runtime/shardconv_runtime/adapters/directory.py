@@ -51,10 +51,15 @@ def read_adapters(given: Given) -> dict[str, PlannedAdapter]:
     directories = given if isinstance(given, Mapping) else {DEFAULT: given}
     if not directories:
         raise PlanError("adapter={} names no adapter; leave it out")
-    return {_checked_name(name): _read(Path(directory)) for name, directory in directories.items()}
+    return {require_name(name): _read(Path(directory)) for name, directory in directories.items()}
 
 
-def _checked_name(name: str) -> str:
+def require_name(name: str) -> str:
+    """The name, if it can be that of an adapter.
+
+    Raises:
+        PlanError: it cannot.
+    """
     if not isinstance(name, str) or not name or "." in name or "/" in name or name == ANY_NAME:
         raise PlanError(f"{name!r} cannot be the name of an adapter; give one without dots and slashes")
     return name

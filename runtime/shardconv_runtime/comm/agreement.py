@@ -6,6 +6,7 @@ Errors that one rank alone can have are gathered from all ranks before the model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -59,6 +60,28 @@ def agree(start: Launch, error: Exception | None, timeout_s: float | None = None
         first, text = next(iter(failed.items()))
         others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
         raise LaunchError(f"rank {first}: {text}{others}")
+
+
+def together(start: Launch, stage: Callable[[], T], timeout_s: float | None = None) -> T:
+    """Run a stage that may fail on one rank alone; return its result once all ranks have run it.
+
+    Args:
+        start: the ranks.
+        stage: runs no collective.
+        timeout_s: how long to wait for the others, ``AGREE_TIMEOUT_S`` by default.
+
+    Raises:
+        Exception: raised by ``stage`` on this rank.
+        LaunchError: ``stage`` raised on another rank, or a rank did not answer.
+    """
+    outcome: list[T] = []
+    error: Exception | None = None
+    try:
+        outcome.append(stage())
+    except Exception as failure:
+        error = failure
+    agree(start, error, timeout_s)
+    return outcome[0]
 
 
 def exchange(start: Launch, value: T, timeout_s: float | None = None) -> list[T]:

@@ -1,11 +1,14 @@
-"""The dim of a device mesh over which one model is tensor-parallel."""
+"""A device mesh: the dim over which one model is tensor-parallel, and all of its processes."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LaunchError
+from .mesh import Launch
+from .process_groups import control_group
 
 TP = "tp"
 """Name of the dim of a device mesh that loads one model together."""
@@ -25,3 +28,20 @@ def tp_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.P
             'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
         )
     return mesh.get_group(TP)
+
+
+def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:
+    """All processes of a mesh, for control messages between them; each of them calls it.
+
+    Args:
+        mesh: it has this process.
+        device: of this process.
+
+    Raises:
+        LaunchError: one of them did not join.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the mesh has started it"
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    control = control_group(world, ranks)
+    return Launch(ranks.index(dist.get_rank()), len(ranks), device, control, control)

@@ -97,6 +97,7 @@ class ShardFile:
 
     path: Path
     num_bytes: int
+    """Of the file, up to the end of the last tensor."""
     tensors: dict[str, StoredTensor]
     """In the order of their bytes."""
 
@@ -110,7 +111,7 @@ def data_start(num_bytes: int, tensors: dict[str, StoredTensor]) -> int:
     """Where in a file the bytes of its tensors begin: they are without a gap, and the file ends with them.
 
     Args:
-        num_bytes: of the file.
+        num_bytes: of the file, up to the end of the last tensor.
         tensors: in the order of their bytes.
     """
     last = next(reversed(tensors.values()), None)

@@ -12,7 +12,7 @@ This module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from ..errors import PlanError
@@ -26,6 +26,9 @@ Mesh = tuple[int, ...]
 
 Range = tuple[int, int]
 """Half-open ``[start, stop)``."""
+
+Rows = Mapping[str, Range]
+"""Names of tensors of which a process reads a part, and the positions of their first dim."""
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:

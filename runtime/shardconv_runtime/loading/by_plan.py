@@ -20,6 +20,7 @@ from ..format import plan_json as codec
 from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
+from ..format.slices import Rows
 from ..format.small_files import entry_of, files_to_copy
 from ..format.stored_layout import stored_plans
 from ..hub.fetch import plan_path
@@ -27,7 +28,7 @@ from ..hub.library_logging import without_library_logging
 from ..hub_options import Hub
 from ..parallel.shared_storage import tensor_within
 from ..tensors.copying import read_into
-from ..tensors.lazy_tensor import LazyTensor
+from ..tensors.lazy_tensor import LazyTensor, take
 from .windows import Windows
 
 BATCH_BYTES = 1 << 28
@@ -88,7 +89,11 @@ def ordinary(
 
 
 def local_tensors(
-    plan: Plan, weights: Mapping[str, LazyTensor], rank: int, device: torch.device
+    plan: Plan,
+    weights: Mapping[str, LazyTensor],
+    rank: int,
+    device: torch.device,
+    rows: Rows,
 ) -> Generator[tuple[str, Tensor]]:
     """The local tensors of ``rank``: for the CPU mapped where a local file has them as they are, else read.
 
@@ -97,6 +102,7 @@ def local_tensors(
         weights: global tensors by the names under which the plan stores them.
         rank: the rank.
         device: where the tensors go.
+        rows: of the tensors of these names, the only positions of the first dim that are wanted.
 
     Yields:
         Names and local tensors of the plan's dtypes.
@@ -110,6 +116,7 @@ def local_tensors(
     num_bytes = 0
     for names in in_units(entries, adjacent_tensors(plan)):
         unit = {n: shard(entries[n], as_planned(n, entries[n], weights[n]), plan.mesh, rank) for n in names}
+        unit = {n: take(part, 0, [rows[n]]) if n in rows else part for n, part in unit.items()}
         window = windows.window(unit[names[0]]) if windows is not None and len(unit) == 1 else None
         if window is not None:
             yield names[0], window

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import agreement
 from ..comm import mesh as launching
-from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
+from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch
 from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
-from ..format.plan import Plan
 from ..hub_options import Hub
-from ..inference.generation import prepare_generation
-from ..loaded import Loaded, remember, unwrapped
-from ..parallel.build import parallelize
-from ..parallel.meta_model import build_model, find_class
-from ..parallel.model_config import building_failed, read_config, read_generation_config
+from ..loaded import unwrapped
 from . import rank_files
+from .building import AdapterDirectories, Building, Checked, Wanted, stays_packed, unsharded
 from .read_ahead import ReadAhead
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_set import AdapterSet
-
-    # Imported where they are used: most jobs load a local directory for inference, and need none of it.
-    from ..hub.fetch import Repository
-    from ..tensors.lazy_tensor import LazyTensor
+    from ..training.fsdp import DataParallel
+    from .data_sharding import DataSharding
 
 T = TypeVar("T")
-
-AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-"""One, or several by the names that the adapters get."""
 
 
 def load(
@@ -51,6 +41,7 @@ def load(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     training: bool = False,
+    data_parallel: DataParallel | bool = False,
     sequence_parallel: bool = False,
     compile: bool = False,
     warm_up: Sequence[tuple[int, int]] = (),
@@ -91,9 +82,11 @@ def load(
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
         mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together; the
-            other dims are for data parallelism, see ``data_parallel``.
+            other dims are for data parallelism, see ``shardconv_runtime.data_parallel``.
         training: with the backward collectives of the plan: parameters require gradients as in the unsharded
             model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
+        data_parallel: shard the model as ``shardconv_runtime.data_parallel`` does, by its defaults or by a
+            ``DataParallel(...)``: each process reads and holds its part of the rank's parameters alone.
         sequence_parallel: shard the activations between the parallel blocks over the sequence; the plan must
             have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
         compile: run each forward pass as one compiled graph, and let ``generate`` decode with one graph for
@@ -149,7 +142,12 @@ def load(
         from ..comm.tp_dim import tp_group
 
         group = tp_group(mesh, group)
-    wanted = _Wanted(
+    sharding: DataSharding | None = None
+    if data_parallel is not False:
+        from .data_sharding import data_sharding
+
+        sharding = data_sharding(mesh, data_parallel, training=training)
+    wanted = Wanted(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
         Hub(revision, cache_dir, local_files_only, token),
@@ -163,117 +161,49 @@ def load(
         all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
         compile if fuse is None else fuse,
         adapter,
+        sharding,
+        mesh is not None,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
         launching.check_world_size(checked.plan, group)
-    with ReadAhead(checked.paths if checked is not None else ()) as ahead:
+    with ReadAhead(checked.paths if checked is not None and sharding is None else ()) as ahead:
         start = _launch(group, device, timeout_s, error)
-        agreement.agree(start, error)
+        everyone = start if sharding is None else sharding.processes(start)
+        agreement.agree(everyone, error)
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
             from ..comm.own_gpus import require_own_gpus
             from .same_model import require_same
 
-            require_same(start, checked.manifest, wanted, checked.adapters)
+            require_same(everyone, checked.manifest, wanted, checked.adapters)
             require_own_gpus(start)
-        if _stays_packed(checked.plan, wanted):
+        if stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
 
-            _, error = _attempt(
-                lambda: require_packages(*checked.model, start.device, wanted.dtype, compiled=compile)
-            )
-            agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
+            needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
+            agreement.together(everyone, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
-            fetched, error = _attempt(lambda: _with_files(checked, start.rank))
-            agreement.agree(start, error, agreement.DOWNLOAD_TIMEOUT_S)
-            assert fetched is not None, "agree has raised the error"
-        else:
-            fetched = checked
-        comm, error = _attempt(lambda: _connect(checked.full_plan, wanted, start, all_reduce))
-        agreement.agree(start, error, agreement.CONNECT_TIMEOUT_S)
-        assert comm is not None, "agree has raised the error"
-        timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
-        built, error = _attempt(lambda: _build(fetched, start, comm, wanted))
-        agreement.agree(start, error, timeout)
-        assert built is not None, "agree has raised the error"
-        model = unwrapped(built)
+            fetch = partial(_with_files, checked, start.rank)
+            checked = agreement.together(everyone, fetch, agreement.DOWNLOAD_TIMEOUT_S)
+        building = Building(
+            checked, wanted, start, everyone, all_reduce, compiled=compile, check_inputs=check_inputs
+        )
+        model = building.model()
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
-    if compile:
-        from ..inference.compiling import compile_model
+    if adapter is not None:
+        from .adapted_models import guard_adapters
 
-        compile_model(model, cuda_graphs=launching.can_capture(start), same_bits=start.world_size > 1)
-    if start.world_size > 1 or mesh is not None:
-        from .several_ranks import guard
-
-        guard(model, start, training=training, check_inputs=check_inputs)
+        guard_adapters(model)
     if warm_up:
         from ..inference.compiling import warm_up_decoding
 
-        warm_up_decoding(model, warm_up)
-    return built
+        warm_up_decoding(unwrapped(model), warm_up)
+    return model
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The arguments of the caller."""
-
-    path: str
-    plan: str | None
-    hub: Hub
-    trust_remote_code: bool
-    dtype: torch.dtype | None
-    training: bool
-    sequence_parallel: bool
-    gather_logits: bool | None
-    verify: bool
-    dequantize: bool
-    all_reduce: str | None
-    """Its name, to be compared between the ranks."""
-    fuse: bool
-    adapter: AdapterDirectories | None
-
-    @property
-    def form(self) -> dict[str, bool]:
-        """The form, if it is another one than that for plain inference."""
-        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
-        return wanted if any(wanted.values()) else {}
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """A model that passed the checks so far."""
-
-    directory: Path
-    manifest: manifest.Manifest
-    """Of an ordinary model: one of its small files."""
-    plan: Plan
-    repository: Repository | None = None
-    """Set where this rank's files are still to be downloaded from it."""
-    files: rank_files.RankFiles | None = None
-    """This rank's files, checked."""
-    checkpoint: Mapping[str, LazyTensor] | None = None
-    """Instead of files: the global weights of an ordinary model, not read."""
-    adapters: AdapterSet | None = None
-
-    @property
-    def full_plan(self) -> Plan:
-        """Of the model with its adapters."""
-        return self.plan if self.adapters is None else self.adapters.plan
-
-    @property
-    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
-        """What is known of the model before it is built."""
-        return self.directory, self.manifest, self.plan, self.repository
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Of this rank's files."""
-        return () if self.files is None else self.files.paths
-
-
-def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
+def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
@@ -287,12 +217,13 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet
 
-        adapters = AdapterSet.read(wanted.adapter, solved, lambda: _global(found, wanted))
+        adapters = AdapterSet.read(wanted.adapter, solved, partial(unsharded, found, wanted))
         found = replace(found, adapters=adapters)
     if wanted.form:
         from .other_forms import require_form
 
-        require_form(found.full_plan, **wanted.form, stays_packed=_stays_packed(solved, wanted))
+        in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
+        require_form(found.full_plan, **wanted.form, stays_packed=packed, in_parts=in_parts)
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
@@ -302,112 +233,31 @@ def _check(wanted: _Wanted, group: dist.ProcessGroup | None) -> _Checked:
     return found
 
 
-def _converted(wanted: _Wanted, world_size: int) -> _Checked:
+def _converted(wanted: Wanted, world_size: int) -> Checked:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         directory = manifest.variant(directory, world_size)
         found = manifest.read(directory)
-        return _Checked(directory, found, manifest.read_plan(directory, found))
+        return Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
 
-    return _Checked(*find_converted(wanted.path, wanted.hub, world_size))
+    return Checked(*find_converted(wanted.path, wanted.hub, world_size))
 
 
-def _ordinary(wanted: _Wanted, plan: str) -> _Checked:
+def _ordinary(wanted: Wanted, plan: str) -> Checked:
     """An ordinary model, to be sharded by a plan while it is read."""
     from .by_plan import ordinary
 
     found = ordinary(wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code)
-    return _Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+    return Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
 
 
-def _with_files(found: _Checked, rank: int) -> _Checked:
+def _with_files(found: Checked, rank: int) -> Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(rank))
     return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
-
-
-def _stays_packed(plan: Plan, wanted: _Wanted) -> bool:
-    """Whether packed parameters are computed with as they are stored."""
-    return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
-
-
-def _connect(
-    plan: Plan, wanted: _Wanted, start: Launch, all_reduce: AllReduce | str | None
-) -> ProcessCommunicator:
-    """The process groups of all collectives that the wanted form of the model issues."""
-    if isinstance(all_reduce, str):
-        from ..comm.symmetric import connect_by_name
-
-        return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
-    if not wanted.form:
-        return launching.connect(plan, start, all_reduce)
-    from .other_forms import connect
-
-    return connect(plan, start, all_reduce, **wanted.form)
-
-
-def _build(checked: _Checked, start: Launch, comm: Communicator, wanted: _Wanted) -> nn.Module:
-    plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
-    built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
-    config = read_config(directory, checked.manifest, checked.plan)
-    generation_config = read_generation_config(directory, checked.manifest)
-    dtype = wanted.dtype or getattr(torch, plan.model.dtype)
-    packed = None
-    if any(entry.packing is not None for entry in plan.parameters):
-        from ..checkpoint.quantized import without_quantization
-        from .packed_models import packed_modules
-
-        if not wanted.dequantize:
-            packed = packed_modules(directory, plan, config, start.device, comm, dtype)
-        config = without_quantization(config)
-    try:
-        model = build_model(_model_class(directory, plan), config, dtype)
-    except Exception as error:
-        raise building_failed(directory, error) from error
-    attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
-    if wanted.form:
-        from ..training.prepare import parallelize_for_training
-
-        parallelize_for_training(model, built, comm, wanted.gather_logits, **wanted.form)
-    else:
-        parallelize(model, built, comm, wanted.gather_logits, packed)
-    if wanted.verify:
-        from .file_checksums import verify_checksums
-
-        verify_checksums(directory, checked.manifest, start.rank)
-    stored = _stored(checked, checked.plan if adapters is not None else built, start)
-    if adapters is not None and attached is not None:
-        stored = adapters.tensors(stored, attached, start.rank, start.device)
-    rank_files.read(model, built, stored, start, wanted.dtype, packed)
-    prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
-    remember(model, Loaded(directory.absolute(), checked.manifest, plan, start, packed is not None))
-    return (model if attached is None else attached.wrapper).eval()
-
-
-def _stored(checked: _Checked, plan: Plan, start: Launch) -> Generator[tuple[str, Tensor]]:
-    """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint."""
-    if checked.checkpoint is not None:
-        from .by_plan import local_tensors
-
-        return local_tensors(plan, checked.checkpoint, start.rank, start.device)
-    assert checked.files is not None
-    adjacent: tuple[tuple[str, ...], ...] = ()
-    if plan.fused:
-        from ..format.fused_groups import adjacent_tensors
-
-        adjacent = adjacent_tensors(plan)
-    return rank_files.tensors(checked.files.shards, start.device, adjacent)
-
-
-def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
-    if not plan.model.trust_remote_code:
-        return find_class(plan.model.class_name)
-    from .remote_code import remote_class
-
-    return remote_class(directory, plan.model.class_name)
 
 
 def _launch(

@@ -10,15 +10,31 @@ from ..format.plan import Plan
 from ..format.plan_forms import of_sequence, require_training
 
 
-def require_form(plan: Plan, *, training: bool, sequence_parallel: bool, stays_packed: bool) -> None:
+def require_form(
+    plan: Plan, *, training: bool, sequence_parallel: bool, stays_packed: bool, in_parts: bool
+) -> None:
     """Check that a plan has the wanted form.
 
+    Args:
+        plan: of the model.
+        training: it is to have a backward pass.
+        sequence_parallel: its activations are to be sharded over the sequence.
+        stays_packed: packed parameters are to stay so.
+        in_parts: each process is to read a part of a rank's tensors.
+
     Raises:
-        PlanError: it has not, or packed parameters are to stay so.
+        PlanError: it has not that form, or has packed parameters that are in the way.
     """
     if stays_packed:
         raise PlanError(
             "packed weights are for inference, without sequence parallelism; pass dequantize=True"
+        )
+    packings = sorted({entry.packing.method for entry in plan.parameters if entry.packing is not None})
+    if in_parts and packings:
+        raise PlanError(
+            f"data_parallel=: packed weights ({', '.join(packings)}) are dequantized as whole tensors of a "
+            "rank; leave it out, and call shardconv_runtime.data_parallel afterwards; or convert the model "
+            "with --dtype bfloat16"
         )
     if training:
         require_training(plan)

@@ -37,9 +37,14 @@ class Stretch:
         return self.tensors[0][1].offsets[0]
 
     @property
+    def end(self) -> int:
+        """The byte after the last one, counted in the same way."""
+        return self.tensors[-1][1].offsets[1]
+
+    @property
     def num_bytes(self) -> int:
         """Of all of them; there are no gaps."""
-        return self.tensors[-1][1].offsets[1] - self.begin
+        return self.end - self.begin
 
     def at(self, storage: torch.UntypedStorage, begin: int) -> Iterator[tuple[str, Tensor]]:
         """The tensors, of stored shapes and dtypes, whose bytes begin at ``begin`` of a storage.

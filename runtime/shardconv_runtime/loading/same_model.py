@@ -13,7 +13,15 @@ from ..format.manifest import Manifest
 if TYPE_CHECKING:
     from ..adapters.adapter_set import AdapterSet
 
-FORM = ("dtype", "training", "sequence_parallel", "gather_logits", "dequantize", "all_reduce")
+FORM = (
+    "dtype",
+    "training",
+    "data_parallel",
+    "sequence_parallel",
+    "gather_logits",
+    "dequantize",
+    "all_reduce",
+)
 """Arguments of ``load`` that decide what the ranks compute."""
 
 

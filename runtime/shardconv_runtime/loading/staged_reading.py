@@ -240,12 +240,15 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
-    """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes."""
+    """The tensors of a file in its order, as many in a slab as fit into a buffer of ``limit`` bytes.
+
+    Those of a slab lie next to each other in the file.
+    """
     held: list[tuple[Stretch, int]] = []
     end = 0
     for stretch in stretches(shard, adjacent):
         begin = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        if held and begin + stretch.num_bytes > limit:
+        if held and (begin + stretch.num_bytes > limit or stretch.begin != held[-1][0].end):
             yield _slab(shard, held, limit)
             held, begin = [], 0
         held.append((stretch, begin))

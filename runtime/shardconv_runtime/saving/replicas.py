@@ -59,16 +59,16 @@ class Replicas:
             Exception: raised by ``stage`` on this process; an ``OSError`` as a ``CheckpointError``.
             LaunchError: ``stage`` raised on another process.
         """
-        outcome: list[T] = []
-        error: Exception | None = None
-        try:
-            outcome.append(stage())
-        except OSError as failure:
-            error = CheckpointError(f"{failure.filename or 'the checkpoint'}: {failure.strerror or failure}")
-        except Exception as failure:
-            error = failure
-        self.agree(error, timeout_s)
-        return outcome[0]
+
+        def readable() -> T:
+            try:
+                return stage()
+            except OSError as failure:
+                raise CheckpointError(
+                    f"{failure.filename or 'the checkpoint'}: {failure.strerror or failure}"
+                ) from failure
+
+        return agreement.together(self.launch, readable, timeout_s)
 
 
 def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Replicas:

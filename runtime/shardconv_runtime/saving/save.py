@@ -73,6 +73,11 @@ def save(
         >>> shardconv_runtime.save(model, "trained/")
         >>> # shardconv merge trained/ plain/
     """
+    if loaded(model).attached is not None:
+        from .saved_adapters import save_adapters, wrapper_of
+
+        save_adapters(wrapper_of(model), out, overwrite=overwrite)
+        return
     holders = replicas_of(model, replicas)
     found = holders.together(lambda: stored_model(model))
     _require_one_plan(holders, found.plan)

@@ -7,6 +7,7 @@ gradients run inside of the modules, on the local parameters that FSDP has gathe
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
 from ..comm.mesh import Launch
-from ..comm.process_groups import control_group
-from ..comm.tp_dim import TP, tp_group
+from ..comm.tp_dim import TP, mesh_processes, tp_group
 from ..errors import LaunchError, PlanError
-from ..format.plan import parameter_plans
+from ..format.plan import Plan, parameter_plans
 from ..format.plan_forms import of_sequence
-from ..loaded import Loaded, loaded, unwrapped
+from ..loaded import loaded, unwrapped
 from ..saving.stored_model import named_modules, named_tensors
 from .repeated_layers import repeated_layers
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How FSDP2 shards a model over data-parallel processes; see ``data_parallel`` for the attributes."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    reshard_after_forward: bool = True
 
 
 def data_parallel(
@@ -64,47 +73,68 @@ def data_parallel(
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
         >>> shardconv_runtime.data_parallel(model, mesh, param_dtype=torch.bfloat16)
     """
-    units = _agreed_units(model, mesh)
+    units = agreement.together(
+        mesh_processes(mesh, torch.device(mesh.device_type)), lambda: _units_of_loaded(model, mesh)
+    )
+    _shard(units, mesh, DataParallel(param_dtype, reduce_dtype, reshard_after_forward))
+    return model
+
+
+def shard_parameters(model: nn.Module, plan: Plan, mesh: DeviceMesh, settings: DataParallel) -> None:
+    """Do the same to a model without values; no collective runs.
+
+    Args:
+        model: of this rank, with parameters on the meta device in the dtypes that they will have. They become
+            DTensors on the meta device.
+        plan: of the model.
+        mesh: see ``data_parallel``.
+        settings: see there.
+
+    Raises:
+        PlanError: see there.
+    """
+    _shard(_units(model, plan), mesh, settings)
+
+
+def require_data_dims(mesh: DeviceMesh) -> None:
+    """Check that a mesh has dims for tensor parallelism and for data parallelism.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    tp_group(mesh)
+    names = mesh.mesh_dim_names or ()
+    if not 1 <= len(names) - 1 <= MAX_DIMS:
+        raise LaunchError(
+            f"the mesh has the dims {names}; beside {TP!r} it should have one for data parallelism, or two "
+            "(replicas, shards)"
+        )
+
+
+def _shard(units: list[nn.Module], mesh: DeviceMesh, settings: DataParallel) -> None:
     others = tuple(name for name in mesh.mesh_dim_names or () if name != TP)
     along = mesh[others if len(others) > 1 else others[0]]
     for unit in units:
-        policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype, reduce_dtype=_reduce_dtype(unit, param_dtype, reduce_dtype)
-        )
+        policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
         is_root = unit is units[-1]
         fully_shard(
             unit,
             mesh=along,
             mp_policy=policy,
-            reshard_after_forward=reshard_after_forward and not is_root,  # its backward pass comes at once
+            # the backward pass of the root comes at once
+            reshard_after_forward=settings.reshard_after_forward and not is_root,
         )
-    return model
 
 
-def _agreed_units(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """The modules to shard, once all processes have found theirs; errors are those of ``data_parallel``."""
-    units: list[nn.Module] = []
-    error: Exception | None = None
-    try:
-        source = loaded(model)
-        _check_mesh(mesh, source.launch)
-        units = _units(unwrapped(model), source)
-    except Exception as failure:
-        error = failure
-    _agree(mesh, error)
-    return units
+def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    source = loaded(model)
+    _check_mesh(mesh, source.launch)
+    return _units(unwrapped(model), source.plan)
 
 
 def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
-    group = tp_group(mesh)
-    names = mesh.mesh_dim_names or ()
-    others = [name for name in names if name != TP]
-    if not 1 <= len(others) <= MAX_DIMS:
-        raise LaunchError(
-            f"the mesh has the dims {names}; beside {TP!r} it should have one for data parallelism, or two "
-            "(replicas, shards)"
-        )
-    found = dist.get_process_group_ranks(group)
+    require_data_dims(mesh)
+    found = dist.get_process_group_ranks(tp_group(mesh))
     own = [dist.get_rank()] if start.group is None else dist.get_process_group_ranks(start.group)
     if found != own:
         raise LaunchError(
@@ -113,7 +143,7 @@ def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
         )
 
 
-def _units(model: nn.Module, source: Loaded) -> list[nn.Module]:
+def _units(model: nn.Module, plan: Plan) -> list[nn.Module]:
     """The modules to shard: layers whose parameters are only used inside of them, and last the model.
 
     Raises:
@@ -126,7 +156,7 @@ def _units(model: nn.Module, source: Loaded) -> list[nn.Module]:
             "no parameter of the model requires a gradient: it was loaded for inference; load it with "
             "training=True"
         )
-    users = _users(model, source)
+    users = _users(model, plan)
     layers = repeated_layers(model)
     times = Counter(parameter for layer in layers for parameter in layer.parameters())
     units = [
@@ -140,19 +170,19 @@ def _units(model: nn.Module, source: Loaded) -> list[nn.Module]:
     return [*units, model]
 
 
-def _users(model: nn.Module, source: Loaded) -> dict[Tensor, set[nn.Module]]:
+def _users(model: nn.Module, plan: Plan) -> dict[Tensor, set[nn.Module]]:
     """The modules that have each parameter, or replace it while they run (``gates``)."""
     users: dict[Tensor, set[nn.Module]] = {parameter: set() for parameter in model.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users[parameter].add(module)
     tensors, modules = named_tensors(model), named_modules(model)
-    plans = [source.plan]
-    if source.plan.training is not None and source.plan.training.sequence is not None:
-        plans.append(of_sequence(source.plan))
-    for plan in plans:
-        entries = parameter_plans(plan)
-        for name, of in [(name, name) for name in entries] + list(plan.tied):
+    forms = [plan]
+    if plan.training is not None and plan.training.sequence is not None:
+        forms.append(of_sequence(plan))
+    for form in forms:
+        entries = parameter_plans(form)
+        for name, of in [(name, name) for name in entries] + list(form.tied):
             around = ".".join(name.split(".")[: -1 - entries[of].grad_levels])
             if (tensor := tensors.get(name)) is not None and tensor in users:
                 users[tensor].add(modules[around])
@@ -174,30 +204,7 @@ def _check_parameters(model: nn.Module, units: list[nn.Module]) -> None:
             )
 
 
-def _reduce_dtype(
-    unit: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
-) -> torch.dtype | None:
+def _reduce_dtype(unit: nn.Module, settings: DataParallel) -> torch.dtype | None:
     """The dtype of a unit's reduction; None for that of its gradients."""
-    found = {param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
-    return None if found == {torch.float64} else reduce_dtype
-
-
-def _agree(mesh: DeviceMesh, error: Exception | None) -> None:
-    """Return only if no process of a mesh has an error.
-
-    Raises:
-        Exception: ``error``, of this process.
-        LaunchError: another process has an error, or did not come.
-    """
-    errors = {} if error is None else {dist.get_rank(): str(error)}
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        device = torch.device(mesh.device_type)
-        start = Launch(dist.get_rank(group), group.size(), device, group, control_group(group))
-        for found in agreement.exchange(start, errors):
-            errors = errors | found
-    if error is not None:
-        raise error
-    if errors:
-        first = min(errors)
-        raise LaunchError(f"process {first}: {errors[first]}")
+    found = {settings.param_dtype or p.dtype for p in unit.parameters() if p.requires_grad}
+    return None if found == {torch.float64} else settings.reduce_dtype

@@ -1,0 +1,262 @@
+"""What a user does to a loaded model with adapters: new adapters, merging, saving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Generator, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..adapters.adapter_names import is_of_adapter
+from ..adapters.adapter_set import AdapterSet
+from ..adapters.attaching import Adapter, Attached
+from ..adapters.directory import DEFAULT, PlannedAdapter, require_name
+from ..comm import agreement
+from ..errors import PlanError
+from ..format import plan_json
+from ..format.plan import ParameterPlan, parameter_plans
+from ..format.slices import coordinates
+from ..loaded import Loaded, loaded, unwrapped
+from ..saving.saved_adapters import save_adapters
+from ..saving.stored_model import named_tensors
+from .building import Building, Stored, unsharded
+
+_REFUSED = {
+    "add_adapter": "call shardconv_runtime.add_adapter(model, config), which returns a model with both",
+    "load_adapter": 'run `shardconv adapt`, and pass it too: load(..., adapter={"a": DIR, "b": DIR})',
+    "add_weighted_adapter": "combine the adapters in one process with peft, and run `shardconv adapt`",
+    "push_to_hub": "each rank has a part; call save_pretrained(DIR) on all ranks, then `hf upload`",
+}
+"""Methods of ``PeftModel`` that would take this rank's part for the model -> the remedy."""
+
+
+def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int = 0) -> Any:
+    """A loaded model with a new adapter; every rank of the job calls it.
+
+    The model with the adapter is planned and proven on rank 0, which takes seconds; ``shardconv adapt`` does
+    it ahead of time. The returned model shares the parameters of ``model`` and has its other adapters.
+
+    Args:
+        model: returned by ``load`` or by this function. To train the adapter: loaded with ``training=True``.
+        config: a ``peft.LoraConfig``, or another one of peft for adapters of layers.
+        name: of the adapter, which becomes the active one if it is the only one.
+        seed: of its initial weights, which are those that peft draws in one process after
+            ``torch.manual_seed(seed)``.
+
+    Returns:
+        A ``peft.PeftModel`` in eval mode.
+
+    Raises:
+        PlanError: the model has an adapter of this name, or FSDP has sharded it.
+        SourceError: peft refuses the config for this model, or the adapter begins with its weights.
+        SolveError: the model cannot be planned with the adapter and these shards.
+
+    Example:
+        >>> model = shardconv_runtime.load("out/", training=True)
+        >>> model = shardconv_runtime.add_adapter(model, LoraConfig(target_modules="all-linear"))
+    """
+    building: Building = loaded(model).building
+    known = {} if building.checked.adapters is None else building.checked.adapters.adapters
+    _require_unsplit(model, "add_adapter")
+    require_name(name)
+    if name in known:
+        raise PlanError(f"the model has an adapter {name!r}; give another name")
+    adapter = Adapter(config, None, seed)
+    text = _planned_by_rank_0(building, adapter)
+    planned = PlannedAdapter(adapter, plan_json.loads(text), plan_json.sha256(text))
+    build = partial(unsharded, building.checked, building.wanted)
+    adapters = AdapterSet.of({**known, name: planned}, building.checked.plan, build)
+    stored = None if loaded(model).packed else _with_present(model, adapters, building)
+    return guard_adapters(building.with_adapters(adapters).model(stored))
+
+
+def _planned_by_rank_0(building: Building, adapter: Adapter) -> str:
+    """The plan of the model with an adapter, as JSON."""
+
+    def plan() -> str:
+        if building.start.rank:
+            return ""
+        planned = import_module("shardconv.converted.adapt").planned  # the converter, which plans
+        return plan_json.dumps(planned(building.checked.directory, building.checked.plan, adapter))
+
+    text: str = agreement.together(building.start, plan, agreement.READ_TIMEOUT_S)
+    return agreement.exchange(building.start, text)[0]
+
+
+def _with_present(model: nn.Module, adapters: AdapterSet, building: Building) -> Stored:
+    """The tensors of a model with more adapters: those of the present one are shared."""
+    present, base = named_tensors(model), _base_tensors(model)
+    known = building.checked.adapters.adapters if building.checked.adapters is not None else {}
+
+    def stored(attached: Attached | None) -> Generator[tuple[str, Tensor]]:
+        assert attached is not None, "the model has adapters"
+        tensors = adapters.tensors(lambda rows: _each(base), attached, building.start, {})
+        for name, tensor in tensors:
+            is_present = any(is_of_adapter(name, each) for each in known)
+            yield name, present[name].detach() if is_present else tensor
+
+    return stored
+
+
+def _each(tensors: Mapping[str, Tensor]) -> Generator[tuple[str, Tensor]]:
+    yield from tensors.items()
+
+
+def _base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """A model's local tensors by their names without adapters, laid out as without; every rank calls it."""
+    source = loaded(model)
+    building: Building = source.building
+    before, entries = parameter_plans(building.checked.plan), parameter_plans(source.plan)
+    names = source.attached.base_names if source.attached is not None else {}
+    found = {}
+    for name, tensor in named_tensors(model).items():
+        old = names.get(name, name)
+        if old in before and name in entries and (source.attached is None or name in names):
+            is_term = entries[name].partial != before[old].partial
+            found[old] = _summed(tensor.detach(), entries[name], source) if is_term else tensor.detach()
+    return found
+
+
+def _summed(tensor: Tensor, entry: ParameterPlan, source: Loaded) -> Tensor:
+    """A term of a sum over ranks, as it is without adapters: the same on all ranks."""
+    parts = agreement.exchange(source.launch, tensor.cpu())
+    mesh, own = source.plan.mesh, coordinates(source.plan.mesh, source.launch.rank)
+    wanted = tuple(0 if axis in entry.partial else own[axis] for axis in range(len(mesh)))
+    holder = next(rank for rank in range(len(parts)) if coordinates(mesh, rank) == wanted)
+    return parts[holder].to(tensor.device)
+
+
+def guard_adapters(wrapper: Any) -> Any:
+    """Have the methods of a ``PeftModel`` do what they say on sharded parameters, or refuse; in place.
+
+    Args:
+        wrapper: of a loaded model.
+    """
+    packed = loaded(wrapper).packed
+    for name, remedy in _REFUSED.items():
+        setattr(wrapper, name, partial(_refuse, name, remedy))
+    wrapper.save_pretrained = MethodType(_save_pretrained, wrapper)
+    for module in (wrapper, wrapper.base_model):
+        module.merge_and_unload = partial(_merge_and_unload, wrapper, packed)
+        module.unload = partial(_unload, wrapper)
+        module.merge_adapter = partial(_merge_adapter, wrapper, packed)
+    return wrapper
+
+
+def _refuse(name: str, remedy: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise PlanError(f"{name} was called on a model whose parameters are sharded over ranks: {remedy}")
+
+
+def _save_pretrained(
+    wrapper: Any,
+    save_directory: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: bool | str = "auto",
+    is_main_process: bool = True,
+    **options: Any,
+) -> None:
+    """Write the adapters as peft does; every rank calls it.
+
+    Raises:
+        PlanError: another argument than these was given, or tensors of the model were asked for.
+    """
+    if options or not safe_serialization or save_embedding_layers is True:
+        given = ", ".join(options) or (
+            "safe_serialization" if not safe_serialization else "save_embedding_layers"
+        )
+        raise PlanError(
+            f"save_pretrained: {given} is not supported for adapters of a sharded model; leave it out"
+        )
+    save_adapters(wrapper, save_directory, selected_adapters, overwrite=True)
+
+
+def _merge_adapter(
+    wrapper: Any, packed: bool, adapter_names: list[str] | None = None, safe_merge: bool = False
+) -> None:
+    """Add products of adapters to the weights of the model, each rank to its part."""
+    names = adapter_names or wrapper.active_adapters
+    _require_mergeable(wrapper, names, packed=packed)
+    type(wrapper.base_model).merge_adapter(wrapper.base_model, adapter_names, safe_merge)
+
+
+def _merge_and_unload(
+    wrapper: Any,
+    packed: bool,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> nn.Module:
+    """The model without adapters, with their products added to its weights; every rank calls it."""
+    _merge_adapter(wrapper, packed, adapter_names, safe_merge)
+    return _rebuilt(wrapper, adapter_names or wrapper.active_adapters)
+
+
+def _unload(wrapper: Any) -> nn.Module:
+    """The model without adapters; every rank calls it."""
+    if any(layer.merged for layer in _layers(wrapper)):
+        raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
+    return _rebuilt(wrapper, ())
+
+
+def _rebuilt(wrapper: Any, taken: Collection[str]) -> nn.Module:
+    """The model without adapters, but for copies of modules of some, which stay in place of these."""
+    source = loaded(wrapper)
+    building: Building = source.building
+    _require_unsplit(wrapper, "unloading")
+    if source.packed:
+        return building.with_adapters(None).model()
+    tensors, present = _base_tensors(wrapper), named_tensors(wrapper)
+    for name, old in source.attached.copies.items():
+        if any(is_of_adapter(name, adapter) for adapter in taken):
+            tensors[old] = present[name].detach()
+    return building.with_adapters(None).model(lambda attached: _each(tensors))
+
+
+def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) -> None:
+    """Raises ``PlanError`` unless each adapter's product is laid out as the weight that it is added to."""
+    if packed:
+        raise PlanError("merging: the weights are packed; load the model with dequantize=True")
+    _require_unsplit(wrapper, "merging")
+    inner = unwrapped(wrapper)
+    for fqn, layer in inner.named_modules():
+        if not isinstance(layer, _layer_class()):
+            continue
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        for name in names:
+            if name not in getattr(layer, "scaling", {}):
+                continue
+            try:
+                with torch.no_grad():
+                    shape = tuple(layer.get_delta_weight(name).shape)
+            except (RuntimeError, NotImplementedError, AttributeError):
+                shape = ()
+            if weight is None or shape != tuple(weight.shape):
+                raise PlanError(
+                    f"merging: {fqn} is laid out in another way than the adapter {name!r} there; merge in "
+                    "one process with peft, and convert the result"
+                )
+
+
+def _layer_class() -> Any:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return BaseTunerLayer
+
+
+def _layers(wrapper: Any) -> Iterator[Any]:
+    return (module for module in wrapper.modules() if isinstance(module, _layer_class()))
+
+
+def _require_unsplit(model: nn.Module, what: str) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise PlanError(
+            f"{what}: FSDP has sharded the parameters; do that before data_parallel, or save the adapter "
+            "and load it"
+        )

@@ -1,0 +1,259 @@
+"""The model of this rank, from what the ranks agreed to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import agreement
+from ..comm import mesh as launching
+from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
+from ..comm.mesh import Launch
+from ..format import manifest
+from ..format.header import ShardFile
+from ..format.plan import Plan
+from ..format.slices import Rows
+from ..hub_options import Hub
+from ..inference.generation import prepare_generation
+from ..loaded import Loaded, remember, unwrapped
+from ..parallel.build import parallelize
+from ..parallel.meta_model import build_model, find_class
+from ..parallel.model_config import building_failed, read_config, read_generation_config
+from . import rank_files
+
+if TYPE_CHECKING:
+    # Imported where they are used: most jobs load a local directory for inference, and need none of it.
+    from ..adapters.adapter_set import AdapterSet
+    from ..adapters.attaching import Attached
+    from ..hub.fetch import Repository
+    from ..tensors.lazy_tensor import LazyTensor
+    from .data_sharding import DataSharding
+
+AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+"""One, or several by the names that the adapters get."""
+
+Stored = Callable[["Attached | None"], Generator[tuple[str, Tensor]]]
+"""What gives a rank's tensors by their names in the model with the adapters that were attached."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments of the caller."""
+
+    path: str
+    plan: str | None
+    hub: Hub
+    trust_remote_code: bool
+    dtype: torch.dtype | None
+    training: bool
+    sequence_parallel: bool
+    gather_logits: bool | None
+    verify: bool
+    dequantize: bool
+    all_reduce: str | None
+    """Its name, to be compared between the ranks."""
+    fuse: bool
+    adapter: AdapterDirectories | None
+    data_parallel: DataSharding | None
+    over_mesh: bool
+    """The ranks are those along a dim of a device mesh."""
+
+    @property
+    def form(self) -> dict[str, bool]:
+        """The form, if it is another one than that for plain inference."""
+        wanted = {"training": self.training, "sequence_parallel": self.sequence_parallel}
+        return wanted if any(wanted.values()) else {}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model that passed the checks so far."""
+
+    directory: Path
+    manifest: manifest.Manifest
+    """Of an ordinary model: one of its small files."""
+    plan: Plan
+    repository: Repository | None = None
+    """Set where this rank's files are still to be downloaded from it."""
+    files: rank_files.RankFiles | None = None
+    """This rank's files, checked."""
+    checkpoint: Mapping[str, LazyTensor] | None = None
+    """Instead of files: the global weights of an ordinary model, not read."""
+    adapters: AdapterSet | None = None
+
+    @property
+    def full_plan(self) -> Plan:
+        """Of the model with its adapters."""
+        return self.plan if self.adapters is None else self.adapters.plan
+
+    @property
+    def model(self) -> tuple[Path, Any, Plan, Repository | None]:
+        """What is known of the model before it is built."""
+        return self.directory, self.manifest, self.plan, self.repository
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of this rank's files."""
+        return () if self.files is None else self.files.paths
+
+
+@dataclass(frozen=True)
+class Building:
+    """All that the model of a rank is made of, at first, and again with other adapters."""
+
+    checked: Checked
+    wanted: Wanted
+    start: Launch
+    everyone: Launch
+    """All processes that build the model together."""
+    all_reduce: AllReduce | str | None
+    compiled: bool
+    check_inputs: bool
+
+    def with_adapters(self, adapters: AdapterSet | None) -> Building:
+        """The same model with other adapters."""
+        return replace(self, checked=replace(self.checked, adapters=adapters))
+
+    def model(self, stored: Stored | None = None) -> nn.Module:
+        """The model; every process calls it, and all raise if one has an error.
+
+        Args:
+            stored: the tensors of this rank; None: those of the files.
+        """
+        start, checked = self.start, self.checked
+        connect = partial(_connect, checked.full_plan, self.wanted, start, self.all_reduce)
+        comm = agreement.together(self.everyone, connect, agreement.CONNECT_TIMEOUT_S)
+        timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
+        built: nn.Module = agreement.together(self.everyone, partial(self._built, comm, stored), timeout)
+        model = unwrapped(built)
+        if self.compiled:
+            from ..inference.compiling import compile_model
+
+            compile_model(model, cuda_graphs=launching.can_capture(start), same_bits=start.world_size > 1)
+        if start.world_size > 1 or self.wanted.over_mesh:
+            from .several_ranks import guard
+
+            guard(model, start, training=self.wanted.training, check_inputs=self.check_inputs)
+        return built
+
+    def _built(self, comm: Communicator, given: Stored | None) -> nn.Module:
+        checked, start, wanted = self.checked, self.start, self.wanted
+        plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
+        built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
+        config, model = _unsharded(checked, wanted)
+        packed = None
+        if stays_packed(plan, wanted):
+            from .packed_models import packed_modules
+
+            dtype = wanted.dtype or getattr(torch, plan.model.dtype)
+            packed = packed_modules(directory, plan, config, start.device, comm, dtype)
+        attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
+        if wanted.form:
+            from ..training.prepare import parallelize_for_training
+
+            parallelize_for_training(model, built, comm, wanted.gather_logits, **wanted.form)
+        else:
+            parallelize(model, built, comm, wanted.gather_logits, packed)
+        if wanted.verify:
+            from .file_checksums import verify_checksums
+
+            verify_checksums(directory, checked.manifest, start.rank)
+        stored = partial(_stored, checked, built, start)
+        if adapters is not None and attached is not None:
+            files = partial(_stored, checked, replace(checked.plan, fused=()), start)
+            stored = partial(adapters.tensors, files, attached, start)
+        if given is not None:
+            rank_files.read(model, built, given(attached), start, None, packed)
+        elif wanted.data_parallel is not None:
+            wanted.data_parallel.read(model, built, stored, start, wanted.dtype)
+        else:
+            rank_files.read(model, built, stored({}), start, wanted.dtype, packed)
+        generation_config = read_generation_config(directory, checked.manifest)
+        prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
+        is_packed = packed is not None
+        names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
+        about = directory.absolute(), checked.manifest, plan, start
+        remember(model, Loaded(*about, is_packed, self, names))
+        return (model if attached is None else attached.wrapper).eval()
+
+
+def unsharded(checked: Checked, wanted: Wanted) -> nn.Module:
+    """The model with global shapes, on meta.
+
+    Raises:
+        PlanError: it cannot be built.
+    """
+    return _unsharded(checked, wanted)[1]
+
+
+def _unsharded(checked: Checked, wanted: Wanted) -> tuple[Any, nn.Module]:
+    """The config as it was stored, and the unquantized model."""
+    plan, directory = checked.plan, checked.directory
+    stored = config = read_config(directory, checked.manifest, plan)
+    if any(entry.packing is not None for entry in plan.parameters):
+        from ..checkpoint.quantized import without_quantization
+
+        config = without_quantization(config)
+    dtype = wanted.dtype or getattr(torch, plan.model.dtype)
+    try:
+        return stored, build_model(_model_class(directory, plan), config, dtype)
+    except Exception as error:
+        raise building_failed(directory, error) from error
+
+
+def stays_packed(plan: Plan, wanted: Wanted) -> bool:
+    """Whether packed parameters are computed with as they are stored."""
+    return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
+
+
+def _connect(
+    plan: Plan, wanted: Wanted, start: Launch, all_reduce: AllReduce | str | None
+) -> ProcessCommunicator:
+    """The process groups of all collectives that the wanted form of the model issues."""
+    if isinstance(all_reduce, str):
+        from ..comm.symmetric import connect_by_name
+
+        return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
+    if not wanted.form:
+        return launching.connect(plan, start, all_reduce)
+    from .other_forms import connect
+
+    return connect(plan, start, all_reduce, **wanted.form)
+
+
+def _stored(checked: Checked, plan: Plan, start: Launch, rows: Rows) -> Generator[tuple[str, Tensor]]:
+    """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint.
+
+    Of the tensors in ``rows``, these positions of the first dim.
+    """
+    if checked.checkpoint is not None:
+        from .by_plan import local_tensors
+
+        return local_tensors(plan, checked.checkpoint, start.rank, start.device, rows)
+    assert checked.files is not None
+    adjacent: tuple[tuple[str, ...], ...] = ()
+    if plan.fused:
+        from ..format.fused_groups import adjacent_tensors
+
+        adjacent = adjacent_tensors(plan)
+    shards: Sequence[ShardFile] = checked.files.shards
+    if rows:
+        from .file_rows import with_rows
+
+        shards = with_rows(shards, rows)
+    return rank_files.tensors(shards, start.device, adjacent)
+
+
+def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
+    if not plan.model.trust_remote_code:
+        return find_class(plan.model.class_name)
+    from .remote_code import remote_class
+
+    return remote_class(directory, plan.model.class_name)

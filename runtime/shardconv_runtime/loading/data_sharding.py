@@ -1,0 +1,120 @@
+"""Loading for FSDP2: each process reads its chunk of its rank's parameters, and no rank's tensor is whole.
+
+A model on the meta device is sharded before anything is read. Its DTensors then say which positions of each
+parameter this process holds, along the first dim; these are read, and become their local tensors. Buffers
+are whole on each process, as FSDP2 has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..comm.mesh import Launch
+from ..comm.tp_dim import mesh_processes
+from ..errors import LaunchError, PlanError
+from ..format.plan import Plan
+from ..format.slices import Rows
+from ..parallel.build import stored_tensors
+from ..saving.local_windows import local_window
+from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
+from . import rank_files
+
+
+@dataclass(frozen=True)
+class DataSharding:
+    """The wish for data parallelism of a caller of ``load``."""
+
+    mesh: DeviceMesh = field(repr=False)
+    settings: DataParallel
+
+    def processes(self, start: Launch) -> Launch:
+        """All processes that load the model: if one has an error, all raise.
+
+        Raises:
+            LaunchError: one of them did not join, or the mesh is for another kind of device.
+        """
+        if self.mesh.device_type != start.device.type:
+            raise LaunchError(
+                f"the mesh is for {self.mesh.device_type}, and the model should be on {start.device}; pass "
+                "device=, or make the mesh for that"
+            )
+        return mesh_processes(self.mesh, start.device)
+
+    def read(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        stored: Callable[[Rows], Generator[tuple[str, Tensor]]],
+        start: Launch,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Shard a parallelized model, of local shapes, and fill it, in place.
+
+        Args:
+            model: see ``rank_files.read``.
+            plan: of it, without packed parameters.
+            stored: gives the local tensors of this rank, or rows of them.
+            start: this rank.
+            dtype: see ``rank_files.read``.
+
+        Raises:
+            PlanError: FSDP2 cannot shard the model.
+            CheckpointError: see ``rank_files.read``.
+        """
+        _cast(model, plan, dtype)
+        shard_parameters(model, plan, self.mesh, self.settings)
+        sharded = {name: tensor for name, tensor in stored_tensors(model) if isinstance(tensor, DTensor)}
+        rows = {name: local_window(name, tensor)[0][0] for name, tensor in sharded.items()}
+        rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtype)
+        # Not to load: it is the only public call after which FSDP2 looks at parameters that were replaced.
+        model.load_state_dict({}, strict=False)
+
+
+def data_sharding(
+    mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool
+) -> DataSharding | None:
+    """What ``load`` was asked for; None if that is no data parallelism.
+
+    Raises:
+        PlanError: it is not for training, or there is no mesh.
+        LaunchError: the mesh has no dims for it.
+    """
+    if settings is False:
+        return None
+    if mesh is None or not training:
+        raise PlanError("data_parallel= is for training over a mesh: pass mesh= and training=True with it")
+    require_data_dims(mesh)
+    return DataSharding(mesh, DataParallel() if settings is True else settings)
+
+
+def _cast(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
+    """Give the parameters, on the meta device, the dtypes that they will have."""
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(
+                rank_files.cast_dtype(parameter.dtype, plan.model.dtype, dtype)
+            )
+
+
+def _distributed(
+    stored: Generator[tuple[str, Tensor]], sharded: Mapping[str, DTensor]
+) -> Generator[tuple[str, Tensor]]:
+    """The same tensors; those of which a process has a part as DTensors, placed as those in ``sharded``."""
+    with closing(stored) as tensors:
+        for name, tensor in tensors:
+            whole = sharded.get(name)
+            yield (
+                name,
+                tensor
+                if whole is None
+                else DTensor.from_local(
+                    tensor, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
+                ),
+            )

@@ -1,0 +1,61 @@
+"""The window of its rank's tensor that a process holds: a chunk where data-parallel processes share it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..errors import PlanError
+from ..format.slices import Range
+
+
+def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
+    """The window of its rank's tensor that a process holds.
+
+    ``Shard`` chunks a dim as ``torch.chunk`` does.
+
+    Args:
+        name: FQN, for messages.
+        parameter: local, or a DTensor over data-parallel processes whose global shape is the rank's local
+            shape.
+
+    Returns:
+        The window, one range of local positions for each dim, and whether this process is the first of those
+        that hold it.
+
+    Raises:
+        PlanError: the DTensor is neither sharded evenly nor replicated.
+    """
+    spans = [(0, size) for size in parameter.shape]
+    if not isinstance(parameter, DTensor):
+        return tuple(spans), True
+    coordinates = parameter.device_mesh.get_coordinate()
+    assert coordinates is not None, "this process is in its mesh"
+    first = True
+    for placement, parts, part in zip(
+        parameter.placements, parameter.device_mesh.shape, coordinates, strict=True
+    ):
+        if type(placement) is Shard:
+            start, stop = spans[placement.dim]
+            length = -(-(stop - start) // parts)
+            begin_at = min(start + part * length, stop)
+            spans[placement.dim] = (begin_at, min(begin_at + length, stop))
+        elif isinstance(placement, Replicate):
+            first = first and part == 0
+        else:
+            raise PlanError(
+                f"{name} is a DTensor placed as {placement}; only Shard and Replicate can be stored"
+            )
+    local = tuple(local_tensor(parameter).shape)
+    if local != tuple(stop - start for start, stop in spans):
+        raise PlanError(f"{name} is a DTensor whose local shape {local} is not an even chunk of it")
+    return tuple(spans), first
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be a DTensor over data-parallel processes.
+
+    Args:
+        tensor: any shape and dtype; returned unchanged if it is not a DTensor.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,160 @@
+"""Adapters of a loaded model as files that the peft library loads, in one process or anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..adapters.adapter_files import write_adapter
+from ..adapters.adapter_names import is_of_adapter
+from ..adapters.directory import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME
+from ..comm import agreement
+from ..errors import CheckpointError, PlanError
+from ..format import plan_json
+from ..format.plan import ParameterPlan, global_shape, parameter_plans
+from ..format.slices import Mesh, ranges
+from ..format.stored_layout import holds_values, is_common
+from ..loaded import loaded
+from .replicas import Replicas, full_tensor, replicas_of
+from .staging import staged
+from .stored_model import named_tensors
+
+README = "README.md"
+
+
+def save_adapters(
+    wrapper: Any,
+    out: str | os.PathLike[str],
+    names: Collection[str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write adapters of a model that was loaded with them; every process calls it.
+
+    Args:
+        wrapper: the ``peft.PeftModel``.
+        out: directory to make: of one adapter it has the files, of several a directory for each.
+        names: of the adapters; None: of all.
+        overwrite: replace ``out`` if it has adapters only.
+
+    Raises:
+        PlanError: there is no such adapter.
+        ShardconvError: the message names the problem, the rank and the remedy.
+    """
+    adapters = loaded(wrapper).building.checked.adapters.adapters
+    chosen = list(adapters if names is None else names)
+    if unknown := [name for name in chosen if name not in adapters]:
+        raise PlanError(f"{unknown[0]!r} is no adapter of this model; it has {', '.join(adapters)}")
+    holders = replicas_of(wrapper)
+    target = Path(out).expanduser().resolve()
+    with staged(holders, target, overwrite=overwrite, known=adapter_files) as staging:
+        for name in chosen:
+            tensors = gathered_adapter(wrapper, name, holders)
+            error: Exception | None = None
+            if holders.is_leader:
+                folder = staging.path if len(chosen) == 1 else staging.path / name
+                try:
+                    write_adapter(wrapper, name, tensors, folder)
+                    plan_json.write(adapters[name].plan, folder / PLAN_NAME)
+                except OSError as failure:
+                    error = CheckpointError(f"{out} cannot be written: {failure.strerror or failure}")
+                except Exception as failure:
+                    error = failure
+            holders.agree(error, agreement.READ_TIMEOUT_S)
+        if holders.is_leader:
+            staging.commit()
+        holders.agree(None)
+
+
+def wrapper_of(model: nn.Module) -> Any:
+    """The ``peft.PeftModel`` that a model is, or that is in its wrappers.
+
+    Raises:
+        PlanError: it is only the model in that.
+    """
+    import peft
+
+    found = next((module for module in model.modules() if isinstance(module, peft.PeftModel)), None)
+    if found is None:
+        raise PlanError("this is the model inside of a PeftModel; pass the PeftModel, which has the adapters")
+    return found
+
+
+def adapter_files(directory: Path) -> list[str]:
+    """The files of a directory of adapters.
+
+    Raises:
+        CheckpointError: the directory is not one.
+    """
+    found = [
+        f"{path.parent.relative_to(directory) / name}"
+        for path in directory.rglob(PLAN_NAME)
+        for name in (PLAN_NAME, CONFIG_NAME, WEIGHTS_NAME, README)
+    ]
+    if not found:
+        raise CheckpointError(f"{directory}: it has no {PLAN_NAME}")
+    return found
+
+
+def gathered_adapter(wrapper: Any, name: str, holders: Replicas) -> dict[str, Tensor]:
+    """The tensors of one adapter by FQN, global, on the CPU of the leader; elsewhere nothing.
+
+    Every process of the model calls it.
+    """
+    source = loaded(wrapper)
+    entries = parameter_plans(source.plan)
+    firsts = dict(source.plan.tied)
+    tensors = named_tensors(wrapper)
+    gathered: dict[str, Tensor] = {}
+    for fqn, tensor in tensors.items():
+        if is_of_adapter(fqn, name) and fqn not in firsts:
+            local = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            entry = entries[fqn]
+            parts = _exchanged(local.detach().cpu(), entry, holders, source.launch)
+            if holders.is_leader:
+                gathered[fqn] = _assembled(parts, entry, source.plan.mesh)
+    for alias, first in firsts.items():
+        if first in gathered and is_of_adapter(alias, name):
+            gathered[alias] = gathered[first]
+    return gathered
+
+
+def _exchanged(local: Tensor, entry: ParameterPlan, holders: Replicas, launch: Any) -> list[Tensor]:
+    """The tensors of all ranks of the first replica, of which one is enough where all have the same."""
+    if is_common(entry) or not holders.is_first:
+        return [local]
+    return agreement.exchange(launch, local)
+
+
+def _assembled(parts: list[Tensor], entry: ParameterPlan, mesh: Mesh) -> Tensor:
+    """The global tensor of the local ones, by rank."""
+    if is_common(entry):
+        return parts[0]
+    out = torch.empty(global_shape(entry), dtype=parts[0].dtype)
+    for rank, part in enumerate(parts):
+        if holds_values(entry, mesh, rank):
+            for there, here in _boxes(entry, mesh, rank):
+                out[there] = part[here]
+    return out
+
+
+def _boxes(
+    entry: ParameterPlan, mesh: Mesh, rank: int
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Windows of the global tensor, and of the rank's, that are the same positions."""
+    dims = []
+    for dim in entry.dims:
+        spans, done = [], 0
+        for start, stop in ranges(dim, mesh, rank):
+            spans.append((slice(start, stop), slice(done, done + stop - start)))
+            done += stop - start
+        dims.append(spans)
+    for cell in product(*dims):
+        yield tuple(there for there, _ in cell), tuple(here for _, here in cell)
