@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,13 @@ def trace(
     arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
     tracer = _Tracer(recorder, model, like)
     try:
-        with torch.inference_mode(), watching(recorder.compared), Functions(recorder), recorder:
+        with (
+            torch.inference_mode(),
+            _autocast_as_on_cpu(),
+            watching(recorder.compared),
+            Functions(recorder),
+            recorder,
+        ):
             outputs = model(**arguments, **(options or {}))
     except SolveError:
         raise
@@ -68,6 +75,21 @@ def trace(
     recorder.tape.outputs = tuple(map(tids, results(model, outputs)))
     recorder.tape.handed_back = tuple(map(tids, _tensors(_handed_back(model, outputs))))
     return recorder.tape
+
+
+@contextmanager
+def _autocast_as_on_cpu() -> Iterator[None]:
+    """Code may switch autocast off for the device of a tensor; torch knows none on the meta device."""
+    init = torch.autocast.__init__
+
+    def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = on_cpu  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init  # type: ignore[method-assign]
 
 
 # Modules -----------------------------------------------------------------------------------------

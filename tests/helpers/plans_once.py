@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,21 @@ def install(directory: Path) -> None:
     Solved.solver = dict(_parts())
 
 
-def _remembered(spec: ModelSpec, options: SolveOptions, steps: Steps, tell: stages.Tell) -> Plan:
-    if Solved.directory is None or _own_class(spec) or _changed():
-        return _solve(spec, options, steps, tell)
+def _remembered(
+    spec: ModelSpec,
+    options: SolveOptions,
+    steps: Steps,
+    tell: stages.Tell,
+    adaptation: stages.Adaptation | None = None,
+) -> Plan:
+    if adaptation is not None or Solved.directory is None or _own_class(spec) or _changed():
+        return _solve(spec, options, steps, tell, adaptation)
     path = Solved.directory / _name(spec, options, steps)
-    return _read(path, tell) if path.exists() else _write(path, tell, partial(_solve, spec, options, steps))
+    return (
+        _read(path, tell)
+        if path.exists()
+        else _write(path, tell, lambda told: _solve(spec, options, steps, told, None))
+    )
 
 
 def _read(path: Path, tell: stages.Tell) -> Plan:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from made_inputs import make_inputs
+from shardconv_runtime.adapters.adapter_names import ANY_NAME
+from shardconv_runtime.adapters.attaching import Adapter, attach
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import SolveError
@@ -26,6 +28,7 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import results
@@ -57,7 +60,10 @@ class Form:
 
 ROUTERS = "routers"
 """Variant: the outputs of routers are part of the loss."""
+ADAPTER = "adapter"
+"""Variant: a low-rank adapter of all linear layers is trained, and the model itself is not."""
 FORMS = tuple(Form(s, p, c) for s in (False, True) for p in (False, True) for c in (False, True))
+FORMS_OF_ADAPTERS = (Form(False, False, False), Form(False, True, True), Form(True, True, True))
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,13 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     about = (model.type, variant, tp)
     spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
     no_sequence = ""
+    adapter = low_rank() if variant == ADAPTER else None
     try:
         try:
-            plan = solve_plan(spec, SolveOptions(tp, sequence_parallel=True))
+            plan = _planned(spec, SolveOptions(tp, sequence_parallel=True), adapter)
         except SolveError as error:
             no_sequence = _line(error)
-            plan = solve_plan(spec, SolveOptions(tp))
+            plan = _planned(spec, SolveOptions(tp), adapter)
     except Exception as error:
         yield Trained(*about, "", "refused", _line(error))
         return
@@ -96,7 +103,7 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     if variant == ROUTERS and not plan.training.extra_outputs:
         return  # it has none
     try:
-        trial = _Trial(plan, model, all_outputs=variant == ROUTERS)
+        trial = _Trial(plan, model, all_outputs=variant == ROUTERS, adapter=adapter)
     except Exception as error:
         yield Trained(*about, "", "not judged", _line(error))
         return
@@ -117,15 +124,40 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
                 yield Trained(*about, str(form), status, "" if refused else _line(problem))
 
 
+def low_rank() -> Adapter:
+    """An adapter of all linear layers of a model."""
+    from peft import LoraConfig
+
+    return Adapter(LoraConfig(r=4, target_modules="all-linear"))
+
+
+def _planned(spec: ModelSpec, options: SolveOptions, adapter: Adapter | None) -> Plan:
+    """The plan of a model, or of a model with an adapter."""
+    if adapter is None:
+        return solve_plan(spec, options)
+    base = solve_plan(spec, replace(options, check=False))
+    return solve_plan(spec, options, adaptation=Adaptation(base, adapter))
+
+
 class _Trial:
     """One model with its weights and inputs, and the gradients of the unsharded model."""
 
-    def __init__(self, plan: Plan, model: ZooModel, seed: int = 1, *, all_outputs: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: ZooModel,
+        seed: int = 1,
+        *,
+        all_outputs: bool = False,
+        adapter: Adapter | None = None,
+    ) -> None:
         self.plan = plan
         entries = parameter_plans(plan)
         self.whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
         if hasattr(self.whole, "set_experts_implementation"):
             self.whole.set_experts_implementation("eager")
+        if adapter is not None:
+            attach(self.whole, {ANY_NAME: adapter}, trainable=True)
         generator = torch.Generator().manual_seed(seed)
         stored = {n: t for n, t in stored_tensors(self.whole) if n in entries}
         self.weights = {n: random_weight(t, generator) for n, t in stored.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..comm.mesh import Launch
+from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.slices import Rows
 from .adapted_tensors import adapted_tensors, require_base
@@ -44,6 +45,12 @@ class AdapterSet:
     @staticmethod
     def of(adapters: Mapping[str, PlannedAdapter], base: Plan, build: Callable[[], nn.Module]) -> AdapterSet:
         """Several, or one; arguments and errors as for ``read``."""
+        for name, each in adapters.items():
+            if (each.plan.mesh, each.plan.experts) != (base.mesh, base.experts):
+                raise PlanError(
+                    f"the adapter {name!r} ({each.adapter}) was adapted for another conversion of the model, for "
+                    f"{each.plan.tp} ranks; run `shardconv adapt` for this one, for {base.tp}"
+                )
         plans = {name: named(each.plan, name) for name, each in adapters.items()}
         if len(plans) == 1:
             return AdapterSet(base, next(iter(plans.values())), adapters)

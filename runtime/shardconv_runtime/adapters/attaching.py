@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,18 +103,32 @@ def _with_adapter(
     config = copy.deepcopy(adapter.config)
     config.inference_mode = not trainable
     is_saved = adapter.directory is not None
-    with naming_errors(str(adapter)), base.watched() as watch, torch.random.fork_rng(devices=[]):
+    with base.watched() as watch, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*base_model_name_or_path.*was renamed")
         torch.manual_seed(adapter.seed)
-        if wrapper is None:
-            wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
-        else:
-            wrapper.add_adapter(name, config, low_cpu_mem_usage=is_saved)
+        try:
+            with naming_errors(str(adapter)):
+                if wrapper is None:
+                    wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
+                else:
+                    wrapper.add_adapter(name, config, low_cpu_mem_usage=is_saved)
+        except SourceError as error:
+            raise _changes_the_model(adapter) if watch.read_by and is_saved else error from error
     if watch.read_by and not is_saved:
         raise SourceError(
             f"{adapter}: it is initialized from the weights of the model ({watch.read_by}), which are "
             "sharded; initialize it in one process with peft, save it, and adapt that"
         )
+    config.base_model_name_or_path = adapter.config.base_model_name_or_path
     return wrapper
+
+
+def _changes_the_model(adapter: Adapter) -> SourceError:
+    return SourceError(
+        f"{adapter}: it changes weights of the model itself (as its initialization does); convert it to an "
+        "ordinary adapter in one process (in peft: save_pretrained(..., "
+        "path_initial_model_for_weight_conversion=...))"
+    )
 
 
 def _take_saved(wrapper: Any, name: str, adapter: Adapter, *, trainable: bool) -> None:
@@ -230,11 +245,7 @@ class _BaseWithoutBytes:
         """Raises ``SourceError`` if a stand-in was written to, or got other memory."""
         for stand_in in self.stand_ins.values():
             if stand_in._version or any(stand_in.stride()):
-                raise SourceError(
-                    f"{adapter}: it changes weights of the model itself (as its initialization does); "
-                    "convert it to an ordinary adapter in one process (in peft: save_pretrained(..., "
-                    "path_initial_model_for_weight_conversion=...))"
-                )
+                raise _changes_the_model(adapter)
 
     def _stored(self) -> list[tuple[dict[str, Any], str]]:
         """The tables of the model's modules, and the names in them, of parameters and persistent buffers."""

@@ -109,7 +109,9 @@ def where(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def copy(b: Builder, op: Op, args: Arguments) -> None:
-    """``self.copy_(src)``: the value of ``src`` in the shape of ``self``."""
+    """``self.copy_(src)``: the value of ``src`` in the shape of ``self``; ``self.set_(src)`` of one shape."""
+    if op.name.startswith("aten.set_") and [b.shape(t) for t in op.inputs] != [b.shape(op.outputs[0])] * 2:
+        raise NotCovered
     target, source = op.inputs[0], op.inputs[1]
     dims = broadcast(b, [target, source], len(b.shape(target)))
     if not _keeps_fractions(b, source, op.outputs[0]):
@@ -161,7 +163,7 @@ RULES = {
     "aten.div": divisive,
     "aten.masked_fill": masked_fill,
     "aten.where": where,
-    "aten.copy_": copy,
+    **dict.fromkeys(("aten.copy_", "aten.set_"), copy),
     "aten.zero_": zero_fill,
     "alias_write": alias_write,
     **dict.fromkeys(
