@@ -48,7 +48,7 @@ class AdapterSet:
         for name, each in adapters.items():
             if (each.plan.mesh, each.plan.experts) != (base.mesh, base.experts):
                 raise PlanError(
-                    f"the adapter {name!r} ({each.adapter}) was adapted for another conversion of the model, for "
+                    f"the adapter {name!r} ({each.adapter}) was adapted for another conversion, for "
                     f"{each.plan.tp} ranks; run `shardconv adapt` for this one, for {base.tp}"
                 )
         plans = {name: named(each.plan, name) for name, each in adapters.items()}
