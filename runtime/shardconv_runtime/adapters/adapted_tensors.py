@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.mesh import Launch
 from ..errors import PlanError
+from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, Rows, ranges
 from ..format.stored_layout import holds_values
@@ -54,7 +55,7 @@ def adapted_tensors(
         rows: of the adapters' tensors with these names, positions of the first dim of the local tensor.
     """
     entries, before = parameter_plans(plan), parameter_plans(base)
-    now = {old: name for name, old in attached.base_names.items() if name in entries}
+    now = _present_names(before, entries, attached)
     copies: dict[str, list[str]] = {}
     for name, old in attached.copies.items():
         if name not in attached.tensors:
@@ -63,13 +64,28 @@ def adapted_tensors(
         for old, tensor in tensors:
             for name in copies.get(old, ()):
                 yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, start.rank)
-            name = now.get(old, old)  # stored tensors of packed parameters keep their names
+            name = now.get(old, old)
             if name in entries and old in before:
                 tensor = _kept(entries[name], before[old], tensor, plan.mesh, start.rank)
             yield name, tensor
     for name, tensor in local_parts(attached.tensors.items(), plan, start.rank):
         first, last = rows.get(name, (0, None))
         yield name, (tensor[first:last] if name in rows else tensor).to(start.device)
+
+
+def _present_names(
+    before: Mapping[str, ParameterPlan], entries: Mapping[str, ParameterPlan], attached: Attached
+) -> dict[str, str]:
+    """Names of stored tensors of a model without adapters, and with them."""
+    found: dict[str, str] = {}
+    for name, old in attached.base_names.items():
+        if name in entries and old in before:
+            packing = before[old].packing
+            tensors = [tensor.name for tensor in packing.tensors] if packing is not None else []
+            found |= {tensor_name(old, tensor): tensor_name(name, tensor) for tensor in tensors} or {
+                old: name
+            }
+    return found
 
 
 def local_parts(

@@ -54,6 +54,11 @@ class Attached:
     """Those that are copies of the model's tensors, trained in place of these -> their FQNs before; of a new
     adapter they have the values of these, and are not among ``tensors``."""
 
+    def linear_layers(self, model: nn.Module) -> list[str]:
+        """FQNs of the adapters' own linear layers in the model."""
+        modules = model.named_modules()
+        return [n for n, m in modules if isinstance(m, nn.Linear) and n not in self.base_names]
+
 
 def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool) -> Attached:
     """Put adapters into a model, in place; the first one is active.

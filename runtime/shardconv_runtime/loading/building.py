@@ -148,17 +148,18 @@ class Building:
         plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
         built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
         config, model = _unsharded(checked, wanted)
+        attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         packed = None
         if stays_packed(plan, wanted):
             from .packed_models import packed_modules
 
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
-            packed = packed_modules(directory, plan, config, start.device, comm, dtype)
-        attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
+            apart = () if attached is None else attached.linear_layers(model)
+            packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
         if wanted.form:
             from ..training.prepare import parallelize_for_training
 
-            parallelize_for_training(model, built, comm, wanted.gather_logits, **wanted.form)
+            parallelize_for_training(model, built, comm, wanted.gather_logits, packed, **wanted.form)
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
         if wanted.verify:

@@ -223,7 +223,9 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
         from .other_forms import require_form
 
         in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
-        require_form(found.full_plan, **wanted.form, stays_packed=packed, in_parts=in_parts)
+        adapted = found.adapters is not None
+        about = {"stays_packed": packed, "in_parts": in_parts, "adapted": adapted}
+        require_form(found.full_plan, **wanted.form, **about)
     if wanted.verify and found.checkpoint is not None:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,13 @@ def require_packages(
 
 
 def packed_modules(
-    directory: Path, plan: Plan, config: Any, device: torch.device, comm: Communicator, dtype: torch.dtype
+    directory: Path,
+    plan: Plan,
+    config: Any,
+    device: torch.device,
+    comm: Communicator,
+    dtype: torch.dtype,
+    apart: Collection[str] = (),
 ) -> PackedModules:
     """The modules that compute with the packed parameters of a rank, still to be put in place and filled.
 
@@ -64,11 +71,13 @@ def packed_modules(
         device: where it will compute.
         comm: this rank.
         dtype: of activations.
+        apart: FQNs of layers of adapters.
 
     Raises:
         PlanError: see ``require_packages``.
     """
-    return PackedModules(_quantized(directory, plan, config, device, dtype), parameter_plans(plan), comm)
+    quantized = _quantized(directory, plan, config, device, dtype)
+    return PackedModules(quantized, parameter_plans(plan), comm, apart)
 
 
 def _quantized(

@@ -98,7 +98,7 @@ def apply_plan(
         comm: this rank.
         modules: the entries of the modules to change, by FQN.
         training: give the steps backwards; parameters require gradients as they did.
-        packed: see ``parallelize``; has no backward.
+        packed: see ``parallelize``; its parameters get no gradients.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -136,7 +136,7 @@ def _convert_modules(
             with _at(fqn):
                 apply_edits(targets[fqn], entry.edits, comm.rank)
                 raise_flags(targets[fqn], entry.flags)
-    computing = {} if packed is None else packed.replace(model, modules)
+    computing = {} if packed is None else packed.replace(model, modules, training=training)
     replaced = {id(old): new for old, new in computing.items()}
     for fqn, entry in modules.items():
         if targets[fqn] in computing:

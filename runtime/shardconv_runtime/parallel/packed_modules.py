@@ -6,7 +6,8 @@ stored tensors. Nothing is dequantized. The steps of the plan run in hooks aroun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,30 +31,39 @@ class PackedModules:
         quantized: the model.
         parameters: all entries of the plan, by FQN.
         comm: this rank.
+        apart: FQNs of linear layers that are none of the quantized model's, as those of adapters.
 
     Raises:
         PlanError: the installed packages cannot compute with these parameters on this device.
     """
 
     def __init__(
-        self, quantized: Quantized, parameters: Mapping[str, ParameterPlan], comm: Communicator
+        self,
+        quantized: Quantized,
+        parameters: Mapping[str, ParameterPlan],
+        comm: Communicator,
+        apart: Collection[str] = (),
     ) -> None:
         self._packings = {name: p for name, e in parameters.items() if (p := e.packing) is not None}
         self.names = frozenset(self._packings)
         self._parameters = parameters
         self._comm = comm
+        self._apart = apart
         self._quantized = quantized
         rows = [local_shape(parameters[name], comm.mesh, comm.rank)[0] for name in self._packings]
         self._quantizer = quantizer_of(quantized, self._packings.values(), rows)
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
 
-    def replace(self, model: nn.Module, entries: Mapping[str, ModulePlan]) -> dict[nn.Module, nn.Module]:
+    def replace(
+        self, model: nn.Module, entries: Mapping[str, ModulePlan], *, training: bool = False
+    ) -> dict[nn.Module, nn.Module]:
         """Have the format's quantizer replace the modules of packed weights; hook the plan's steps to them.
 
         Args:
             model: plain and edited, on meta, of global shapes; changed in place.
             entries: of the plan, by FQN of the module.
+            training: give the steps backwards.
 
         Returns:
             The new modules by the plain ones; where these have other names, they are still there.
@@ -63,14 +73,15 @@ class PackedModules:
         """
         for name in self.names:
             self._localize(model, name)
-        plain = dict(model.named_modules())
-        self._quantizer.preprocess_model(
-            model=model,
-            dtype=self._quantized.dtype,
-            device_map={"": self._quantized.device},
-            checkpoint_files=None,
-        )
-        now = dict(model.named_modules())
+        with _without(model, self._apart):
+            plain = dict(model.named_modules())
+            self._quantizer.preprocess_model(
+                model=model,
+                dtype=self._quantized.dtype,
+                device_map={"": self._quantized.device},
+                checkpoint_files=None,
+            )
+            now = dict(model.named_modules())
         replaced = {name: now[name] for name in plain if name in now and now[name] is not plain[name]}
         inner = {name for name in plain if any(name.startswith(f"{owner}.") for owner in replaced)}
         if lost := sorted(inner & entries.keys()):
@@ -81,7 +92,7 @@ class PackedModules:
         for name, module in replaced.items():
             if name in entries:
                 entry = self._prepared(name, entries[name], plain[name], module)
-                attach(module, entry, self._comm, forward_signature(plain[name]))
+                attach(module, entry, self._comm, forward_signature(plain[name]), training)
         return {plain[name]: module for name, module in replaced.items()}
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
@@ -149,6 +160,20 @@ class PackedModules:
         """Whether this rank is the first of those whose terms of a row-parallel layer are summed."""
         coords = coordinates(self._comm.mesh, self._comm.rank)
         return all(coords[axis] == 0 for axis in axes_of(weight.dims[1]))
+
+
+@contextmanager
+def _without(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Take modules out of a model for a while."""
+    found = [(model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in names]
+    modules = [(parent, name, parent._modules[name]) for parent, name in found]
+    for parent, name, _ in modules:
+        parent._modules[name] = nn.Identity()
+    try:
+        yield
+    finally:
+        for parent, name, module in modules:
+            parent._modules[name] = module
 
 
 def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from ..comm.collectives import Communicator
@@ -18,6 +20,9 @@ from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
 from .sequence import FLAT_OUTPUTS, attach_sequence
 
+if TYPE_CHECKING:
+    from ..parallel.packed_modules import PackedModules
+
 WHY_NO_STATES = (
     "whose inner activations, or their gradients, may be sharded: a loss of them would train the model "
     "wrongly; use its outputs alone"
@@ -29,6 +34,7 @@ def parallelize_for_training(
     plan: Plan,
     comm: Communicator,
     gather_logits: bool | None = None,
+    packed: PackedModules | None = None,
     *,
     training: bool = True,
     sequence_parallel: bool = False,
@@ -39,6 +45,7 @@ def parallelize_for_training(
         model, plan, comm: as for ``parallel.build.parallelize``.
         gather_logits: if False, the logits stay sharded; without ``training``, the model then refuses labels.
             If None, they are gathered, except after a loss of sharded logits in training mode.
+        packed: computes with packed parameters as they are stored, which are not trained.
         training: the model has a backward pass; its parameters keep their ``requires_grad``.
         sequence_parallel: activations between the parallel blocks are sharded over the sequence, whose length
             the number of ranks divides.
@@ -61,10 +68,12 @@ def parallelize_for_training(
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
         _refuse_states(model, plan, unless_inference=not sequence_parallel)
-    apply_plan(model, plan, comm, modules, training=training)
+    apply_plan(model, plan, comm, modules, training=training, packed=packed)
     if training:
         assert plan.training is not None
-        _attach_gates(model, plan, parameter_plans(plan), comm)
+        entries = parameter_plans(plan)
+        trained = entries if packed is None else {n: e for n, e in entries.items() if n not in packed.names}
+        _attach_gates(model, plan, trained, comm)
         attach_random_streams(model, plan.training.draws, comm)
         watch_first_pass(model, modules)
     if gather is not None:
@@ -115,7 +124,8 @@ def _attach_gates(
 ) -> None:
     """Sum the gradients of parameters that ranks share."""
     gated: dict[str, list[Gated]] = {}
-    for name, source in [(name, name) for name in parameters] + list(plan.tied):
+    tied = [(alias, name) for alias, name in plan.tied if name in parameters]
+    for name, source in [(name, name) for name in parameters] + tied:
         entry = parameters[source]
         gate = GradientGate(comm, entry, entry.grad_axes)
         owner, attribute = owner_of(model, name)
