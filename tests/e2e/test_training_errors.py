@@ -13,8 +13,10 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 from distributed import run_processes
+from shardconv_runtime import CheckpointError, DataParallel
 from shardconv_runtime.format import manifest, manifest_writing, plan_json
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.loading import data_sharding, rank_files, reading
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training_runs import cpu_mesh, save_model
@@ -197,6 +199,74 @@ def test_data_parallel(out: Path) -> None:
             not_loaded: "PlanError: this Linear was not loaded by shardconv_runtime.load",
             two_dtypes: "PlanError: a layer has parameters in torch.float32 and torch.float64",
             one_is_frozen: "no parameter of the model requires a gradient",
+        },
+    )
+
+
+def in_parts(path: Path, mesh: DeviceMesh | None = None, **options: Any) -> object:
+    return loaded(path, mesh, data_parallel=True, **options)
+
+
+def without_mesh(path: Path) -> object:
+    return shardconv_runtime.load(path, training=True, data_parallel=True)
+
+
+def parts_for_inference(path: Path) -> object:
+    return shardconv_runtime.load(path, mesh=cpu_mesh(2, 2), data_parallel=True)
+
+
+def without_data_dim(path: Path) -> object:
+    return in_parts(path, cpu_mesh(2, 2)["tp"])
+
+
+def split_again(path: Path) -> object:
+    mesh = cpu_mesh(2, 2)
+    return shardconv_runtime.data_parallel(in_parts(path, mesh), mesh)  # type: ignore[arg-type]
+
+
+def other_settings(path: Path) -> object:
+    settings = DataParallel(reshard_after_forward=dist.get_rank() != 3)
+    return loaded(path, data_parallel=settings)
+
+
+def failing_on_three(path: Path, module: Any, name: str) -> object:
+    """Process 3, of the second replica, fails in a stage."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    if dist.get_rank() != 3:
+        return in_parts(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, fail)
+        return in_parts(path)
+
+
+def no_files(path: Path) -> object:
+    return failing_on_three(path, rank_files, "check_files")
+
+
+def no_shards(path: Path) -> object:
+    return failing_on_three(path, data_sharding, "shard_parameters")
+
+
+def no_bytes(path: Path) -> object:
+    return failing_on_three(path, reading, "map_file")
+
+
+def test_loading_in_parts(out: Path) -> None:
+    """An error of a process is raised by those of other replicas too."""
+    require(
+        out,
+        {
+            without_mesh: "PlanError: data_parallel= is for training over a mesh",
+            parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
+            without_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
+            split_again: "PlanError: fully_shard has already sharded the model",
+            other_settings: "the ranks must load the same form: rank 0 loads dtype=None",
+            no_files: "the disk is gone",
+            no_shards: "the disk is gone",
+            no_bytes: "the disk is gone",
         },
     )
 
