@@ -27,6 +27,7 @@ from ..parallel.build import parallelize
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
 from . import rank_files
+from .read_ahead import Span
 
 if TYPE_CHECKING:
     # Imported where they are used: most jobs load a local directory for inference, and need none of it.
@@ -98,10 +99,11 @@ class Checked:
         """What is known of the model before it is built."""
         return self.directory, self.manifest, self.plan, self.repository
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Of this rank's files."""
-        return () if self.files is None else self.files.paths
+    def spans(self, sharding: DataSharding | None) -> Sequence[Span]:
+        """The bytes of files that this process will read, as far as that is known."""
+        if self.files is None:
+            return ()
+        return self.files.spans if sharding is None else sharding.spans(self.files.shards)
 
 
 @dataclass(frozen=True)

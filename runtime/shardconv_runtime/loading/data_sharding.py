@@ -7,7 +7,7 @@ are whole on each process, as FSDP2 has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -17,14 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Launch
-from ..comm.tp_dim import mesh_processes
+from ..comm.tp_dim import TP, mesh_processes
 from ..errors import LaunchError, PlanError
+from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.slices import Rows
 from ..parallel.build import stored_tensors
-from ..saving.local_windows import local_window
+from ..saving.local_windows import chunk, local_window
 from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
 from . import rank_files
+from .file_rows import with_rows
+from .read_ahead import Span
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,21 @@ class DataSharding:
                 "device=, or make the mesh for that"
             )
         return mesh_processes(self.mesh, start.device)
+
+    def spans(self, shards: Sequence[ShardFile]) -> list[Span]:
+        """The bytes that this process will read of its rank's files, to read them ahead.
+
+        Before there is a model it is not known which tensors are buffers: of those this is a part.
+        """
+        along = [name for name in self.mesh.mesh_dim_names or () if name != TP][-1]
+        part, parts = self.mesh.get_local_rank(along), self.mesh[along].size()
+        found = []
+        for shard in shards:
+            shapes = {name: tensor.shape for name, tensor in shard.tensors.items() if tensor.shape}
+            rows = {name: chunk((0, shape[0]), parts, part) for name, shape in shapes.items()}
+            held = [tensor.offsets for tensor in with_rows([shard], rows)[0].tensors.values()]
+            found += [(shard.path, shard.start + begin, shard.start + end) for begin, end in held]
+        return found
 
     def read(
         self,

@@ -167,7 +167,7 @@ def load(
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
         launching.check_world_size(checked.plan, group)
-    with ReadAhead(checked.paths if checked is not None and sharding is None else ()) as ahead:
+    with ReadAhead(() if checked is None else checked.spans(sharding)) as ahead:
         start = _launch(group, device, timeout_s, error)
         everyone = start if sharding is None else sharding.processes(start)
         agreement.agree(everyone, error)

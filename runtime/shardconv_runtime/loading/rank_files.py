@@ -29,6 +29,7 @@ from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
+from .read_ahead import Span
 from .reading import Adjacent, mapped
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ class RankFiles:
     shards: tuple[ShardFile, ...]
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """Of the files, in the order in which they are read."""
-        return tuple(shard.path for shard in self.shards)
+    def spans(self) -> tuple[Span, ...]:
+        """All bytes of the files, in the order in which they are read."""
+        return tuple((shard.path, 0, shard.num_bytes) for shard in self.shards)
 
 
 def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> RankFiles:

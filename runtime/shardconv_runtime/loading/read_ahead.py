@@ -20,25 +20,28 @@ NUM_THREADS = 2
 PIECE_BYTES = 8 << 20
 """Read in one call, without the interpreter's lock: smaller pieces wait for it too often during imports."""
 
+Span = tuple[Path, int, int]
+"""A file, and bytes of it: the first one, and the one after the last."""
+
 MEMORY_SHARE = 0.5
 """The most that is read, of the memory that is available to each process of this machine."""
 
 
 class ReadAhead:
-    """Threads that read files in their order, from now until ``stop`` or the end.
+    """Threads that read bytes of files in their order, from now until ``stop`` or the end.
 
     Nothing is raised: the reader of the files will meet the same error. No more is read than MEMORY_SHARE of
     the machine's available memory, divided by the LOCAL_WORLD_SIZE of the launcher, and nothing where the
     system does not tell how much is available.
 
     Args:
-        paths: the files, in the order in which they will be used.
+        spans: what will be used, in that order.
         budget_bytes: the most to read, instead of that.
     """
 
-    def __init__(self, paths: Sequence[Path], budget_bytes: int | None = None) -> None:
+    def __init__(self, spans: Sequence[Span], budget_bytes: int | None = None) -> None:
         budget = _budget_bytes() if budget_bytes is None else budget_bytes
-        self._pieces = deque(_pieces(paths, budget))
+        self._pieces = deque(_pieces(spans, budget))
         count = min(NUM_THREADS, len(self._pieces)) if hasattr(os, "preadv") else 0
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -63,41 +66,39 @@ class ReadAhead:
             thread.join()
 
     def _run(self) -> None:
-        scratch = mmap.mmap(-1, PIECE_BYTES)  # a bytearray would be zeroed under the interpreter's lock
+        # a bytearray would be zeroed under the interpreter's lock
+        scratch = memoryview(mmap.mmap(-1, PIECE_BYTES))
         while self._pieces:
             try:
-                path, begin = self._pieces.popleft()
+                path, begin, end = self._pieces.popleft()
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except (IndexError, OSError):  # the other thread took the last one; the file is gone
                 continue
             try:
-                if not _is_cached(descriptor, begin):
-                    os.preadv(descriptor, [scratch], begin)
+                if not _is_cached(descriptor, begin, end):
+                    os.preadv(descriptor, [scratch[: end - begin]], begin)
             except OSError:
                 return
             finally:
                 os.close(descriptor)
 
 
-def _pieces(paths: Sequence[Path], budget: int) -> Iterator[tuple[Path, int]]:
-    for path in paths:
-        try:
-            num_bytes = path.stat().st_size
-        except OSError:
-            return
-        for begin in range(0, num_bytes, PIECE_BYTES):
-            budget -= min(PIECE_BYTES, num_bytes - begin)
+def _pieces(spans: Sequence[Span], budget: int) -> Iterator[Span]:
+    for path, first, last in spans:
+        for begin in range(first, last, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, last)
+            budget -= end - begin
             if budget < 0:
                 return
-            yield path, begin
+            yield path, begin, end
 
 
-def _is_cached(descriptor: int, begin: int) -> bool:
+def _is_cached(descriptor: int, begin: int, end: int) -> bool:
     """Whether a piece seems to be in the page cache already, by three of its bytes."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     byte = bytearray(1)
-    samples = (begin, begin + PIECE_BYTES // 2, begin + PIECE_BYTES - 1)
+    samples = (begin, (begin + end) // 2, end - 1)
     try:
         for at in samples:
             os.preadv(descriptor, [byte], at, os.RWF_NOWAIT)

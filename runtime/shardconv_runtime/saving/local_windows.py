@@ -9,10 +9,16 @@ from ..errors import PlanError
 from ..format.slices import Range
 
 
+def chunk(span: Range, parts: int, part: int) -> Range:
+    """A part of consecutive positions, as ``Shard`` and ``torch.chunk`` have it: the last may be empty."""
+    start, stop = span
+    length = -(-(stop - start) // parts)
+    begin = min(start + part * length, stop)
+    return begin, min(begin + length, stop)
+
+
 def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]:
     """The window of its rank's tensor that a process holds.
-
-    ``Shard`` chunks a dim as ``torch.chunk`` does.
 
     Args:
         name: FQN, for messages.
@@ -36,10 +42,7 @@ def local_window(name: str, parameter: Tensor) -> tuple[tuple[Range, ...], bool]
         parameter.placements, parameter.device_mesh.shape, coordinates, strict=True
     ):
         if type(placement) is Shard:
-            start, stop = spans[placement.dim]
-            length = -(-(stop - start) // parts)
-            begin_at = min(start + part * length, stop)
-            spans[placement.dim] = (begin_at, min(begin_at + length, stop))
+            spans[placement.dim] = chunk(spans[placement.dim], parts, part)
         elif isinstance(placement, Replicate):
             first = first and part == 0
         else:

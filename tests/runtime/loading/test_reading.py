@@ -426,7 +426,7 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
 def cached_pieces(path: Path) -> list[bool]:
     descriptor = os.open(path, os.O_RDONLY)
     found = [
-        read_ahead._is_cached(descriptor, begin)
+        read_ahead._is_cached(descriptor, begin, begin + read_ahead.PIECE_BYTES)
         for begin in range(0, path.stat().st_size, read_ahead.PIECE_BYTES)
     ]
     os.close(descriptor)
@@ -451,7 +451,7 @@ def cold_file(tmp_path: Path) -> Path:
 
 
 def test_reading_ahead_fills_the_page_cache(cold_file: Path) -> None:
-    ReadAhead([cold_file]).wait()
+    ReadAhead([(cold_file, 0, cold_file.stat().st_size)]).wait()
     assert all(cached_pieces(cold_file))
 
 
@@ -461,11 +461,11 @@ def test_reading_ahead_keeps_to_its_budget(tmp_path: Path, monkeypatch: pytest.M
     files = [tmp_path / "large", tmp_path / "small"]
     for path, num_bytes in zip(files, (2 * piece + 5, 10), strict=True):
         path.write_bytes(bytes(num_bytes))
-    monkeypatch.setattr(read_ahead, "_is_cached", lambda descriptor, begin: False)
+    monkeypatch.setattr(read_ahead, "_is_cached", lambda *_: False)
     for budget, expected in ((piece - 1, 0), (2 * piece + 4, 2), (2 * piece + 5, 3), (1 << 40, 4)):
         asked: list[int] = []
         monkeypatch.setattr(os, "preadv", lambda fd, views, at, asked=asked: asked.append(at) or 0)
-        ReadAhead(files, budget).wait()
+        ReadAhead([(path, 0, path.stat().st_size) for path in files], budget).wait()
         assert sorted(asked) == sorted([0, piece, 2 * piece, 0][:expected])
 
 
@@ -482,7 +482,7 @@ def test_the_budget_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) 
 def test_reading_ahead_stops_when_told_and_says_nothing_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(4 * read_ahead.PIECE_BYTES))
-    ahead = ReadAhead([path, tmp_path / "nowhere"])
+    ahead = ReadAhead([(path, 0, 4 * read_ahead.PIECE_BYTES), (tmp_path / "nowhere", 0, 9)])
     path.unlink()
     ahead.stop()
     ReadAhead([]).stop()
