@@ -108,14 +108,17 @@ def load(options: Options) -> Run:
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]) // tp, tp), mesh_dim_names=("dp", "tp"))
     if options.batch % mesh["dp"].size():
         raise click.UsageError(f"--batch {options.batch} is not divisible by {mesh['dp'].size()} copies")
+    # Master weights keep their stored dtype; layers compute in --dtype, gradients are averaged in float32.
+    param_dtype = getattr(torch, options.dtype) if options.dtype != "stored" else None
     model = shardconv_runtime.load(
-        options.model, mesh=mesh, training=True, sequence_parallel=options.sequence_parallel
+        options.model,
+        mesh=mesh,
+        training=True,
+        sequence_parallel=options.sequence_parallel,
+        data_parallel=shardconv_runtime.DataParallel(param_dtype=param_dtype),
     )
     if options.checkpoint_activations:
         shardconv_runtime.checkpoint_activations(model)
-    # Master weights keep their stored dtype; layers compute in --dtype, gradients are averaged in float32.
-    param_dtype = getattr(torch, options.dtype) if options.dtype != "stored" else None
-    shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
     return Run(model.train(), mesh)
 
 

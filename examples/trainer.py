@@ -36,8 +36,8 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
     model from ``CHECKPOINT/model`` and call ``train(resume_from_checkpoint=CHECKPOINT)``.
 
     Args:
-        model: after ``shardconv_runtime.data_parallel``, if there are several copies.
-        args: mixed precision and recomputation are left to ``data_parallel`` and ``checkpoint_activations``.
+        model: with ``data_parallel=``, if there are several copies.
+        args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
         mesh: of all processes; "tp" is its last dim.
         options: as for any Trainer.
     """
@@ -46,7 +46,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         if args.bf16 or args.fp16 or args.fsdp or args.deepspeed or args.gradient_checkpointing:
             raise ValueError(
                 "bf16, fp16, fsdp, deepspeed and gradient_checkpointing would wrap the model a second time; "
-                "call shardconv_runtime.data_parallel(..., param_dtype=...) and checkpoint_activations"
+                "load with data_parallel=DataParallel(param_dtype=...), call checkpoint_activations"
             )
         if args.load_best_model_at_end or args.auto_find_batch_size:
             raise ValueError("load_best_model_at_end and auto_find_batch_size would load the model again")
@@ -73,7 +73,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
 
         def prepare_one(given: Any, **how: Any) -> Any:
             if isinstance(given, nn.Module):
-                return given  # data_parallel has prepared it
+                return given  # load has prepared it
             if not isinstance(given, DataLoader):
                 return prepare_other(given, **how)
             return prepare_data_loader(
@@ -213,9 +213,14 @@ def load(model: Path, mesh: DeviceMesh, dtype: str, sequence_parallel: bool) -> 
     # Importing ``Trainer`` changes where Python looks for modules of transformers. The check of the model's
     # code then finds only imported ones, so import the model's.
     getattr(transformers, transformers.AutoConfig.from_pretrained(model).architectures[0])
-    loaded = shardconv_runtime.load(model, mesh=mesh, training=True, sequence_parallel=sequence_parallel)
     param_dtype = getattr(torch, dtype) if dtype != "stored" else None
-    return shardconv_runtime.data_parallel(loaded, mesh, param_dtype=param_dtype)
+    return shardconv_runtime.load(
+        model,
+        mesh=mesh,
+        training=True,
+        sequence_parallel=sequence_parallel,
+        data_parallel=shardconv_runtime.DataParallel(param_dtype=param_dtype),
+    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
