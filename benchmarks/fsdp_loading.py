@@ -2,8 +2,8 @@
 """Loading for FSDP2: what each process reads and holds, in parts, split afterwards, and by transformers.
 
 A llama of random bfloat16 numbers is converted, and loaded by ``tp * dp`` processes over gloo, from a cold
-page cache. Ways take turns. *Through buffers* reads as for a GPU, into memory of the host in its place;
-otherwise files are mapped, and every page is touched before the clock stops.
+page cache. Ways take turns. *Through buffers* reads as for a GPU, into memory of the host in its place, and
+nothing ahead; otherwise files are mapped, and every page is touched before the clock stops.
 
     python benchmarks/fsdp_loading.py [--gigabytes 3] [--tp 2] [--dp 2] [--runs 3] [--markdown FILE]
     python benchmarks/fsdp_loading.py --sparse [800]    hundreds of GB of holes, mapped and not touched
@@ -111,22 +111,13 @@ def write_holes(shape: Shape, scratch: Path, tp: int) -> Path:
     config, out = scratch / "config", scratch / "out"
     config.mkdir()
     (config / "config.json").write_text(json.dumps(shape.config()))
-    command = [
-        sys.executable,
-        "-m",
-        "shardconv",
-        "plan",
-        str(config),
-        "--tp",
-        str(tp),
-        "--no-check",
-        "--json",
-    ]
     out.mkdir()
-    subprocess.run([*command, "-o", str(out / manifest.PLAN_NAME)], check=True, stdout=sys.stderr)
+    command = [sys.executable, "-m", "shardconv", "plan", str(config), "--tp", str(tp), "--no-check"]
+    command += ["--json", "-o", str(out / manifest.PLAN_NAME)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (out / "config.json").write_text(json.dumps(shape.config()))
     plan = plan_json.read(out / manifest.PLAN_NAME)
-    entries = [entry_of(out, Path("config.json")), *_shards(plan, out)]
+    entries = sorted([entry_of(out, Path("config.json")), *_shards(plan, out)], key=lambda e: e.path)
     digest = manifest.sha256_of(out / manifest.PLAN_NAME)
     manifest_writing.write(Manifest(tp, digest, Source("holes"), {}, tuple(entries)), out)
     return out

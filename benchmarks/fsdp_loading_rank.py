@@ -91,14 +91,15 @@ class HostMemory:
 
 
 def read_through_buffers() -> None:
-    """Let ``load`` read as it does for a GPU."""
-    from shardconv_runtime.loading import rank_files
+    """Let ``load`` read as it does for a GPU, and nothing ahead: all calls of read are the model's."""
+    from shardconv_runtime.loading import rank_files, read_ahead
     from shardconv_runtime.loading.staged_reading import staged
 
     def tensors(shards: Any, device: object, adjacent: Any = ()) -> Iterator[tuple[str, Tensor]]:
         yield from staged(shards, HostMemory(), adjacent)  # type: ignore[arg-type]
 
     rank_files.tensors = tensors  # type: ignore[assignment]
+    read_ahead._budget_bytes = lambda: 0
 
 
 def measure(load: Load, directory: Path, tp: int, is_touched: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quantized_checkpoints import dense_config, save_quantized
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.hub import fetch, remote_files
 from small_models import save_random, small_config
+from training_runs import cpu_mesh
 
 import shardconv
 
@@ -292,3 +293,33 @@ def test_a_model_loaded_by_a_plan_is_saved_as_a_converted_one(
 def save(path: str, plan: Path, target: Path) -> None:
     model = shardconv_runtime.load(path, plan=plan)
     shardconv_runtime.save(model, target, max_file_size=1_000_000)
+
+
+def logits_of_parts(path: str, options: dict[str, Any]) -> torch.Tensor:
+    mesh = cpu_mesh(2, 2)
+    model = shardconv_runtime.load(path, mesh=mesh, training=True, data_parallel=True, **options)
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids()).logits
+    return found
+
+
+def test_data_parallel_processes_read_their_parts(
+    hub: HubServer, model: Path, want: torch.Tensor, tmp_path: Path
+) -> None:
+    """Of an ordinary model by a plan: together no more than its bytes. Of a converted one: each file once."""
+    plan_json.write(shardconv.plan(model, 2), tmp_path / "plan.json")
+    for found in run_processes(4, logits_of_parts, ORIGINAL, {"plan": tmp_path / "plan.json"}):
+        require_close(found, want)
+    files = list(model.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(p.read_bytes()[:8], "little") for p in files)
+    num_bytes = sum(p.stat().st_size for p in files)
+    read = sum(count for name, count in hub.served().items() if name.endswith(".safetensors"))
+    assert 0.9 * num_bytes < read <= 1.02 * (num_bytes + 4 * headers)
+    shardconv.convert(model, tmp_path / "out", 2, check=False)
+    hub.add_repo("user/halves", tmp_path / "out")
+    hub.forget()
+    for found in run_processes(4, logits_of_parts, "user/halves", {}):
+        require_close(found, want)
+    shards = {p.name for p in (tmp_path / "out").rglob("*.safetensors")}
+    served = {name: n for name, n in hub.served().items() if Path(name).name in shards}
+    assert served == {name: (tmp_path / "out" / name).stat().st_size for name in served}
