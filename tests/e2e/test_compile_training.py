@@ -156,12 +156,12 @@ def test_unsharded_model(outs: Outs, steps: tuple[tuple[int, ...], ...], num_gra
 def each_layer(path: Path) -> tuple[list[int], int]:
     """Graphs after steps of several lengths, and graph breaks."""
     mesh = cpu_mesh(1, TP)
-    models = []
-    for _ in range(2):
-        model = shardconv_runtime.load(path, mesh=mesh, training=True, sequence_parallel=True).train()
+    options: dict[str, Any] = {"mesh": mesh, "training": True, "sequence_parallel": True}
+    eager = shardconv_runtime.load(path, **options).train()
+    compiled = shardconv_runtime.load(path, **options, data_parallel=True).train()
+    for model in (eager, compiled):
         shardconv_runtime.checkpoint_activations(model)
-        models.append(shardconv_runtime.data_parallel(model, mesh))
-    eager, compiled = models
+    shardconv_runtime.data_parallel(eager, mesh)
     start_counting()
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in repeated_layers(compiled):

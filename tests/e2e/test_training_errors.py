@@ -215,6 +215,10 @@ def parts_for_inference(path: Path) -> object:
     return shardconv_runtime.load(path, mesh=cpu_mesh(2, 2), data_parallel=True)
 
 
+def one_graph(path: Path) -> object:
+    return in_parts(path, compile=True)
+
+
 def without_data_dim(path: Path) -> object:
     return in_parts(path, cpu_mesh(2, 2)["tp"])
 
@@ -261,6 +265,7 @@ def test_loading_in_parts(out: Path) -> None:
         {
             without_mesh: "PlanError: data_parallel= is for training over a mesh",
             parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
+            one_graph: "PlanError: compile=True makes one graph of the forward pass, and FSDP2",
             without_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
             split_again: "PlanError: fully_shard has already sharded the model",
             other_settings: "the ranks must load the same form: rank 0 loads dtype=None",

@@ -96,18 +96,23 @@ class DataSharding:
 
 
 def data_sharding(
-    mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool
+    mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool, compiled: bool
 ) -> DataSharding | None:
     """What ``load`` was asked for; None if that is no data parallelism.
 
     Raises:
-        PlanError: it is not for training, or there is no mesh.
+        PlanError: it is not for training, there is no mesh, or the forward pass is to be one graph.
         LaunchError: the mesh has no dims for it.
     """
     if settings is False:
         return None
     if mesh is None or not training:
         raise PlanError("data_parallel= is for training over a mesh: pass mesh= and training=True with it")
+    if compiled:
+        raise PlanError(
+            "compile=True makes one graph of the forward pass, and FSDP2 gathers parameters inside of it; "
+            "leave it out, and call compile() of each layer"
+        )
     require_data_dims(mesh)
     return DataSharding(mesh, DataParallel() if settings is True else settings)
 

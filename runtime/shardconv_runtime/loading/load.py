@@ -146,7 +146,7 @@ def load(
     if data_parallel is not False:
         from .data_sharding import data_sharding
 
-        sharding = data_sharding(mesh, data_parallel, training=training)
+        sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)
     wanted = Wanted(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
