@@ -7,6 +7,7 @@ nothing ahead; otherwise files are mapped, and every page is touched before the 
 
     python benchmarks/fsdp_loading.py [--gigabytes 3] [--tp 2] [--dp 2] [--runs 3] [--markdown FILE]
     python benchmarks/fsdp_loading.py --sparse [800]    hundreds of GB of holes, mapped and not touched
+    python benchmarks/fsdp_loading.py --sparse 1500 --tp 8 --dp 64 --one    one of many, through buffers
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ Sample = dict[str, Any]
 
 def run(way: str, directory: Path, options: argparse.Namespace, *arguments: str) -> list[Sample]:
     """The measurements of each process."""
+    num_processes = options.tp * options.dp
+    command = [sys.executable]
+    if options.one:
+        arguments = (*arguments, "--one-of", str(num_processes))
+    else:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     with tempfile.TemporaryDirectory() as result:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(options.tp * options.dp), str(RANK), way, str(directory), result]
+        command += [str(RANK), way, str(directory), result, "--tp", str(options.tp), *arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        subprocess.run(
-            [*command, "--tp", str(options.tp), *arguments], check=True, env=env, stdout=sys.stderr
-        )
+        subprocess.run(command, check=True, env=env, stdout=sys.stderr)
         return [json.loads(path.read_text()) for path in sorted(Path(result).iterdir())]
 
 
@@ -102,7 +106,7 @@ def sparse_table(scratch: Path, options: argparse.Namespace) -> list[dict[str, s
     """A converted directory of holes, loaded in parts."""
     shape = shape_of_size(options.sparse * 1e9, (LLAMA_405B,))
     out = write_holes(shape, scratch, options.tp)
-    samples = run(IN_PARTS, out, options, "--untouched")
+    samples = run(IN_PARTS, out, options, BUFFERS if options.one else "--untouched")
     return [{"source": f"{shape.num_bytes / 1e9:.1f} GB", **row("load(data_parallel=True)", [samples])}]
 
 
@@ -143,6 +147,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--sparse", type=float, nargs="?", const=800, metavar="GB", help="a model of holes")
+    parser.add_argument("--one", action="store_true", help="with --sparse: the others are not there")
     parser.add_argument("--directory", type=Path, help="where files are written, else the system's choice")
     parser.add_argument("--markdown", type=Path, help="write the table to this file too")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """One process of ``fsdp_loading.py``; it writes a JSON file.
 
-fsdp_loading_rank.py WAY DIRECTORY RESULT --tp N [--through-buffers] [--untouched]
+fsdp_loading_rank.py WAY DIRECTORY RESULT --tp N [--through-buffers] [--untouched] [--one-of NUM_PROCESSES]
 """
 
 from __future__ import annotations
@@ -102,6 +102,25 @@ def read_through_buffers() -> None:
     read_ahead._budget_bytes = lambda: 0
 
 
+def join_nobody(num_processes: int) -> None:
+    """Be one process, the last one, of many that are not there: collectives do nothing, all agree with it."""
+    from shardconv_runtime.comm import agreement, process_groups, tp_dim
+    from shardconv_runtime.loading import same_model
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def exchange(start: Any, value: Any, timeout_s: float | None = None) -> list[Any]:
+        return [value] * start.world_size
+
+    def control_group(group: Any, ranks: Any = None) -> Any:
+        return group
+
+    for module in (process_groups, tp_dim):
+        module.control_group = control_group  # type: ignore[attr-defined]
+    for module in (agreement, same_model):
+        module.exchange = exchange  # type: ignore[attr-defined]
+    dist.init_process_group("fake", rank=num_processes - 1, world_size=num_processes, store=FakeStore())
+
+
 def measure(load: Load, directory: Path, tp: int, is_touched: bool) -> dict[str, Any]:
     """Seconds, bytes that were read, and the peak of the memory above that before."""
     dist.barrier()
@@ -129,6 +148,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--through-buffers", action="store_true")
     parser.add_argument("--untouched", action="store_true", help="no page of the parameters is read")
+    parser.add_argument("--one-of", type=int, metavar="NUM_PROCESSES", help="the others are not there")
     options = parser.parse_args()
     for name in (*IMPORTS, *MORE_IMPORTS):
         importlib.import_module(name)
@@ -136,7 +156,10 @@ def main() -> None:
         model_class(options.directory)(model_class(options.directory).config_class(num_hidden_layers=1))
     if options.through_buffers:
         read_through_buffers()
-    dist.init_process_group("gloo")
+    if options.one_of:
+        join_nobody(options.one_of)
+    else:
+        dist.init_process_group("gloo")
     found = measure(WAYS[options.way], options.directory, options.tp, not options.untouched)
     path: Path = options.result / f"{dist.get_rank()}.json"
     path.write_text(json.dumps(found))
