@@ -215,6 +215,10 @@ def parts_for_inference(path: Path) -> object:
     return shardconv_runtime.load(path, mesh=cpu_mesh(2, 2), data_parallel=True)
 
 
+def settings_as_dict(path: Path) -> object:
+    return loaded(path, data_parallel={"param_dtype": torch.bfloat16})
+
+
 def one_graph(path: Path) -> object:
     return in_parts(path, compile=True)
 
@@ -265,6 +269,7 @@ def test_loading_in_parts(out: Path) -> None:
         {
             without_mesh: "PlanError: data_parallel= is for training over a mesh",
             parts_for_inference: "PlanError: data_parallel= is for training over a mesh",
+            settings_as_dict: "PlanError: data_parallel={'param_dtype': torch.bfloat16} should be True or a",
             one_graph: "PlanError: compile=True makes one graph of the forward pass, and FSDP2",
             without_data_dim: "LaunchError: the mesh has the dims ('tp',); beside 'tp' it should have one",
             split_again: "PlanError: fully_shard has already sharded the model",

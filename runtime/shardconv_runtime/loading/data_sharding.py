@@ -92,20 +92,23 @@ class DataSharding:
         rows = {name: local_window(name, tensor)[0][0] for name, tensor in sharded.items()}
         rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtype)
         # Not to load: it is the only public call after which FSDP2 looks at parameters that were replaced.
-        model.load_state_dict({}, strict=False)
+        nn.Module.load_state_dict(model, {}, strict=False)
 
 
 def data_sharding(
     mesh: DeviceMesh | None, settings: DataParallel | bool, *, training: bool, compiled: bool
-) -> DataSharding | None:
-    """What ``load`` was asked for; None if that is no data parallelism.
+) -> DataSharding:
+    """What ``load`` was asked for.
 
     Raises:
-        PlanError: it is not for training, there is no mesh, or the forward pass is to be one graph.
+        PlanError: it is not for training, there is no mesh, the forward pass is to be one graph, or the
+            settings are of another kind.
         LaunchError: the mesh has no dims for it.
     """
-    if settings is False:
-        return None
+    if settings is True:
+        settings = DataParallel()
+    if not isinstance(settings, DataParallel):
+        raise PlanError(f"data_parallel={settings!r} should be True or a shardconv_runtime.DataParallel(...)")
     if mesh is None or not training:
         raise PlanError("data_parallel= is for training over a mesh: pass mesh= and training=True with it")
     if compiled:
@@ -114,7 +117,7 @@ def data_sharding(
             "leave it out, and call compile() of each layer"
         )
     require_data_dims(mesh)
-    return DataSharding(mesh, DataParallel() if settings is True else settings)
+    return DataSharding(mesh, settings)
 
 
 def _cast(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
@@ -132,12 +135,8 @@ def _distributed(
     """The same tensors; those of which a process has a part as DTensors, placed as those in ``sharded``."""
     with closing(stored) as tensors:
         for name, tensor in tensors:
-            whole = sharded.get(name)
-            yield (
-                name,
-                tensor
-                if whole is None
-                else DTensor.from_local(
+            if (whole := sharded.get(name)) is not None:
+                tensor = DTensor.from_local(
                     tensor, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
-                ),
-            )
+                )
+            yield name, tensor

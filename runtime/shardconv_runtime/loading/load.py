@@ -143,7 +143,7 @@ def load(
 
         group = tp_group(mesh, group)
     sharding: DataSharding | None = None
-    if data_parallel is not False:
+    if data_parallel:
         from .data_sharding import data_sharding
 
         sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)

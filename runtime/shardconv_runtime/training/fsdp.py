@@ -48,6 +48,7 @@ def data_parallel(
 ) -> nn.Module:
     """Shard the parameters of each layer, and the other ones of the model, over data-parallel processes.
 
+    ``load(..., data_parallel=)`` does the same before it reads, so that no device holds a rank's whole shard.
     Every process calls it, before it makes its optimizer; if it raises on one, it raises on all. Parameters
     become DTensors over the dims of the mesh other than "tp"; gradients are averaged over these.
 
