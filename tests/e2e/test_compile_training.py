@@ -122,9 +122,10 @@ def start_counting() -> None:
 
 
 def unsharded_model(path: Path, steps: tuple[tuple[int, ...], ...]) -> tuple[list[int], int]:
-    """Graphs after steps of texts of these lengths, and graph breaks."""
+    """Graphs after steps of texts of these lengths, and graph breaks; compiled code gathers nothing again."""
     eager, compiled = (
-        shardconv_runtime.load(path, training=True, sequence_parallel=True).train() for _ in range(2)
+        shardconv_runtime.load(path, training=True, sequence_parallel=True, regather=regather).train()
+        for regather in (False, True)
     )
     start_counting()
     compiled.compile(backend=BACKEND, dynamic=False)

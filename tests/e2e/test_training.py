@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import shardconv_runtime
 import torch
-from distributed import run_processes
+from distributed import comm_counts, run_processes
 from shardconv_runtime import PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.training.repeated_layers import repeated_layers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from training_runs import (
@@ -340,6 +341,42 @@ def recompute_with_cache(path: Path) -> str:
 
 def test_no_cache_is_filled_twice(outs: Callable[[str], Path]) -> None:
     assert len(set(run_processes(2, recompute_with_cache, outs("qwen3")))) == 1
+
+
+# Activations that are gathered again -----------------------------------------------------------------
+
+
+def gathered_again(path: Path, shape: tuple[int, ...]) -> list[int]:
+    """Check that gradients keep their bits; return how often each form of the model gathers."""
+    numbers, found = [], []
+    for regather in (True, False):
+        model, mesh = load_parts(path, shape, True, regather=regather)
+        if shape[0] > 1:
+            shardconv_runtime.data_parallel(model, mesh)
+        part, parts = data_rank(mesh)
+        ids = next(batches(0, 1))[0].chunk(parts)[part]
+        with CommDebugMode() as counter:
+            part_loss(model, ids).backward()  # type: ignore[no-untyped-call]
+        numbers.append(comm_counts(counter)["all_gather_into_tensor"])
+        found.append({name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        norm = shardconv_runtime.grad_norm(model).item()
+        assert norm == pytest.approx(float((path.parent / "norm").read_text()), rel=1e-12)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return numbers
+
+
+@pytest.mark.parametrize(("model_type", "shape"), [("qwen3", (2, 2)), ("gpt2", (1, 2))])
+def test_activations_are_gathered_again(
+    model_type: str, shape: tuple[int, ...], outs: Callable[[str], Path]
+) -> None:
+    path = outs(model_type)
+    unsharded = load_unsharded(path.parent / "model")
+    unsharded_loss(unsharded, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in unsharded.parameters() if p.grad is not None])
+    (path.parent / "norm").write_text(repr(norm.item()))
+    for again, once in run_processes(math.prod(shape), gathered_again, path, shape):
+        assert again == once + 2 * len(repeated_layers(unsharded))
 
 
 # Layers ----------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ def load_with_group_too(path: Path) -> object:
     return loaded(path, group=dist.group.WORLD)
 
 
+def load_regathering(path: Path) -> object:
+    return loaded(path, regather=True)
+
+
 def test_loading(out: Path) -> None:
     require(
         out,
@@ -89,6 +93,7 @@ def test_loading(out: Path) -> None:
             load_on_four: "LaunchError: the model was converted for tp=2, and 4 process(es) load it",
             load_without_tp: "none of them is named 'tp'",
             load_with_group_too: "give group= or mesh=, not both",
+            load_regathering: "regather= is about training with sequence_parallel=True",
         },
     )
 

@@ -206,6 +206,7 @@ class _Trial:
                 gather_logits=True,
                 training=True,
                 sequence_parallel=form.sequence,
+                regather=form.sequence,
             )
             fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
             if form.checkpointing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,12 @@ Axes = Iterable[int]
 CPU = torch.device("cpu")
 
 
+class Regathering(Protocol):
+    """A forward pass that keeps parts of what it gathers along the sequence (``training/regather.py``)."""
+
+    def reshard(self, step: Resharding, x: Tensor) -> Tensor: ...
+
+
 class Communicator(ABC):
     """One rank of a mesh, and its collectives.
 
@@ -47,12 +53,16 @@ class Communicator(ABC):
         mesh: sizes of the mesh axes.
         device: of the model. Steps allocate what they keep there when they are made: memory that is allocated
             in a call may belong to a CUDA graph.
+
+    Attributes:
+        regathering: set while a forward pass runs that keeps parts of what it gathers.
     """
 
     def __init__(self, rank: int, mesh: Mesh, device: torch.device = CPU) -> None:
         self.rank = rank
         self.mesh = mesh
         self.device = device
+        self.regathering: Regathering | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model communicates with the same ranks."""
@@ -114,6 +124,11 @@ class Communicator(ABC):
             return x
         return self._concatenate(x.contiguous(), axes)
 
+    def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
+        """``concatenate``, begun: the returned function waits for the result."""
+        found = self.concatenate(x, axes)
+        return lambda: found
+
     def reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         """``[p * n, ...]`` summed over ``p`` ranks along ``axes``: this rank's ``[n, ...]``. No backward."""
         refuse_gradient(x)
@@ -174,6 +189,11 @@ class ProcessCommunicator(Communicator):
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._names[axes]))
+
+    def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
+        """See ``Communicator``."""
+        pending = _functional.all_gather_into_tensor(x.contiguous(), self.num_ranks(axes), self._names[axes])
+        return lambda: _wait(pending)
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         return _wait(_functional.reduce_scatter_tensor(x, "sum", self.num_ranks(axes), self._names[axes]))
@@ -269,17 +289,24 @@ class Resharding(ABC):
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
         self.is_partially_sharded = len({axes_of(segment) for segment in segments(layout)}) > 1
+        self.is_of_sequence = bool(self.axes) and isinstance(layout, Leaf) and not layout.size
 
     def __call__(self, x: Tensor) -> Tensor:
-        forward, backward = (self._forward, self._backward) if self.axes else (unchanged, unchanged)
+        if not self.is_of_sequence or torch.compiler.is_compiling() or self.comm.regathering is None:
+            return self.plain(x)
+        return self.comm.regathering.reshard(self, x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The step, of which autograd keeps what it saves."""
+        forward, backward = (self.forward, self.backward) if self.axes else (unchanged, unchanged)
         return apply(x, forward, None if self._partial is None else backward)
 
     @abstractmethod
-    def _forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The step itself."""
 
     @abstractmethod
-    def _backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor) -> Tensor:
         """Its adjoint."""
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -289,6 +316,12 @@ class Resharding(ABC):
         dim = self.dim % x.dim()
         padded = self.parts.padded(x, dim)
         return self.parts.joined(self.comm.concatenate(padded[None], self.axes).unbind(), dim)
+
+    def begin_gathering(self, x: Tensor) -> Callable[[], Tensor]:
+        """The gather of ``x``, begun: the returned function waits for the result."""
+        dim = self.dim % x.dim()
+        finish = self.comm.begin_concatenating(self.parts.padded(x, dim)[None], self.axes)
+        return lambda: self.parts.joined(finish().unbind(), dim)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         dim = self.dim % x.dim()
@@ -322,10 +355,10 @@ class Gather(Resharding):
     Backward: a replicated gradient is sliced, a Partial one is reduced and scattered.
     """
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._gather(x)
 
-    def _backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor) -> Tensor:
         assert self._partial is not None
         if self._partial == self.axes:
             own = self._reduce_scatter(gradient)
@@ -340,10 +373,10 @@ class Slice(Resharding):
     Backward: the gradient is all-gathered; over ``grad_axes`` it becomes a Partial: its part in zeros.
     """
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._own(x)
 
-    def _backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor) -> Tensor:
         if not self._partial and not self._local:
             return self._gather(gradient)
         gradient = self._divided(gradient, [a for a in self.axes if a not in self._local])
@@ -357,10 +390,10 @@ class ReduceScatter(Resharding):
     Backward: the gradient is all-gathered.
     """
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._reduce_scatter(x)
 
-    def _backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient: Tensor) -> Tensor:
         return self._gather(gradient)
 
 

@@ -55,6 +55,7 @@ class Wanted:
     dtype: torch.dtype | None
     training: bool
     sequence_parallel: bool
+    regather: bool | None
     gather_logits: bool | None
     verify: bool
     dequantize: bool
@@ -161,7 +162,9 @@ class Building:
         if wanted.form:
             from ..training.prepare import parallelize_for_training
 
-            parallelize_for_training(model, built, comm, wanted.gather_logits, packed, **wanted.form)
+            parallelize_for_training(
+                model, built, comm, wanted.gather_logits, packed, **wanted.form, regather=wanted.regather
+            )
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
         if wanted.verify:

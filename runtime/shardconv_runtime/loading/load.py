@@ -43,6 +43,7 @@ def load(
     training: bool = False,
     data_parallel: DataParallel | bool = False,
     sequence_parallel: bool = False,
+    regather: bool | None = None,
     compile: bool = False,
     warm_up: Sequence[tuple[int, int]] = (),
     gather_logits: bool | None = None,
@@ -89,6 +90,8 @@ def load(
             ``DataParallel(...)``: each process reads and holds its part of the rank's parameters alone.
         sequence_parallel: shard the activations between the parallel blocks over the sequence; the plan must
             have been made with ``--sequence-parallel``. Lengths that tp does not divide are padded inside.
+        regather: in training with sequence parallelism, keep this rank's part of activations that a parallel
+            block gathers, and gather them again in the backward pass; by default those of 1 MiB and more.
         compile: run each forward pass as one compiled graph, and let ``generate`` decode with one graph for
             each token, on GPUs a CUDA graph. ``torch.compile(model)`` works as well.
         warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which to compile and record
@@ -134,6 +137,8 @@ def load(
     """
     if warm_up and not compile:
         raise PlanError("warm_up= is about compiled decoding; pass compile=True too, or leave it out")
+    if regather is not None and not (training and sequence_parallel):
+        raise PlanError("regather= is about training with sequence_parallel=True; leave it out")
     if other:
         from .other_options import refuse_options
 
@@ -155,6 +160,7 @@ def load(
         _dtype(dtype),
         training,
         sequence_parallel,
+        regather,
         gather_logits,
         verify,
         dequantize,

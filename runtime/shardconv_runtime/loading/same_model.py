@@ -18,6 +18,7 @@ FORM = (
     "training",
     "data_parallel",
     "sequence_parallel",
+    "regather",
     "gather_logits",
     "dequantize",
     "all_reduce",

@@ -18,6 +18,7 @@ from .bypassed import watch_first_pass
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
+from .regather import MIN_BYTES, attach_regather
 from .sequence import FLAT_OUTPUTS, attach_sequence
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def parallelize_for_training(
     *,
     training: bool = True,
     sequence_parallel: bool = False,
+    regather: bool | None = False,
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
@@ -49,6 +51,8 @@ def parallelize_for_training(
         training: the model has a backward pass; its parameters keep their ``requires_grad``.
         sequence_parallel: activations between the parallel blocks are sharded over the sequence, whose length
             the number of ranks divides.
+        regather: keep parts of what is gathered along the sequence, and gather it again in the backward pass;
+            None: of large activations.
 
     Raises:
         PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
@@ -80,6 +84,8 @@ def parallelize_for_training(
         _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
         attach_sequence(model, plan.tp, may_pad)
+        if training and regather is not False:
+            attach_regather(model, comm, 0 if regather else MIN_BYTES)
     return model
 
 

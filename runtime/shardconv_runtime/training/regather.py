@@ -1,0 +1,260 @@
+"""Sequence parallelism that keeps parts: gathered activations are gathered again in the backward pass.
+
+The sequence is gathered in front of each parallel block, and the gradients of the block's weights need what
+was gathered. While the model runs, what autograd saves passes hooks: of a gathered tensor, or a view of it,
+only this rank's part is kept. In the backward pass the part is gathered once for all that saved it.
+(Megatron-LM, arXiv 2205.05198, on sequence parallelism.)
+
+All ranks issue collectives in one order: a gather begins again in the backward of the collective that
+followed it in the forward pass, the reduce_scatter at the end of the block or else the next gather, and runs
+beside the backward pass of the block. The last one of a pass, which nothing follows, is needed at once and
+stays.
+
+Where other hooks see what autograd saves, as in a layer that is recomputed, and in compiled code, the full
+tensor is saved. Hooks around the model (that offload to the CPU, for example) get the part, and all other
+tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..comm.collectives import Communicator, Gather, Map, ReduceScatter, Resharding, apply
+
+MIN_BYTES = 2**20
+"""Least size of a gathered tensor of which only a part is kept by default. Smaller ones take at most 200 MB
+in a hundred layers, and a collective of so few bytes takes hardly less time than one of none."""
+
+_MARK = "_shardconv_gathered"
+"""Attribute of a gathered tensor: its record."""
+
+
+def attach_regather(model: nn.Module, comm: Communicator, min_bytes: int = MIN_BYTES) -> None:
+    """Keep parts of what a sequence-parallel model gathers, where it runs with gradients.
+
+    Args:
+        model: of the rank; its ``forward`` is replaced on the instance.
+        comm: the ranks.
+        min_bytes: smaller gathered tensors are kept.
+    """
+    forward: Callable[..., Any] = type(model).forward
+
+    @wraps(forward)
+    def regathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        around = comm.regathering
+        comm.regathering = found = _Pass(min_bytes)
+        try:
+            with saved_tensors_hooks(found.pack, found.unpack):
+                output = forward(self, *args, **kwargs)
+            found.end()
+        finally:
+            comm.regathering = around
+        return output
+
+    model.__dict__["forward"] = MethodType(regathering, model)
+
+
+class _Pass:
+    """One forward pass of a model: its collectives along the sequence, and its hooks on saved tensors."""
+
+    def __init__(self, min_bytes: int) -> None:
+        self._min_bytes = min_bytes
+        self._around = _hooks_around()
+        self._latest: _Gathered | None = None
+
+    def end(self) -> None:
+        """Keep what was gathered last."""
+        if self._latest is not None and self._latest.is_saved:
+            self._latest.keep()
+        self._latest = None  # the graph refers to this pass as long as it lives
+
+    def pack(self, x: Tensor) -> Any:
+        """What autograd keeps of a tensor."""
+        gathered: _Gathered | None = getattr(x if x._base is None else x._base, _MARK, None)
+        if gathered is None or not gathered.save(x):
+            return self._around.pack(x)
+        return _View(gathered, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor again."""
+        return packed.tensor() if isinstance(packed, _View) else self._around.unpack(packed)
+
+    def reshard(self, step: Resharding, x: Tensor) -> Tensor:
+        """``step`` on ``x``; its backward begins the gather that came before."""
+        if x.requires_grad and isinstance(step, Gather):
+            num_bytes = x.nbytes * step.comm.num_ranks(step.axes)
+            return self._gather(step, x) if num_bytes >= self._min_bytes else step.plain(x)
+        if x.requires_grad and isinstance(step, ReduceScatter):
+            return apply(x, step.forward, _then_begin(step.backward, self._freed()))
+        return step.plain(x)
+
+    def _gather(self, step: Gather, x: Tensor) -> Tensor:
+        before, gathered = self._freed(), _Gathered(step, x, self._around)
+        self._latest = gathered
+        this = weakref.ref(gathered)
+
+        def backward(gradient: Tensor) -> Tensor:
+            if (found := this()) is not None:
+                found.release()
+            return _then_begin(step.backward, before)(gradient)
+
+        full = apply(x, step.forward, backward)
+        gathered.hold(full)
+        setattr(full, _MARK, gathered)
+        return full
+
+    def _freed(self) -> weakref.ref[_Gathered] | None:
+        """The last gather, which is freed now if it was saved; it then has to begin again."""
+        latest = self._latest
+        if latest is None or not latest.is_saved or not latest.free():
+            return None
+        return weakref.ref(latest)
+
+
+class _Gathered:
+    """The record of a gathered tensor: what is kept of it, and the tensor itself while it is needed.
+
+    It lives as long as something that autograd saved refers to it.
+    """
+
+    def __init__(self, step: Gather, part: Tensor, hooks: _Hooks) -> None:
+        self._step = step
+        self._hooks = hooks
+        self._part: Tensor | None = part.detach()
+        self._dtype = part.dtype
+        self._versions = (part._version, 0)
+        """Of the part and of the tensor."""
+        self._full: Tensor | None = None
+        self._kept: Any = None
+        """The part or the tensor, packed, once it is known which."""
+        self._is_part = False
+        self._pending: Callable[[], Tensor] | None = None
+        self._num_saved = self._num_taken = 0
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd needs the tensor, or a view of it."""
+        return self._num_saved > 0
+
+    def hold(self, full: Tensor) -> None:
+        """Hold the tensor until it is known what is kept of it."""
+        self._full, self._versions = full.detach(), (self._versions[0], full._version)
+
+    def save(self, x: Tensor) -> bool:
+        """Whether ``x``, the tensor or a view of it, is as it was gathered: code may have changed it."""
+        if x._version != self._versions[1] or x.dtype != self._dtype:
+            return False
+        self._num_saved += 1
+        return True
+
+    def free(self) -> bool:
+        """Keep the part alone; False: it has changed, or it is known what is kept."""
+        if self._part is None or self._part._version != self._versions[0]:
+            return False
+        self._kept, self._is_part = self._hooks.pack(self._part), True
+        self._part = self._full = None
+        return True
+
+    def keep(self) -> None:
+        """Keep the tensor, unless it was freed."""
+        if self._part is not None and self._full is not None:
+            self._kept = self._hooks.pack(self._full)
+            self._part = self._full = None
+
+    def begin(self) -> None:
+        """Gather again, if that is necessary."""
+        if self._full is None and self._pending is None:
+            kept = self._hooks.unpack(self._kept)
+            if self._is_part:
+                self._pending = self._step.begin_gathering(kept)
+            else:
+                self._full = kept
+
+    def take(self) -> Tensor:
+        """The tensor, for one of those that saved it; the last of them frees it again."""
+        self.begin()
+        if self._pending is not None:
+            self._full, self._pending = self._pending(), None
+        full = self._full
+        assert full is not None
+        self._num_taken += 1
+        if self._num_taken == self._num_saved:
+            self.release()
+        return full
+
+    def release(self) -> None:
+        """Free what was gathered again: in this backward pass nothing needs it any more."""
+        self._num_taken = 0
+        if self._kept is not None:
+            self._full = self._pending = None
+
+
+@dataclass(frozen=True)
+class _View:
+    """Stands for a gathered tensor, or a view of it, where autograd saved that."""
+
+    gathered: _Gathered
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor again."""
+        return self.gathered.take().as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """What is kept of a saved tensor, and how it becomes the tensor again."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+
+def _hooks_around() -> _Hooks:
+    """The hooks that would see what autograd saves.
+
+    Torch has no public way to ask for them; this function alone knows of it.
+    """
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return _Hooks(*found[:2]) if found is not None else _Hooks(_with_version, _of_same_version)
+
+
+def _with_version(x: Tensor) -> tuple[Tensor, int]:
+    """What autograd itself keeps; it leaves versions to hooks where there are any."""
+    return x.detach(), x._version
+
+
+def _of_same_version(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
+        )
+    return x
+
+
+def _then_begin(backward: Map, gathered: weakref.ref[_Gathered] | None) -> Map:
+    """``backward``, after which a gather begins again."""
+    if gathered is None:
+        return backward
+
+    def run(gradient: Tensor) -> Tensor:
+        found = backward(gradient)
+        if (needed := gathered()) is not None:
+            needed.begin()
+        return found
+
+    return run
