@@ -143,13 +143,14 @@ def expected(job: Job, name: str, recompute: bool) -> dict[str, dict[str, list[i
         logits = job.num_tokens * job.shape.vocab * DTYPE_BYTES[job.dtype]
     each = [states] * (2 * layers + 1)
     again = [states] * (layers * recompute)
+    regathered = [states] * (2 * layers * (not recompute and options.get("regather", False)))
     if options.get("sequence_parallel"):
         norms = [job.shape.hidden * 4] * len(each)  # gradients are summed in float32
         return {
             "forward": {"all_reduce": [], "all_gather": [*each, logits], "reduce_scatter": each},
             "backward": {
                 "all_reduce": norms,
-                "all_gather": [*each, *again, *again],
+                "all_gather": [*each, *again, *again, *regathered],
                 "reduce_scatter": [*each, *again],
             },
         }

@@ -32,8 +32,17 @@ THEIRS = "transformers"
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "loss from shards": {"parallel_loss": True},
-    "sequence parallel": {"sequence_parallel": True},
-    "sequence parallel, loss from shards": {"sequence_parallel": True, "parallel_loss": True},
+    "sequence parallel": {"sequence_parallel": True, "regather": False},
+    "sequence parallel, loss from shards": {
+        "sequence_parallel": True,
+        "regather": False,
+        "parallel_loss": True,
+    },
+    "sequence parallel, loss from shards, gathered again": {
+        "sequence_parallel": True,
+        "regather": True,
+        "parallel_loss": True,
+    },
 }
 """Options of ``load``; without ``parallel_loss``, the plan has no loss of sharded logits."""
 

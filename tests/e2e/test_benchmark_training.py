@@ -25,7 +25,9 @@ BLOCKS = 2 * LAYERS + 1
 INDICES = 24
 """Bytes of a token that losses keep beside logits: its label, masks, its largest logit and its sum."""
 
-OURS = ("plain", "loss from shards", "sequence parallel", "sequence parallel, loss from shards")
+SHARDED = "sequence parallel, loss from shards"
+AGAIN = f"{SHARDED}, gathered again"
+OURS = ("plain", "loss from shards", "sequence parallel", SHARDED, AGAIN)
 Rows = dict[str, dict[str, Any]]
 Sent = dict[str, dict[str, list[int]]]
 
@@ -75,7 +77,7 @@ def test_a_block_sums_its_result_forward_and_its_gradient_backward(
 
 @pytest.mark.parametrize(
     ("name", "logits"),
-    [("sequence parallel", LOGITS), ("sequence parallel, loss from shards", STATISTICS)],
+    [("sequence parallel", LOGITS), (SHARDED, STATISTICS)],
 )
 def test_sequence_parallelism_gathers_and_scatters_instead_and_sums_gradients_of_norms(
     rows: Rows, name: str, logits: int
@@ -85,6 +87,17 @@ def test_sequence_parallelism_gathers_and_scatters_instead_and_sums_gradients_of
         {"all_gather": [*states, logits], "reduce_scatter": states},
         {"all_reduce": [HIDDEN * ITEM_BYTES] * BLOCKS, "all_gather": states, "reduce_scatter": states},
     )
+
+
+def test_what_is_gathered_again_is_kept_in_parts(rows: Rows) -> None:
+    """In front of each block, but for the last gather, behind the layers."""
+    once, again = rows[SHARDED], rows[AGAIN]
+    assert once["saved_bytes"] - again["saved_bytes"] == 2 * LAYERS * STATES * (TP - 1) // TP
+    assert again["peak_bytes"] < once["peak_bytes"]
+    assert again["sent"]["forward"] == once["sent"]["forward"]
+    more = once["sent"]["backward"]["all_gather"] + [STATES] * 2 * LAYERS
+    assert again["sent"]["backward"] == {**once["sent"]["backward"], "all_gather": more}
+    assert rows[f"{AGAIN}, recomputed"]["sent"] == rows[f"{SHARDED}, recomputed"]["sent"]
 
 
 @pytest.mark.parametrize("name", OURS)

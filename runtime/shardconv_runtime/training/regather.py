@@ -71,13 +71,12 @@ class _Pass:
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
         self._around = _hooks_around()
-        self._latest: _Gathered | None = None
+        self._latest: _Reference = _nothing
 
     def end(self) -> None:
         """Keep what was gathered last."""
-        if self._latest is not None and self._latest.is_saved:
-            self._latest.keep()
-        self._latest = None  # the graph refers to this pass as long as it lives
+        if (latest := self._latest()) is not None and latest.is_saved:
+            latest.keep()
 
     def pack(self, x: Tensor) -> Any:
         """What autograd keeps of a tensor."""
@@ -101,8 +100,7 @@ class _Pass:
 
     def _gather(self, step: Gather, x: Tensor) -> Tensor:
         before, gathered = self._freed(), _Gathered(step, x, self._around)
-        self._latest = gathered
-        this = weakref.ref(gathered)
+        self._latest = this = weakref.ref(gathered)
 
         def backward(gradient: Tensor) -> Tensor:
             if (found := this()) is not None:
@@ -114,18 +112,16 @@ class _Pass:
         setattr(full, _MARK, gathered)
         return full
 
-    def _freed(self) -> weakref.ref[_Gathered] | None:
+    def _freed(self) -> _Reference:
         """The last gather, which is freed now if it was saved; it then has to begin again."""
-        latest = self._latest
-        if latest is None or not latest.is_saved or not latest.free():
-            return None
-        return weakref.ref(latest)
+        latest = self._latest()
+        return self._latest if latest is not None and latest.is_saved and latest.free() else _nothing
 
 
 class _Gathered:
     """The record of a gathered tensor: what is kept of it, and the tensor itself while it is needed.
 
-    It lives as long as something that autograd saved refers to it.
+    It lives as long as the tensor, or something that autograd saved of it; all else refers to it weakly.
     """
 
     def __init__(self, step: Gather, part: Tensor, hooks: _Hooks) -> None:
@@ -246,10 +242,16 @@ def _of_same_version(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-def _then_begin(backward: Map, gathered: weakref.ref[_Gathered] | None) -> Map:
+_Reference = Callable[[], _Gathered | None]
+"""A weak reference."""
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+def _then_begin(backward: Map, gathered: _Reference) -> Map:
     """``backward``, after which a gather begins again."""
-    if gathered is None:
-        return backward
 
     def run(gradient: Tensor) -> Tensor:
         found = backward(gradient)

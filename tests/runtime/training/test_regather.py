@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from shardconv_runtime.comm.collectives import Communicator, Gather, ReduceScatter
 from shardconv_runtime.format.dims import Leaf
+from shardconv_runtime.training import regather
 from shardconv_runtime.training.regather import attach_regather
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -139,6 +141,25 @@ def test_a_graph_is_differentiated_twice() -> None:
             require_same(list(found), want)
 
     run_ranks((RANKS,), rank)
+
+
+def test_nothing_is_kept_after_the_backward_pass() -> None:
+    """Though the loss still is."""
+
+    def rank(comm: Communicator) -> tuple[int, int]:
+        model, _ = both(comm)
+        loss = model(part_of(comm.rank))
+        before = num_records()
+        loss.backward()
+        return before, num_records()
+
+    def num_records() -> int:
+        gc.collect()
+        return sum(isinstance(each, regather._Gathered) for each in gc.get_objects())
+
+    found = run_ranks((RANKS,), rank)
+    assert min(before for before, _ in found) > 0
+    assert min(after for _, after in found) == 0, "of the rank that ends last"
 
 
 def test_gradients_of_some_weights() -> None:
