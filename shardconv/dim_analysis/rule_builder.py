@@ -214,7 +214,8 @@ def owning_modules(tape: Tape) -> set[str]:
 
 
 def passive_calls(tape: Tape) -> frozenset[int]:
-    """Calls of modules without parameters that are called in several forms: their marks change no placement.
+    """Calls of modules whose marks change no placement: those without parameters that are called in several
+    forms, and those that are not called in training.
 
     One dropout may serve scores and states; a step of the module would run at each of its calls. A module
     that returns its input may be given any number of rows: those of some tokens.
@@ -227,7 +228,7 @@ def passive_calls(tape: Tape) -> frozenset[int]:
             form = shape[1:] if fqn in identities and len(shape) == 2 else shape
             forms.setdefault(fqn, {}).setdefault(event.slots, set()).add(form)
     several = {fqn for fqn, slots in forms.items() if any(len(shapes) > 1 for shapes in slots.values())}
-    passive = several - owning_modules(tape) - {""}
+    passive = (several - owning_modules(tape) - {""}) | tape.not_in_training
     return frozenset(i for i, call in enumerate(tape.calls) if call.fqn in passive)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from textwrap import shorten
 
 import torch
@@ -23,6 +23,8 @@ from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.packing_alignment import Steps
 from ..tracing.fold import fold
 from ..tracing.inputs import TraceInputs, trace_inputs
+from ..tracing.not_in_training import not_in_training
+from ..tracing.tape import Tape
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, find_bypasses
 from .adapted_plan import Adaptation
@@ -88,6 +90,31 @@ def _solved(
     _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
+    run = _Run(model, inputs, tape)
+    if not options.check:
+        return _solved_run(spec, options, steps, run.as_in_training(), tell)
+    plan = _solved_run(spec, options, steps, run, tell)
+    if plan.inference_only and (other := run.as_in_training()).tape.not_in_training:
+        plan = _solved_run(spec, options, steps, other, tell)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A model that was traced."""
+
+    model: nn.Module
+    inputs: TraceInputs
+    tape: Tape
+
+    def as_in_training(self) -> _Run:
+        """The same, knowing which modules are not called in training."""
+        found = not_in_training(self.tape, self.model, self.inputs)
+        return replace(self, tape=replace(self.tape, not_in_training=found))
+
+
+def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run, tell: Tell) -> Plan:
+    model, inputs, tape = run.model, run.inputs, run.tape
     tell("solving")
     traced = fold(tape, first_apart=options.sequence_parallel)
     folded = traced

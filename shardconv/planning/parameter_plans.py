@@ -97,7 +97,7 @@ def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
     kept = len(own)
     for event in tape.events:
         if isinstance(event, Op) and tid in event.inputs:
-            running = solution.fqn(event)
+            running = tape.calls[tape.training_call(event.call)].fqn
             if not any(prefix in owners for prefix in prefixes(running)):
                 same = [a == b for a, b in zip(own, running.split("."), strict=False)]
                 kept = min(kept, (*same, False).index(False))

@@ -132,8 +132,16 @@ class Tape:
     """Index of a module call -> the number of items of the tuple that it returned."""
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
     """(FQN, index) of a module call that could not be traced -> why."""
+    not_in_training: frozenset[str] = frozenset()
+    """Modules whose parameters other code reads in training, instead of calling them."""
     inner_sources: frozenset[str] = frozenset()
     """Of operators that replaced several others: names of the Python modules that called those."""
+
+    def training_call(self, call: int) -> int:
+        """The innermost call around code, or itself, that is made in training too."""
+        while self.calls[call].fqn in self.not_in_training:
+            call = self.calls[call].parent
+        return call
 
     def sources(self) -> frozenset[str]:
         """Names of the Python modules whose code called torch."""

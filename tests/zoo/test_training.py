@@ -15,6 +15,8 @@ CASES = [
     ("mixtral", 4, ROUTERS),
     ("deepseek_v3", 2, ""),  # latent attention: torn gathers, whole low-rank projections
     ("falcon_h1", 2, ""),  # a parameter that is read outside of its module
+    ("phimoe", 2, ""),  # a router that draws random numbers in training
+    ("rwkv", 2, ""),  # no backward pass where a cache is filled
 ]
 SLOW_CASES = [
     ("falcon", 4, ""),  # one key/value head, parallel residual
@@ -46,13 +48,14 @@ def test_gradients_are_those_of_the_unsharded_model(
     assert len(found) == len(forms)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "why"),
-    [
-        pytest.param("rwkv", "has no backward pass", marks=pytest.mark.slow),
-        ("reformer", "has no backward pass"),
-    ],
-)
+@pytest.mark.slow
+def test_modules_that_are_not_called_in_training_are_no_boundaries() -> None:
+    forms = tuple(form for form in PAIRS if not form.sequence)
+    found = list(train(build("causal", "gemma3n_text"), 2, forms=forms))
+    assert [r.status for r in found] == ["equal"] * len(forms)
+
+
+@pytest.mark.parametrize(("model_type", "why"), [("reformer", "has no backward pass")])
 def test_what_cannot_be_trained_says_why(model_type: str, why: str) -> None:
     (found,) = train(build("causal", model_type), 2)
     assert found.status == "refused"

@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,7 @@ from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.trace import results
-from shardconv.verifying.simulation.float64 import Float64
+from shardconv.verifying.simulation.float64 import Float64, WithoutNoise
 from shardconv.verifying.simulation.rank_threads import run_ranks
 from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 
@@ -175,12 +175,20 @@ class _Trial:
             self.inputs = _cut(self.inputs, plan.tp)
         if plan.training is not None and plan.training.parallel_loss:
             self.inputs = self.inputs.with_labels()
-        whole = fill(copy.deepcopy(self.whole), self.weights, True).eval()
-        self.want = _gradients(whole, self.inputs)
+        try:
+            self.want = self._unsharded_gradients()
+        except RuntimeError:
+            if not self.inputs.options.get("use_cache"):
+                raise
+            self.inputs = replace(self.inputs, options={**self.inputs.options, "use_cache": False})
+            self.want = self._unsharded_gradients()
         if not all(gradient.isfinite().all() for gradient in self.want.values()):
             raise ArithmeticError("a gradient is not finite")
         if not any(gradient.any() for gradient in self.want.values()):
             raise ArithmeticError("all gradients are zero")
+
+    def _unsharded_gradients(self) -> dict[str, Tensor]:
+        return _gradients(fill(copy.deepcopy(self.whole), self.weights, True), self.inputs)
 
     def _changes_when_padded(self) -> bool:
         """Whether the unsharded model does, with these weights: where they tie, it may choose otherwise."""
@@ -210,9 +218,8 @@ class _Trial:
             )
             fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
             if form.checkpointing:
-                _without_dropout(local.train())
                 local.gradient_checkpointing_enable(
-                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), Float64())}
+                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recomputing())}
                 )
             return self._difference(_gradients(local, self.inputs), plan, comm.rank)
 
@@ -239,9 +246,11 @@ def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
 
 def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
     """Of the loss, if there are labels, and of a random function of everything else that is returned."""
+    model.train()
     torch.manual_seed(0)
     with torch.enable_grad(), Float64():
-        outputs = results(model, model(**inputs.tensors, **inputs.options))
+        with WithoutNoise():
+            outputs = results(model, model(**inputs.tensors, **inputs.options))
         torch.manual_seed(1)
         terms = [
             (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()
@@ -252,16 +261,11 @@ def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """Training mode that draws no random numbers."""
-    for module in model.modules():
-        for owner in (module, getattr(module, "config", None)):
-            for name, value in list(vars(owner).items()) if owner is not None else ():
-                is_random = any(word in name for word in ("drop", "jitter")) or (
-                    name == "p" and isinstance(module, nn.Dropout)
-                )
-                if is_random and type(value) is float:
-                    setattr(owner, name, 0.0)
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    """As the forward pass runs."""
+    with Float64(), WithoutNoise():
+        yield
 
 
 def _line(error: BaseException) -> str:

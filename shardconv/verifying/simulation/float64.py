@@ -8,6 +8,7 @@ keep float64, so that a sharded model must agree with the unsharded one to float
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class WithoutDropout(TorchFunctionMode):
-    """While active, dropout drops nothing: results must not depend on random masks."""
+class WithoutNoise(TorchFunctionMode):
+    """While active, dropout drops nothing, and random numbers are medians: results depend on none."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -38,7 +39,22 @@ class WithoutDropout(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs |= {"dropout_p": 0.0} if len(args) <= 4 else {}
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in _MEDIANS and isinstance(result, torch.Tensor):
+            result.fill_(_MEDIANS[name](*args[1:], **kwargs) if name.endswith("_") else _MEDIANS[name]())
+        return result
+
+
+_MEDIANS: Mapping[str, Callable[..., float]] = {
+    "rand": lambda: 0.5,
+    "rand_like": lambda: 0.5,
+    "randn": lambda: 0.0,
+    "randn_like": lambda: 0.0,
+    "uniform_": lambda start=0.0, end=1.0, **given: (given.get("from", start) + given.get("to", end)) / 2,
+    "normal_": lambda mean=0.0, *_, **__: mean,
+    "exponential_": lambda lambd=1.0, **_: math.log(2) / lambd,
+}
+"""Functions that draw numbers: their medians, of the arguments of methods that fill a tensor."""
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
 from ...tracing.trace import results
-from .float64 import Float64, WithoutDropout
+from .float64 import Float64, WithoutNoise
 
 TOLERANCE = 1e-9
 """Largest difference of the outputs, relative to the largest output, in float64."""
@@ -110,19 +111,28 @@ def continuation(model: nn.Module, inputs: TraceInputs, result: Any) -> dict[str
 
 
 def usable_gradients(
-    model: nn.Module, inputs: TraceInputs, precision: Precision
-) -> tuple[dict[str, Tensor], str]:
+    new_model: Callable[[], nn.Module], inputs: TraceInputs, precision: Precision
+) -> tuple[TraceInputs, dict[str, Tensor], str]:
     """The gradients of the unsharded model, and why they cannot be used; nothing if they can.
 
     Args:
-        model: unsharded, in the dtype of ``precision``; its parameters' ``grad`` are set.
+        new_model: makes the unsharded model, in the dtype of ``precision``.
         inputs: global.
         precision: to compute in.
+
+    Returns:
+        The inputs, without a cache if the model has no backward pass with one; gradients; the problem.
     """
     try:
-        gradients = gradients_of(model, inputs, precision)
+        return inputs, *_usable(gradients_of(new_model(), inputs, precision))
     except Exception as error:
-        return {}, f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
+        if inputs.options.get("use_cache"):  # what writes to a cache may have no backward
+            without = replace(inputs, options={**inputs.options, "use_cache": False})
+            return usable_gradients(new_model, without, precision)
+        return inputs, {}, f"the unsharded model has no backward pass: {shorten(str(error), 200)}"
+
+
+def _usable(gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     if not gradients:
         return {}, "no output of the unsharded model has a gradient"
     if infinite := [name for name, g in gradients.items() if not g.isfinite().all()]:
@@ -131,7 +141,7 @@ def usable_gradients(
 
 
 def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> dict[str, Tensor]:
-    """Run forward in training mode, without dropout, and backward from a random gradient of every output.
+    """Run forward in training mode, without noise, and backward from a random gradient of every output.
 
     Args:
         model: unsharded, or of one rank.
@@ -143,9 +153,10 @@ def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) ->
     """
     inputs = inputs.to(precision.dtype)
     model.train()
-    with torch.enable_grad(), precision.computing(), WithoutDropout(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        outputs = results(model, model(**inputs.tensors, **inputs.options))
+        with WithoutNoise():
+            outputs = results(model, model(**inputs.tensors, **inputs.options))
         torch.manual_seed(1)
         terms = [
             (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()
@@ -153,7 +164,8 @@ def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) ->
             if t.requires_grad and t.dtype == precision.dtype
         ]
         if terms:
-            torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+            with WithoutNoise():  # code may run again
+                torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

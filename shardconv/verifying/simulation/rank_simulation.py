@@ -134,9 +134,11 @@ class Simulation:
         last evaluation.
 
         Args:
-            inputs: of the call.
+            inputs: of the call; without a cache, if the unsharded model has no backward pass with one.
         """
-        gradients, problem = usable_gradients(self._unsharded_model(self._precision), inputs, self._precision)
+        inputs, gradients, problem = usable_gradients(
+            lambda: self._unsharded_model(self._precision), inputs, self._precision
+        )
         if problem:
             return problem
         scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}

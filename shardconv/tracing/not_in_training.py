@@ -1,0 +1,31 @@
+"""Modules that code calls in evaluation, and in training bypasses: it reads their parameters itself."""
+
+from __future__ import annotations
+
+from shardconv_runtime.errors import SolveError
+from torch import nn
+
+from .inputs import TraceInputs
+from .tape import Tape
+from .trace import trace
+
+
+def not_in_training(tape: Tape, model: nn.Module, inputs: TraceInputs) -> frozenset[str]:
+    """FQNs of the modules that are called in evaluation alone: no step at their boundaries runs in training.
+
+    Nothing is known of a model whose forward pass cannot be traced in training mode.
+
+    Args:
+        tape: of the forward pass in evaluation.
+        model: on meta; left as it was.
+        inputs: of the trace.
+    """
+    was_training = model.training
+    model.train()
+    try:
+        other = trace(model, inputs.tensors, (), inputs.options)
+    except SolveError:
+        return frozenset()
+    finally:
+        model.train(was_training)
+    return frozenset({call.fqn for call in tape.calls} - {call.fqn for call in other.calls})
