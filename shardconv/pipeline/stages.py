@@ -27,7 +27,7 @@ from ..tracing.not_in_training import not_in_training
 from ..tracing.tape import Tape
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, find_bypasses
-from .adapted_plan import Adaptation
+from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
@@ -86,11 +86,10 @@ def _solved(
     tell("building the model")
     model = _built(spec)
     adapted = adaptation.attached(model) if adaptation is not None else None
-    given = adapted.given if adapted is not None else None
     _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
-    run = _Run(model, inputs, tape)
+    run = _Run(model, inputs, tape, adapted)
     if not options.check:
         return _solved_run(spec, options, steps, run.as_in_training(), tell)
     plan = _solved_run(spec, options, steps, run, tell)
@@ -106,6 +105,8 @@ class _Run:
     model: nn.Module
     inputs: TraceInputs
     tape: Tape
+    adapted: AdaptedModel | None
+    """The model's adapter, and the model's own plan."""
 
     def as_in_training(self) -> _Run:
         """The same, knowing which modules are not called in training."""
@@ -114,7 +115,8 @@ class _Run:
 
 
 def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run, tell: Tell) -> Plan:
-    model, inputs, tape = run.model, run.inputs, run.tape
+    model, inputs, tape, adapted = run.model, run.inputs, run.tape, run.adapted
+    given = adapted.given if adapted is not None else None
     tell("solving")
     traced = fold(tape, first_apart=options.sequence_parallel)
     folded = traced
