@@ -22,6 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PlanError
 
 _BEFORE = "change the unsharded model, save it, and convert it again"
+_ADAPTERS = (
+    "call shardconv_runtime.add_adapter(model, config) for a new one; for a trained one run `shardconv adapt` "
+    "and load(..., adapter=DIR)"
+)
 _RANDOM = "`shardconv convert --random-init` draws those of the full model"
 REFUSED_METHODS = {
     "push_to_hub": (
@@ -32,8 +36,8 @@ REFUSED_METHODS = {
     "init_weights": f"each rank would draw other weights; {_RANDOM}",
     "initialize_weights": f"each rank would draw other weights; {_RANDOM}",
     "resize_token_embeddings": f"the plan is for the vocabulary that was converted; {_BEFORE}",
-    "add_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
-    "load_adapter": f"adapters would get the sizes of a part of each layer; merge the adapter, or {_BEFORE}",
+    "add_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",
+    "load_adapter": f"an adapter would get the sizes of a part of each layer; {_ADAPTERS}",
 }
 """Methods of transformers' models that would take this rank's part for the model -> the remedy."""
 
@@ -110,9 +114,10 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     if _is_by_forward_pass(new, old):
         setattr(new, _ATTRIBUTE, replace(around, is_planned=False))
         return
+    remedy = _ADAPTERS if type(new).__module__.startswith("peft.") else _BEFORE
     raise PlanError(
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
-        f"parameters are sharded over ranks: the plan is for the modules that were converted; {_BEFORE}"
+        f"parameters are sharded over ranks: the plan is for the modules that were converted; {remedy}"
     )
 
 

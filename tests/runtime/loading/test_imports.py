@@ -24,7 +24,7 @@ MODULES = """
 """
 """Of the runtime: those that one rank imports that loads a local directory, and generates."""
 
-MAX_MODULES, MAX_LINES = 36, 6300
+MAX_MODULES, MAX_LINES = 36, 6350
 FORBIDDEN = ("training", "saving", "hub", "tensors", "checkpoint")
 
 CODE = """
