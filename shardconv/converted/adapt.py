@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardconv_runtime.adapters.directory import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
-from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.errors import CheckpointError, SolveError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan import Plan, parameter_plans
@@ -119,7 +119,17 @@ def planned(
 
     options = SolveOptions(base.tp, base.experts, has_sequence_form(base), check)
     spec = _spec(directory, base)
-    plan = solve_plan(spec, options, progress=tell, adaptation=Adaptation(base, adapter))
+    adaptation = Adaptation(base, adapter)
+    try:
+        plan = solve_plan(spec, options, progress=tell, adaptation=adaptation)
+    except SolveError:
+        if not options.sequence_parallel:
+            raise
+        plan = solve_plan(
+            spec, replace(options, sequence_parallel=False), progress=tell, adaptation=adaptation
+        )
+        why = plan.inference_only or "with the adapter, activations cannot be sharded over the sequence"
+        plan = replace(plan, notes=(*plan.notes, f"no form for sequence parallelism: {why}"))
     return replace(plan, fused=(), memory=base.memory)
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from adapters import CONFIGS, load_adapter, low_rank, save_adapters, save_base
 from distributed import run_errors, run_processes
-from peft import get_peft_model
+from peft import IA3Config, LoHaConfig, OFTConfig, PeftConfig, get_peft_model
 from shardconv_runtime.adapters.adapted_tensors import local_parts
-from shardconv_runtime.errors import PlanError
+from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.loaded import loaded
 from torch import Tensor
 from training_runs import adamw, cpu_mesh, load_unsharded, train_parts, train_unsharded
@@ -258,6 +258,65 @@ def test_adapters_that_are_added_to_a_loaded_model(adapted: Callable[[int], Adap
         assert same
         assert shares
         assert len(refused) == 7, refused
+
+
+KINDS: dict[str, PeftConfig] = {
+    "weight decomposition of columns": low_rank(["q_proj", "up_proj"], use_dora=True),
+    "embeddings and head": low_rank(["embed_tokens", "lm_head"]),
+    "biases of the model": low_rank(["q_proj", "o_proj"], bias="all", lora_bias=True),
+    "activations": IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    ),
+    "Hadamard products": LoHaConfig(target_modules=["q_proj", "o_proj"], r=4, task_type="CAUSAL_LM"),
+    "rotations": OFTConfig(target_modules=["q_proj", "o_proj"], oft_block_size=4, r=0, task_type="CAUSAL_LM"),
+}
+NOT_MERGED = ("embeddings and head", "rotations")
+"""The ranks' parts of the weight and of the adapter do not fit together."""
+
+
+def results_of(out: Path, directory: Path, saved: Path) -> tuple[list[Tensor], str]:
+    """Logits: with the adapter, with it disabled, with it merged; or why that is refused."""
+    model = shardconv_runtime.load(out, adapter=directory)
+    found, why = [], ""
+    with torch.no_grad():
+        found.append(model(tokens()).logits)
+        with model.disable_adapter():
+            found.append(model(tokens()).logits)
+        model.save_pretrained(saved)
+        try:
+            found.append(model.merge_and_unload()(tokens()).logits)
+        except PlanError as error:
+            why = str(error)
+    return found, why
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k.startswith(("e", "b")) else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_other_kinds_of_adapters(adapted: Callable[[int], Adapted], kind: str, tmp_path: Path) -> None:
+    found = adapted(2)
+    whole = save_adapters(found.base, tmp_path / "saved", {"default": KINDS[kind]})
+    shardconv.adapt(found.out, tmp_path / "saved", tmp_path / "planned")
+    with torch.no_grad():
+        want = [whole(tokens()).logits]
+        with whole.disable_adapter():
+            want.append(whole(tokens()).logits)
+    ranks = run_processes(2, results_of, found.out, tmp_path / "planned", tmp_path / "again")
+    assert not differs(load_adapter(found.base, tmp_path / "again")(tokens()).logits, want[0])
+    want.append(whole.merge_and_unload()(tokens()).logits.detach())
+    for got, why in ranks:
+        assert ("merging" in why) == (kind in NOT_MERGED), why
+        assert not any(differs(a, b) for a, b in zip(got, want, strict=bool(not why)))
+
+
+def test_what_would_change_the_layout_of_the_model_is_refused(
+    adapted: Callable[[int], Adapted], tmp_path: Path
+) -> None:
+    found = adapted(2)
+    save_adapters(found.base, tmp_path / "saved", {"default": low_rank(["o_proj"], use_dora=True)})
+    with pytest.raises(SolveError, match=r"o_proj.base_layer.weight: the adapter would need it laid out as"):
+        shardconv.adapt(found.out, tmp_path / "saved", tmp_path / "planned")
+    assert not (tmp_path / "planned").exists()
 
 
 def load_other(found: Adapted, directory: Path) -> None:

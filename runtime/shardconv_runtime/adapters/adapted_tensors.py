@@ -65,6 +65,8 @@ def adapted_tensors(
             for name in copies.get(old, ()):
                 yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, start.rank)
             name = now.get(old, old)
+            if name in attached.tensors:
+                continue  # the adapter has another one
             if name in entries and old in before:
                 tensor = _kept(entries[name], before[old], tensor, plan.mesh, start.rank)
             yield name, tensor

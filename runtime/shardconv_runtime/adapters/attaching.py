@@ -49,10 +49,13 @@ class Attached:
     base_names: Mapping[str, str]
     """FQN of a stored tensor or a module of the model, now -> before the adapters came."""
     tensors: Mapping[str, Tensor]
-    """The adapters' parameters and persistent buffers, global, on the CPU, by FQN in the model."""
+    """The adapters' parameters and persistent buffers, global, on the CPU, by FQN in the model; also tensors
+    of the model that an adapter was saved with (biases, embeddings), in place of the model's own."""
     copies: Mapping[str, str]
     """Those that are copies of the model's tensors, trained in place of these -> their FQNs before; of a new
     adapter they have the values of these, and are not among ``tensors``."""
+    replaced: frozenset[str]
+    """Those of ``tensors`` that are the model's."""
 
     def linear_layers(self, model: nn.Module) -> list[str]:
         """FQNs of the adapters' own linear layers in the model."""
@@ -82,7 +85,8 @@ def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool
         for name, adapter in adapters.items():
             wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
             copied |= base.copies()
-            _take_saved(wrapper, name, adapter, trainable=trainable)
+            with base.kept(adapter):
+                _take_saved(wrapper, name, adapter, trainable=trainable)
             base.require_unchanged(adapter)
         wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
         stored = dict(stored_tensors(model))
@@ -94,10 +98,17 @@ def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool
     base_names |= {n: modules[id(m)] for n, m in model.named_modules() if id(m) in modules}
     copies = {name: names[id(original)] for name, original in copied.items()}
     tensors = {name: tensor for name, tensor in added.items() if base.copied(tensor) is None}
+    replaced = {n: base.replaced[id(t)] for n, t in stored_tensors(model) if id(t) in base.replaced}
+    replaced = {n: t for n, t in replaced.items() if n == _first_name(n, base_names)}
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
-    return Attached(wrapper, base_names, tensors, copies)
+    return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced))
+
+
+def _first_name(name: str, base_names: Mapping[str, str]) -> str:
+    """The first one of the names of a tensor of the model."""
+    return next(other for other, old in base_names.items() if old == base_names[name])
 
 
 def _with_adapter(
@@ -211,6 +222,8 @@ class _BaseWithoutBytes:
         """By the id of the original."""
         self.memory: dict[int, Tensor] = {}
         """Address of a stand-in, or of a copy of one -> the original."""
+        self.replaced: dict[int, Tensor] = {}
+        """By the id of the original: what an adapter was saved with in its place."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -226,6 +239,29 @@ class _BaseWithoutBytes:
                 tensor = tensors[name]
                 if not tensor.is_meta:
                     tensors[name] = made.setdefault(id(tensor), self._on_meta(tensor))
+
+    @contextmanager
+    def kept(self, adapter: Adapter) -> Iterator[None]:
+        """Whoever puts tensors in the places of stand-ins gives them to ``replaced``.
+
+        Raises:
+            SourceError: two adapters give different ones.
+        """
+        held = [(tensors, name, tensors[name]) for tensors, name in self._stored() if self.has(tensors[name])]
+        yield
+        for tensors, name, stand_in in held:
+            found = tensors[name]
+            if found is stand_in:
+                continue
+            original = self.originals[id(stand_in)]
+            known = self.replaced.setdefault(id(original), found.detach())
+            if known.shape != found.shape or not torch.equal(known, found):
+                raise SourceError(
+                    f"{adapter}: it has a {name} of the model itself, and so has another adapter; load them "
+                    "one by one"
+                )
+            stand_in.requires_grad_(found.requires_grad)
+            tensors[name] = stand_in
 
     @contextmanager
     def watched(self) -> Iterator[_Watch]:

@@ -23,8 +23,8 @@ from ..errors import PlanError
 
 _BEFORE = "change the unsharded model, save it, and convert it again"
 _ADAPTERS = (
-    "call shardconv_runtime.add_adapter(model, config) for a new one; for a trained one run `shardconv adapt` "
-    "and load(..., adapter=DIR)"
+    "call shardconv_runtime.add_adapter(model, config) for a new one; for a trained one run "
+    "`shardconv adapt` and load(..., adapter=DIR)"
 )
 _RANDOM = "`shardconv convert --random-init` draws those of the full model"
 REFUSED_METHODS = {

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..adapters.adapter_files import write_adapter
-from ..adapters.adapter_names import is_of_adapter
+from ..adapters.adapter_files import saved_names, write_adapter
 from ..adapters.directory import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
@@ -55,13 +54,14 @@ def save_adapters(
     holders = replicas_of(wrapper)
     target = Path(out).expanduser().resolve()
     with staged(holders, target, overwrite=overwrite, known=adapter_files) as staging:
+        more = loaded(wrapper).attached.replaced
         for name in chosen:
             tensors = gathered_adapter(wrapper, name, holders)
             error: Exception | None = None
             if holders.is_leader:
                 folder = staging.path if len(chosen) == 1 else staging.path / name
                 try:
-                    write_adapter(wrapper, name, tensors, folder)
+                    write_adapter(wrapper, name, tensors, folder, more=more)
                     plan_json.write(adapters[name].plan, folder / PLAN_NAME)
                 except OSError as failure:
                     error = CheckpointError(f"{out} cannot be written: {failure.strerror or failure}")
@@ -113,15 +113,16 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas) -> dict[str, Te
     firsts = dict(source.plan.tied)
     tensors = named_tensors(wrapper)
     gathered: dict[str, Tensor] = {}
+    wanted = {*saved_names(wrapper, name, tensors), *source.attached.replaced}
     for fqn, tensor in tensors.items():
-        if is_of_adapter(fqn, name) and fqn not in firsts:
+        if fqn in wanted and fqn not in firsts:
             local = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
             entry = entries[fqn]
             parts = _exchanged(local.detach().cpu(), entry, holders, source.launch)
             if holders.is_leader:
                 gathered[fqn] = _assembled(parts, entry, source.plan.mesh)
     for alias, first in firsts.items():
-        if first in gathered and is_of_adapter(alias, name):
+        if first in gathered and alias in wanted:
             gathered[alias] = gathered[first]
     return gathered
 
