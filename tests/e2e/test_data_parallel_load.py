@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import transformers
 from checkpoints import save
 from distributed import run_processes
 from shardconv_runtime import DataParallel
+from shardconv_runtime.format import manifest
+from shardconv_runtime.loading import rank_files
+from shardconv_runtime.loading.data_sharding import data_sharding
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training_runs import VOCAB, Curve, adamw, cpu_mesh, save_model, train_parts
@@ -116,8 +120,10 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-def test_processes_without_rows(narrow: Path, tmp_path: Path) -> None:
-    run_processes(4, train_both, narrow, (4, 1), False, tmp_path)
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2, 1)])
+def test_processes_without_rows(shape: tuple[int, ...], narrow: Path, tmp_path: Path) -> None:
+    """As many shards as processes, or replicas of shards."""
+    run_processes(4, train_both, narrow, shape, False, tmp_path)
     assert contents(tmp_path / "parts") == contents(tmp_path / "split")
 
 
@@ -148,6 +154,26 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model_type", ["gpt2", pytest.param("bamba", marks=pytest.mark.slow)])
 def test_every_form_in_which_a_model_is_loaded(model_type: str, outs: Callable[[str], Path]) -> None:
     run_processes(4, load_in_forms, outs(model_type))
+
+
+def spans_ahead(path: Path) -> list[tuple[Path, int, int]]:
+    mesh = cpu_mesh(2, 2)
+    found = manifest.read(path)
+    plan = manifest.read_plan(path, found)
+    files = rank_files.check_files(path, found, plan, mesh.get_local_rank("tp"))
+    sharding = data_sharding(mesh, True, training=True, compiled=False)
+    return sharding.spans(files.shards)
+
+
+def test_what_is_read_ahead_is_shared_out(outs: Callable[[str], Path]) -> None:
+    """Between the processes of a rank: each byte of its tensors, once."""
+    found = run_processes(4, spans_ahead, outs("gpt2"))
+    for rank in range(2):
+        spans = sorted(span for span in (*found[rank], *found[rank + 2]) if span[1] < span[2])
+        paths = {path for path, _, _ in spans}
+        assert {path.parent.name for path in paths} == {"common", f"rank-{rank:05}-of-00002"}
+        for (path, _, end), (following, begin, _) in itertools.pairwise(spans):
+            assert end == (begin if path == following else path.stat().st_size)
 
 
 def save_at_once(path: Path, out: Path) -> None:
