@@ -18,6 +18,7 @@ from shardconv_runtime.format import manifest
 from shardconv_runtime.loading import rank_files
 from shardconv_runtime.loading.data_sharding import data_sharding
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training_runs import VOCAB, Curve, adamw, cpu_mesh, save_model, train_parts
 
@@ -125,6 +126,21 @@ def test_processes_without_rows(shape: tuple[int, ...], narrow: Path, tmp_path: 
     """As many shards as processes, or replicas of shards."""
     run_processes(4, train_both, narrow, shape, False, tmp_path)
     assert contents(tmp_path / "parts") == contents(tmp_path / "split")
+
+
+def load_on_a_gpu(path: Path) -> None:
+    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+    found, wanted = both_ways(path, mesh, DataParallel(), dtype="float32")
+    require_same_tensors(found, wanted)
+    assert all(local(parameter).is_cuda for parameter in found.parameters())
+    ids = torch.arange(8, device="cuda")[None]
+    losses = [model(ids, labels=ids).loss.item() for model in (found, wanted)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_process_on_a_gpu(narrow: Path) -> None:
+    run_processes(1, load_on_a_gpu, narrow)
 
 
 def load_in_forms(path: Path) -> None:
