@@ -198,8 +198,8 @@ def train_new(found: Adapted, split: str) -> Any:
     optimizer = adamw(model.train())
     curve = train_parts(model, optimizer, mesh, 0, STEPS)
     directory = found.root / f"trained-{split}"
-    shardconv_runtime.save(model, directory)
-    shardconv_runtime.save_optimizer(model, optimizer, f"{directory}-optimizer")
+    shardconv_runtime.save(model, directory, overwrite=True)
+    shardconv_runtime.save_optimizer(model, optimizer, f"{directory}-optimizer", overwrite=True)
     return curve
 
 
@@ -216,6 +216,32 @@ def test_a_new_adapter_is_trained_as_in_one_process(adapted: Callable[[int], Ada
     trained = load_adapter(found.base, found.root / f"trained-{split}")
     ids = tokens()
     assert not differs(trained(ids).logits, whole.eval()(ids).logits)
+
+
+def go_on(found: Adapted, adapter: Path, state: Path) -> Any:
+    """Train on with the state of a job of another size."""
+    mesh = cpu_mesh(1, found.tp)
+    model = shardconv_runtime.load(found.out, adapter=adapter, mesh=mesh, training=True)
+    optimizer = adamw(model.train())
+    shardconv_runtime.load_optimizer(model, optimizer, state)
+    return train_parts(model, optimizer, mesh, STEPS, STEPS)
+
+
+def test_training_goes_on_with_another_number_of_processes(
+    adapted: Callable[[int], Adapted], tmp_path: Path
+) -> None:
+    two, three = adapted(2), adapted(3)
+    shardconv.adapt(two.out, NEW, two.root / "planned-new", seed=3, overwrite=True, check=False)
+    run_processes(4, train_new, two, "while loading")
+    trained = two.root / "trained-while loading"
+    shardconv.adapt(three.out, trained, tmp_path / "for-three", check=False)
+    curve = run_processes(3, go_on, three, tmp_path / "for-three", f"{trained}-optimizer")[0]
+    torch.manual_seed(3)
+    whole = get_peft_model(load_unsharded(two.base), NEW).train()
+    optimizer = adamw(whole)
+    train_unsharded(whole, optimizer, 0, STEPS)
+    want = train_unsharded(whole, optimizer, STEPS, STEPS)
+    assert curve.losses == pytest.approx(want.losses, rel=1e-9)
 
 
 def add(found: Adapted) -> tuple[bool, bool, list[str]]:
