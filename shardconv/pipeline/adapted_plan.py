@@ -44,7 +44,9 @@ class Adaptation:
         Raises:
             SourceError: see ``attach``.
         """
-        return AdaptedModel(self.base, attach(model, {ANY_NAME: self.adapter}, trainable=True))
+        is_saved = self.adapter.directory is not None
+        attached = attach(model, {ANY_NAME: self.adapter}, trainable=True, initialized=is_saved)
+        return AdaptedModel(self.base, attached)
 
 
 @dataclass(frozen=True)

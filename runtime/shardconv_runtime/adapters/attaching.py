@@ -63,13 +63,16 @@ class Attached:
         return [n for n, m in modules if isinstance(m, nn.Linear) and n not in self.base_names]
 
 
-def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool) -> Attached:
+def attach(
+    model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool, initialized: bool = True
+) -> Attached:
     """Put adapters into a model, in place; the first one is active.
 
     Args:
         model: on meta, global shapes, as ``meta_model.build_model`` makes it.
         adapters: by the names that they get.
         trainable: their parameters require gradients; those of the model never do.
+        initialized: new adapters get their initial weights; else ``tensors`` has theirs on meta.
 
     Raises:
         PlanError: peft is not installed.
@@ -83,7 +86,8 @@ def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool
         wrapper: Any = None
         copied: dict[str, Tensor] = {}
         for name, adapter in adapters.items():
-            wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
+            on_meta = adapter.directory is not None or not initialized
+            wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable, on_meta=on_meta)
             copied |= base.copies()
             with base.kept(adapter):
                 _take_saved(wrapper, name, adapter, trainable=trainable)
@@ -101,7 +105,7 @@ def attach(model: nn.Module, adapters: Mapping[str, Adapter], *, trainable: bool
     replaced = {n: base.replaced[id(t)] for n, t in stored_tensors(model) if id(t) in base.replaced}
     replaced = {n: t for n, t in replaced.items() if n == _first_name(n, base_names)}
     for name, tensor in tensors.items():
-        if tensor.is_meta:
+        if tensor.is_meta and initialized:
             raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
     return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced))
 
@@ -112,7 +116,14 @@ def _first_name(name: str, base_names: Mapping[str, str]) -> str:
 
 
 def _with_adapter(
-    wrapper: Any, model: nn.Module, name: str, adapter: Adapter, base: _BaseWithoutBytes, *, trainable: bool
+    wrapper: Any,
+    model: nn.Module,
+    name: str,
+    adapter: Adapter,
+    base: _BaseWithoutBytes,
+    *,
+    trainable: bool,
+    on_meta: bool,
 ) -> Any:
     """The wrapper with one adapter more."""
     _require_kind(adapter)
@@ -125,9 +136,9 @@ def _with_adapter(
         try:
             with naming_errors(str(adapter)):
                 if wrapper is None:
-                    wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
+                    wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=on_meta)
                 else:
-                    wrapper.add_adapter(name, config, low_cpu_mem_usage=is_saved)
+                    wrapper.add_adapter(name, config, low_cpu_mem_usage=on_meta)
         except SourceError as error:
             raise _changes_the_model(adapter) if watch.read_by and is_saved else error from error
     if watch.read_by and not is_saved:
