@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from shardconv_runtime.adapters.adapter_names import ANY_NAME
 from shardconv_runtime.adapters.attaching import Adapter, attach
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.errors import SolveError
+from shardconv_runtime.errors import SolveError, SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
@@ -28,9 +29,10 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS, attach_sequence
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline.adapted_plan import Adaptation
 from shardconv.pipeline.stages import solve_plan
-from shardconv.tracing.inputs import TraceInputs
+from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import results
 from shardconv.verifying.simulation.float64 import Float64, WithoutNoise
 from shardconv.verifying.simulation.rank_threads import run_ranks
@@ -87,8 +89,10 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     about = (model.type, variant, tp)
     spec = ModelSpec(name=model.type, config=model.config, model_class=model.model_class, dtype="float32")
     no_sequence = ""
-    adapter = low_rank() if variant == ADAPTER else None
+    adapter = None
     try:
+        if variant == ADAPTER:
+            adapter = low_rank(spec)
         try:
             plan = _planned(spec, SolveOptions(tp, sequence_parallel=True), adapter)
         except SolveError as error:
@@ -117,18 +121,41 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
             try:
                 error, name = trial.run(form)
                 status = "equal" if error <= TOLERANCE else "wrong"
+                name += _left_out(adapter)
                 yield Trained(*about, str(form), status, name, error, time.perf_counter() - start)
             except Exception as problem:
-                refused = form.checkpointing and "does not support activation checkpointing" in str(problem)
+                refused = form.checkpointing and not trial.runs_checkpointed()
                 status = "no checkpointing" if refused else "wrong"
                 yield Trained(*about, str(form), status, "" if refused else _line(problem))
 
 
-def low_rank() -> Adapter:
-    """An adapter of all linear layers of a model."""
+def low_rank(spec: ModelSpec) -> Adapter:
+    """An adapter of all linear layers of a model that peft can adapt in one process."""
     from peft import LoraConfig
 
-    return Adapter(LoraConfig(r=4, target_modules="all-linear"))
+    left_out: list[str] = []
+    while True:
+        adapter = Adapter(LoraConfig(r=4, target_modules="all-linear", exclude_modules=left_out or None))
+        model = build_model(spec.model_class, copy.deepcopy(spec.config), torch.float32)
+        try:
+            attach(model, {ANY_NAME: adapter}, trainable=True, initialized=False)
+            trace_inputs(model, RULES)
+        except (SourceError, SolveError) as error:
+            listed = re.search(r"Incompatible modules: \{([^}]*)\}", str(error.__cause__))
+            failed = re.match(r"(\S+): the forward pass cannot be traced", str(error))
+            more = re.findall(r"'(\w+)'", listed[1]) if listed else []
+            more += [failed[1].rpartition(".")[2]] if failed else []
+            if not set(more) - set(left_out):
+                raise
+            left_out += more
+        else:
+            return adapter
+
+
+def _left_out(adapter: Adapter | None) -> str:
+    """The layers that peft does not adapt."""
+    names = adapter.config.exclude_modules if adapter is not None else None
+    return f"; without {', '.join(sorted(names))}" if names else ""
 
 
 def _planned(spec: ModelSpec, options: SolveOptions, adapter: Adapter | None) -> Plan:
@@ -190,6 +217,16 @@ class _Trial:
     def _unsharded_gradients(self) -> dict[str, Tensor]:
         return _gradients(fill(copy.deepcopy(self.whole), self.weights, True), self.inputs)
 
+    def runs_checkpointed(self) -> bool:
+        """Whether the unsharded model runs with activation checkpointing."""
+        whole = fill(copy.deepcopy(self.whole), self.weights, True)
+        try:
+            _checkpoint(whole.eval())
+            _gradients(whole, self.inputs)
+        except Exception:
+            return False
+        return True
+
     def _changes_when_padded(self) -> bool:
         """Whether the unsharded model does, with these weights: where they tie, it may choose otherwise."""
         whole = fill(copy.deepcopy(self.whole), self.weights).eval()
@@ -218,9 +255,7 @@ class _Trial:
             )
             fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
             if form.checkpointing:
-                local.gradient_checkpointing_enable(
-                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recomputing())}
-                )
+                _checkpoint(local)
             return self._difference(_gradients(local, self.inputs), plan, comm.rank)
 
         return max(run_ranks(plan.mesh, rank))
@@ -242,6 +277,13 @@ def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
     end = length - length % tp
     cut = {n: t[:, :end] if t.dim() > 1 and t.shape[1] == length else t for n, t in inputs.tensors.items()}
     return replace(inputs, tensors=cut)
+
+
+def _checkpoint(model: nn.Module) -> None:
+    """Enable activation checkpointing."""
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recomputing())}
+    )
 
 
 def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
