@@ -83,7 +83,8 @@ def parallelize_for_training(
     if gather is not None:
         _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
-        attach_sequence(model, plan.tp, may_pad)
+        head = None if plan.logits is None else submodule(model, plan.logits.module)
+        attach_sequence(model, plan.tp, may_pad, head)
         if training and regather is not False:
             attach_regather(model, comm, 0 if regather else MIN_BYTES)
     return model

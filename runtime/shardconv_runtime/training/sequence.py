@@ -3,6 +3,9 @@
 Between the parallel blocks each rank has an equal part of the sequence. The model's inputs are padded at the
 end and its outputs trimmed; labels are padded with the index that losses ignore, and the padding is masked.
 So every token has the same result as without padding.
+
+Code that picks positions for which to compute logits (``logits_to_keep``) would pick them from a rank's part.
+The model gets the request for all, and the module that computes the logits picks them from the full sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..parallel.boundary import forward_signature, replace_at
+from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
 
 IGNORED = -100
@@ -31,19 +35,28 @@ _PADDING: Mapping[str, int] = {
 }
 """Arguments ``[B, S]``, and the values of their padding."""
 
+_LABELS = ("labels", "shift_labels")
+"""Arguments that belong to logits: to those of some positions, if there are no others."""
+
 FLAT_OUTPUTS = ("output_router_logits",)
 """Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
 
+_KEPT = "logits_to_keep"
+"""Argument: how many positions at the end of the sequence to compute logits for, 0 for all, or which."""
 
-def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> None:
+
+def attach_sequence(
+    model: nn.Module, num_ranks: int, may_pad: bool = True, head: nn.Module | None = None
+) -> None:
     """Pad the inputs and trim the outputs of a model whose activations are sharded over the sequence.
 
     Args:
         model: takes ``input_ids`` or ``inputs_embeds``.
         num_ranks: divides the padded length.
         may_pad: pad other lengths; otherwise they are refused.
+        head: computes the logits; None: it is not known, and requests for some positions are refused.
     """
-    hooks = _Padding(model, num_ranks, may_pad)
+    hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head))
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
     for module in model.modules():
@@ -51,13 +64,49 @@ def attach_sequence(model: nn.Module, num_ranks: int, may_pad: bool = True) -> N
             module.register_forward_pre_hook(hooks.require_running, prepend=True)
 
 
+class _Picked:
+    """A step behind those at the input of the head: the positions for which there are to be logits."""
+
+    def __init__(self) -> None:
+        self.positions: Tensor | slice | None = None
+        """Of the sequence without padding; None: all."""
+        self.length = 0
+        """Of the padded sequence."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of hidden states ``[B, S, H]`` those at the positions, ``[B, K, H]``."""
+        if self.positions is None:
+            return x
+        if x.dim() != 3 or x.shape[1] != self.length:
+            raise PlanError(
+                f"{_KEPT} was passed, and the module that computes the logits got {tuple(x.shape)}, not "
+                f"[B, {self.length}, H], from which no positions can be picked; leave it out"
+            )
+        return x[:, self.positions]
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The step as a forward pre-hook."""
+        return (self(args[0]), *args[1:])
+
+
+def _pick_in(head: nn.Module) -> _Picked:
+    """Attach the step."""
+    picked = _Picked()
+    if isinstance(head, ColumnParallelLinear | RowParallelLinear):
+        head.inputs = (*head.inputs, picked)
+    else:
+        head.register_forward_pre_hook(picked.before)
+    return picked
+
+
 class _Padding:
     """Forward hooks of the model."""
 
-    def __init__(self, model: nn.Module, num_ranks: int, may_pad: bool) -> None:
+    def __init__(self, model: nn.Module, num_ranks: int, may_pad: bool, picked: _Picked | None) -> None:
         self._names = list(forward_signature(model).parameters)
         self._num_ranks = num_ranks
         self._may_pad = may_pad
+        self._picked = picked
         self._length: int | None = None
         self._is_running = False
 
@@ -100,6 +149,8 @@ class _Padding:
             )
         if missing:
             self._refuse_flat_outputs(module, given, length)
+        self._pick(given, length, length + missing)
+        if missing:
             self._pad(given, tokens, length, missing)
         self._is_running = True
         return (), given
@@ -114,17 +165,35 @@ class _Padding:
                     f"{self._num_ranks} divides"
                 )
 
-    def _pad(self, given: dict[str, Any], tokens: Tensor, length: int, missing: int) -> None:
-        if given.get("logits_to_keep"):
+    def _pick(self, given: dict[str, Any], length: int, padded: int) -> None:
+        """Leave the choice of positions to the head."""
+        kept = given.get(_KEPT)
+        if self._picked is not None:
+            self._picked.positions, self._picked.length = None, padded
+        if kept is None or (isinstance(kept, int) and not kept):
+            return
+        if self._picked is None:
             raise PlanError(
-                f"logits_to_keep counts from the end of the sequence, which is padded from {length} to "
-                f"{length + missing} tokens; pass a length that {self._num_ranks} divides"
+                f"{_KEPT} was passed to a sequence-parallel model, and the plan does not say which module "
+                "computes the logits; leave it out"
             )
+        if isinstance(kept, Tensor):
+            if len(kept) == padded != length:
+                raise PlanError(
+                    f"{_KEPT} has {len(kept)} positions, as many as the padded sequence; pass fewer"
+                )
+            self._picked.positions = torch.where(kept < 0, kept + length, kept)
+        else:
+            self._picked.positions = slice(*slice(-kept, None).indices(length))
+        given[_KEPT] = 0
+
+    def _pad(self, given: dict[str, Any], tokens: Tensor, length: int, missing: int) -> None:
+        is_picked = self._picked is not None and self._picked.positions is not None
         positions = given.get("position_ids")
         if given.get("attention_mask") is None and positions is None and "attention_mask" in self._names:
             given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
         for name, value in given.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name == _KEPT or (is_picked and name in _LABELS):
                 continue
             if name == "inputs_embeds":
                 given[name] = F.pad(value, (0, 0, 0, missing))
