@@ -288,7 +288,7 @@ def _checkpoint(model: nn.Module) -> None:
 
 def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
     """Of the loss, if there are labels, and of a random function of everything else that is returned."""
-    model.train()
+    _without_dropout(model.train())
     torch.manual_seed(0)
     with torch.enable_grad(), Float64():
         with WithoutNoise():
@@ -308,6 +308,17 @@ def _recomputing() -> Iterator[None]:
     """As the forward pass runs."""
     with Float64(), WithoutNoise():
         yield
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Probabilities of 0, for which the ranks need no random numbers of their own: transformers may recompute
+    less than a layer, where they would be unknown."""
+    for module in model.modules():
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(vars(owner).items()) if owner is not None else ():
+                is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+                if is_dropout and type(value) is float:
+                    setattr(owner, name, 0.0)
 
 
 def _line(error: BaseException) -> str:
