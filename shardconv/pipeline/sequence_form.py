@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shardconv_runtime.errors import SolveError
@@ -10,12 +10,13 @@ from shardconv_runtime.format.plan import ParameterPlan, Plan, SequencePlan, Tra
 from shardconv_runtime.format.plan import parameter_plans as entries_of
 from shardconv_runtime.format.plan_forms import of_sequence
 
+from ..dim_analysis.dim_trees import Node, find, leaves
 from ..planning.draws import draw_plans
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.parameter_plans import gradient_plans, parameter_plans
 from ..planning.solution import Solution
-from ..solving.sequence_dims import solve_sequence
+from ..solving.sequence_dims import sequence_leaves, solve_sequence
 from ..verifying.retracing.retrace import retrace
 from .problem import PlanProblem
 from .rounds import RuledOut, in_rounds
@@ -36,8 +37,11 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
         raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
     training = plan.training
 
+    sequence = sequence_leaves(problem.analysis)
+
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
-        return _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
+        found = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
+        return _of_sequence_alone(found, sequence) if isinstance(found, Obstacle) else found
 
     found, ruled_out = in_rounds(attempt, problem.forbidden())
     if found is None:
@@ -72,6 +76,13 @@ def _attempt(
     plan = replace(plan, training=replace(training, sequence=sequence))
     given = solution.layouts, problem.model, problem.inputs, problem.bypassed
     return retrace(of_sequence(plan), *given) or plan
+
+
+def _of_sequence_alone(obstacle: Obstacle, sequence: Collection[Node]) -> Obstacle:
+    """The obstacle, blamed on the sequence if that is among its dims; others were none in the plain form."""
+    blamed = [find(x) for node in obstacle.nodes for x in leaves(node)]
+    own = tuple(dict.fromkeys(x for x in blamed if x in sequence))
+    return replace(obstacle, nodes=own) if own else obstacle
 
 
 def _stored_alike(
