@@ -38,10 +38,18 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
     training = plan.training
 
     sequence = sequence_leaves(problem.analysis)
+    if not sequence:
+        raise no_sequence_form(
+            problem, "it takes two sequences of tokens, or none, or several ids at a position"
+        )
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
         found = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
-        return _of_sequence_alone(found, sequence) if isinstance(found, Obstacle) else found
+        if not isinstance(found, Obstacle):
+            return found
+        if not found.nodes and not found.several_calls_of:
+            raise no_sequence_form(problem, found.where)
+        return _of_sequence_alone(found, sequence)
 
     found, ruled_out = in_rounds(attempt, problem.forbidden())
     if found is None:

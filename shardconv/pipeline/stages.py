@@ -90,12 +90,7 @@ def _solved(
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES)
     run = _Run(model, inputs, tape, adapted)
-    if not options.check:
-        return _solved_run(spec, options, steps, run.as_in_training(), tell)
-    plan = _solved_run(spec, options, steps, run, tell)
-    if plan.inference_only and (other := run.as_in_training()).tape.not_in_training:
-        plan = _solved_run(spec, options, steps, other, tell)
-    return plan
+    return _solved_run(spec, options, steps, run if options.check else run.as_in_training(), tell)
 
 
 @dataclass(frozen=True)
@@ -140,6 +135,10 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
         full = FullModel(model, inputs, traced, inside)
         check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
         plan = check.checked(plan)
+        if plan.inference_only and not tape.not_in_training:
+            other = run.as_in_training()
+            if other.tape.not_in_training:
+                return _solved_run(spec, options, steps, other, tell)
         if adapted is not None and not adapted.replaces_modules:
             check.require_right_when_disabled(plan)
     if options.sequence_parallel:

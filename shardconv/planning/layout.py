@@ -14,6 +14,7 @@ from shardconv_runtime.format.dims import leaves as dim_leaves
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
 from ..dim_analysis.structure import frozen_leaves, num_tokens
+from ..solving.sequence_dims import sequence_leaves
 from ..solving.solve import Assignment
 
 
@@ -56,7 +57,7 @@ class Layouts:
         self.mesh = assignment.mesh
         self._dims: dict[Node, Dim] = {}
         self._sizes: dict[tuple[Node, int], int] = {}
-        self._frozen = frozen_leaves(analysis)
+        self._open = frozen_leaves(analysis) | sequence_leaves(analysis)
         self.num_tokens = num_tokens(analysis.tape)
 
     def dim(self, node: Node) -> Dim:
@@ -78,7 +79,7 @@ class Layouts:
 
     def open_dim(self, node: Node) -> Dim:
         """The layout of an activation's dim: parts that depend on the input's size are left open."""
-        return _simplified(self._tree(node, open_leaves=self._frozen))
+        return _simplified(self._tree(node, open_leaves=self._open))
 
     def dims(self, tid: int) -> tuple[Dim, ...]:
         """The layouts of a tensor's dims."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
-from ..dim_analysis.dim_trees import Node, find, leaves
+from ..dim_analysis.dim_trees import LEAF, Node, find, leaves
 from ..dim_analysis.structure import linked_leaves
 from ..tracing.fold import Folded
 from .axis_variables import SolverInput
@@ -30,14 +30,23 @@ def sequence_leaves(analysis: Analysis) -> set[Node]:
     """The leaves that are the sequence and may be sharded.
 
     Each is a dim of its own wherever it occurs: a sharded factor of a product (batch times sequence) could
-    not be gathered.
+    not be gathered. Where code puts images or sounds among the tokens, no dim behind that is linked to
+    theirs: those of activations ``[B, S, H]`` are known by their sizes.
     """
     tape = analysis.tape
     inputs = {tape.tensors[t].name: t for t in tape.inputs}
     tokens = inputs.get(TOKENS)
     if tokens is None or SECOND_TOKENS in inputs or len(tape.tensors[tokens].shape) != 2:
         return set()
-    found = linked_leaves(analysis, [analysis.dims[tokens][1]])
+    shape = tape.tensors[tokens].shape
+    starts = [analysis.dims[tokens][1]]
+    if any(tape.tensors[t].shape[:2] != shape for t in tape.inputs):
+        starts += [
+            dims[1]
+            for tid, dims in analysis.dims.items()
+            if len(dims) == 3 and tape.tensors[tid].shape[:2] == shape and find(dims[1]).kind == LEAF
+        ]
+    found = linked_leaves(analysis, starts)
     for dims in analysis.dims.values():
         for dim in dims:
             parts = leaves(dim)

@@ -18,6 +18,7 @@ CASES = [
     ("phimoe", 2, ""),  # a router that draws random numbers in training
     ("rwkv", 2, ""),  # no backward pass where a cache is filled
     ("mixtral", 2, ADAPTER),  # of experts too, whose parameters it replaces while they run
+    ("lfm2", 3, ""),  # code that picks positions of a sequence beside a dim that is sharded anyway
 ]
 SLOW_CASES = [
     ("gpt_oss", 3, ADAPTER),
@@ -48,6 +49,13 @@ def test_gradients_are_those_of_the_unsharded_model(
     found = list(train(model, tp, variant, forms))
     assert [(r.form, r.status, r.message) for r in found if r.status != "equal"] == []
     assert len(found) == len(forms)
+
+
+@pytest.mark.parametrize("model_type", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+def test_images_among_the_tokens_of_a_sharded_sequence(model_type: str) -> None:
+    forms = tuple(form for form in PAIRS if form.sequence)
+    found = list(train(build("other", model_type), 2, forms=forms))
+    assert [(r.status, r.message) for r in found if r.status != "equal"] == []
 
 
 @pytest.mark.slow

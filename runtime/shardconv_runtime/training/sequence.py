@@ -30,6 +30,7 @@ _PADDING: Mapping[str, int] = {
     "input_ids": 0,
     "attention_mask": 0,
     "token_type_ids": 0,
+    "mm_token_type_ids": 0,
     "labels": IGNORED,
     "shift_labels": IGNORED,
 }

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import ModulePlan, Plan, parameter_plans
+from shardconv_runtime.format.plan import ModulePlan, Plan, ReduceScatterStep, parameter_plans
 from shardconv_runtime.parallel.boundary import in_use
 from zoo.models import build
 from zoo.tasks import specification
@@ -79,8 +80,18 @@ def test_inference_leaves_the_steps_of_gradients_out(llama: Plan) -> None:
         assert in_use(module.inputs, training=True) == list(module.inputs)
 
 
+def test_the_sequence_is_of_any_length_behind_images_too() -> None:
+    spec = specification(build("other", "llava"))
+    plan = solve_plan(spec, SolveOptions(2, sequence_parallel=True, check=False))
+    assert plan.training is not None
+    assert plan.training.sequence is not None
+    steps = [b for m in plan.training.sequence.modules for b in (*m.inputs, *m.outputs)]
+    layouts = {b.layout for b in steps if isinstance(b, ReduceScatterStep)}
+    assert layouts == {Leaf(0, (0,))}
+
+
 def test_a_model_without_a_sequence_form_is_refused() -> None:
-    with pytest.raises(SolveError, match="convert without sequence parallelism"):
+    with pytest.raises(SolveError, match=r"two sequences of tokens.*convert without sequence parallelism"):
         solve_plan(specification(build("seq2seq", "t5")), SolveOptions(2, sequence_parallel=True))
 
 
