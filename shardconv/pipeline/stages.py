@@ -88,7 +88,7 @@ def _solved(
     adapted = adaptation.attached(model) if adaptation is not None else None
     _require_dims(spec, model, options.tp)
     tell("tracing")
-    inputs, tape = trace_inputs(model, RULES)
+    inputs, tape = trace_inputs(model, RULES, multiple=options.tp if options.sequence_parallel else 1)
     run = _Run(model, inputs, tape, adapted)
     return _solved_run(spec, options, steps, run if options.check else run.as_in_training(), tell)
 

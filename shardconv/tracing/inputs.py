@@ -55,13 +55,16 @@ class TraceInputs:
         return replace(self, tensors=tensors)
 
 
-def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tuple[TraceInputs, Tape]:
+def trace_inputs(
+    model: nn.Module, keep: Collection[str], seed: int = 0, multiple: int = 1
+) -> tuple[TraceInputs, Tape]:
     """Token ids with a left-padded attention mask, and the other inputs that the model's forward asks for.
 
     Args:
         model: on meta; floating point inputs get the dtype of its parameters.
         keep: operators that are recorded as one even if they are composite.
         seed: other values, and other sizes than those of seed 0, for a second run on numbers.
+        multiple: the length of the sequence is a multiple of it, if the model allows that.
 
     Returns:
         The first inputs with which the forward pass can be traced, and the tape.
@@ -69,13 +72,13 @@ def trace_inputs(model: nn.Module, keep: Collection[str], seed: int = 0) -> tupl
     Raises:
         SolveError: it cannot be traced with any inputs that can be made up.
     """
-    maker = _InputMaker(model, keep, seed)
+    maker = _InputMaker(model, keep, seed, multiple)
     makers = [
-        _InputMaker(model, keep, seed, cache=cache, extras=extras)
+        _InputMaker(model, keep, seed, multiple, cache=cache, extras=extras)
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]
-    lone = _InputMaker(model, keep, seed, batch=1, cache=False, extras=())
+    lone = _InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
     attempts = itertools.chain(
         ((each, choice) for choice in maker.choices() for each in makers),
         [(lone, _Choice())] if maker.tokens else [],
@@ -135,6 +138,7 @@ class _InputMaker:
         model: nn.Module,
         keep: Collection[str],
         seed: int,
+        multiple: int,
         batch: int = 0,
         cache: bool = True,
         extras: Collection[str] = EXTRA_OUTPUTS,
@@ -147,7 +151,8 @@ class _InputMaker:
         self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
         self.tokens = token_parameter(model, self.parameters)
-        self.batch, self.length = _sizes(model)
+        self.multiple = multiple
+        self.batch, self.length = _sizes(model, multiple)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
         self.batch = batch or self.batch
@@ -206,7 +211,7 @@ class _InputMaker:
         """Tokens and the chosen forms, whose placeholders are among the tokens."""
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
-            length = choice.length or self.length
+            length = choice.length or self._text_length(choice)
             tensors = {**self.token_maker.tensors(choice.placeholders, length), **tensors}
         if choice.repeats:
             self.token_maker.end(tensors[self.tokens])
@@ -225,6 +230,10 @@ class _InputMaker:
         if missing or not tensors:
             raise self.refusal(missing or self.parameters)
         return TraceInputs(tensors, self._options())
+
+    def _text_length(self, choice: _Choice) -> int:
+        """So many tokens that there is a multiple of them, with the placeholders."""
+        return self.length + -(self.length + sum(count for _, count in choice.placeholders)) % self.multiple
 
     def _options(self) -> dict[str, Any]:
         """With a cache: its sizes may be read off attributes that no other code reads."""
@@ -343,19 +352,24 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _sizes(model: nn.Module) -> tuple[int, int]:
+_LENGTHS = (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9)
+"""Of the sequence, the best first."""
+
+
+def _sizes(model: nn.Module, multiple: int) -> tuple[int, int]:
     """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim.
 
-    If possible, the length is no number in the model's code either: not twice the size of a buffer (rotary
-    frequencies), and no int attribute.
+    If possible, the length is a multiple of a number, and no number in the model's code either: not twice the
+    size of a buffer (rotary frequencies), and no int attribute.
     """
     taken = {n for p in model.parameters() for n in p.shape}
     others = _numbers_of(model)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(longest, int) or longest <= 0:
         longest = 1 << 20
-    for avoided in (others, set[int]()):
-        for length in (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9):
+    multiples = [n for n in (*_LENGTHS, *range(multiple, 10 * multiple, multiple)) if not n % multiple]
+    for candidates, avoided in itertools.product((multiples, _LENGTHS), (others, set[int]())):
+        for length in (n for n in candidates if n >= min(_LENGTHS)):
             for batch in (3, 5, 7):
                 lengths = {length, length - 5}
                 if length < longest and not taken & {*lengths, batch, length * batch} | avoided & lengths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from shardconv_runtime.errors import SolveError
@@ -78,6 +79,15 @@ def test_inference_leaves_the_steps_of_gradients_out(llama: Plan) -> None:
         kept = in_use(module.inputs, training=False)
         assert not any(step.op.startswith("grad_") for step in kept)
         assert in_use(module.inputs, training=True) == list(module.inputs)
+
+
+@pytest.mark.parametrize("tp", [5, 16])
+def test_the_number_of_ranks_need_not_divide_the_usual_length(tp: int) -> None:
+    config = build("causal", "llama", num_attention_heads=16, num_key_value_heads=16).config
+    spec = replace(specification(build("causal", "llama")), config=config)
+    plan = solve_plan(spec, SolveOptions(tp, sequence_parallel=True, check=tp == 5))
+    assert plan.training is not None
+    assert plan.training.sequence is not None
 
 
 def test_the_sequence_is_of_any_length_behind_images_too() -> None:

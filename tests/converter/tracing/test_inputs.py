@@ -170,6 +170,13 @@ def test_the_length_fits_the_positions() -> None:
     assert make_inputs(on_meta(Text(Config(max_position_embeddings=12)))).tensors["input_ids"].shape[1] < 12
 
 
+@pytest.mark.parametrize("multiple", [2, 5, 16, 64])
+def test_the_length_is_a_multiple_of_the_number_of_ranks(multiple: int) -> None:
+    for model in (Text(), SeeingAndSaying("B C H W", says="wrong")):
+        inputs, _ = trace_inputs(on_meta(model), RULES, multiple=multiple)
+        assert inputs.tensors["input_ids"].shape[1] % multiple == 0
+
+
 def test_streams_of_ids_are_stacked_in_the_batch() -> None:
     class Streams(Text):
         def __init__(self) -> None:
