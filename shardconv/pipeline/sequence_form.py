@@ -39,9 +39,7 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
 
     sequence = sequence_leaves(problem.analysis)
     if not sequence:
-        raise no_sequence_form(
-            problem, "it takes two sequences of tokens, or none, or several ids at a position"
-        )
+        raise no_sequence_form(problem, "it takes no token ids, or several at a position")
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
         found = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)

@@ -23,7 +23,7 @@ from .solve import Assignment
 TOKENS = "input_ids"
 """The input whose second dim is the sequence."""
 SECOND_TOKENS = "decoder_input_ids"
-"""An input that is another sequence; such models have no sequence form."""
+"""An input that is another sequence, of another length."""
 
 
 def sequence_leaves(analysis: Analysis) -> set[Node]:
@@ -36,11 +36,13 @@ def sequence_leaves(analysis: Analysis) -> set[Node]:
     tape = analysis.tape
     inputs = {tape.tensors[t].name: t for t in tape.inputs}
     tokens = inputs.get(TOKENS)
-    if tokens is None or SECOND_TOKENS in inputs or len(tape.tensors[tokens].shape) != 2:
+    if tokens is None or len(tape.tensors[tokens].shape) != 2:
         return set()
     shape = tape.tensors[tokens].shape
     starts = [analysis.dims[tokens][1]]
-    if any(tape.tensors[t].shape[:2] != shape for t in tape.inputs):
+    if SECOND_TOKENS in inputs:
+        starts.append(analysis.dims[inputs[SECOND_TOKENS]][1])
+    elif any(tape.tensors[t].shape[:2] != shape for t in tape.inputs):
         starts += [
             dims[1]
             for tid, dims in analysis.dims.items()

@@ -217,7 +217,7 @@ class _InputMaker:
             self.token_maker.end(tensors[self.tokens])
             tensors[DECODER_IDS] = tensors[self.tokens].clone()
         elif DECODER_IDS in self.parameters:
-            tensors[DECODER_IDS] = self.token_maker.ids(self.length - 5, self.seed + 1)
+            tensors[DECODER_IDS] = self.token_maker.ids(self._decoder_length(), self.seed + 1)
         if choice.streams:
             generated = DECODER_IDS if DECODER_IDS in self.parameters else self.tokens
             length = tensors[generated].shape[1]
@@ -234,6 +234,11 @@ class _InputMaker:
     def _text_length(self, choice: _Choice) -> int:
         """So many tokens that there is a multiple of them, with the placeholders."""
         return self.length + -(self.length + sum(count for _, count in choice.placeholders)) % self.multiple
+
+    def _decoder_length(self) -> int:
+        """Another length than that of the text, and a multiple as well."""
+        shorter = self.length - max(self.multiple, 5 - 5 % self.multiple)
+        return shorter if shorter > 0 else self.length + self.multiple
 
     def _options(self) -> dict[str, Any]:
         """With a cache: its sizes may be read off attributes that no other code reads."""

@@ -51,10 +51,18 @@ def test_gradients_are_those_of_the_unsharded_model(
     assert len(found) == len(forms)
 
 
-@pytest.mark.parametrize("model_type", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
-def test_images_among_the_tokens_of_a_sharded_sequence(model_type: str) -> None:
-    forms = tuple(form for form in PAIRS if form.sequence)
-    found = list(train(build("other", model_type), 2, forms=forms))
+@pytest.mark.parametrize(
+    ("family", "model_type"),
+    [
+        ("other", "llava"),
+        pytest.param("other", "qwen2_vl", marks=pytest.mark.slow),
+        ("seq2seq", "t5"),
+        pytest.param("seq2seq", "bart", marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_sequences_with_images_and_of_two_kinds(family: str, model_type: str) -> None:
+    forms = tuple(Form(True, False, checkpointing) for checkpointing in (False, True))
+    found = list(train(build(family, model_type), 2, forms=forms))
     assert [(r.status, r.message) for r in found if r.status != "equal"] == []
 
 

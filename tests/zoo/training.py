@@ -272,10 +272,10 @@ class _Trial:
 
 
 def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
-    """Inputs of a length that the ranks divide."""
-    length = inputs.tensors["input_ids"].shape[1]
-    end = length - length % tp
-    cut = {n: t[:, :end] if t.dim() > 1 and t.shape[1] == length else t for n, t in inputs.tensors.items()}
+    """Inputs of lengths that the ranks divide."""
+    ids = [t for n, t in inputs.tensors.items() if n in ("input_ids", "decoder_input_ids")]
+    ends = {t.shape[1]: t.shape[1] - t.shape[1] % tp for t in ids}
+    cut = {n: t[:, : ends.get(t.shape[1])] if t.dim() > 1 else t for n, t in inputs.tensors.items()}
     return replace(inputs, tensors=cut)
 
 

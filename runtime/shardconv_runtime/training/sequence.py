@@ -39,6 +39,9 @@ _PADDING: Mapping[str, int] = {
 _LABELS = ("labels", "shift_labels")
 """Arguments that belong to logits: to those of some positions, if there are no others."""
 
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+"""Arguments that are a second sequence, of a length of its own."""
+
 FLAT_OUTPUTS = ("output_router_logits",)
 """Arguments that request outputs in which the tokens of all sequences are one dim, ``[B * S, ...]``."""
 
@@ -148,6 +151,7 @@ class _Padding:
                 "plan the inputs of this model may not be padded (its results would change, or this was not "
                 f"tried); pass a length that {self._num_ranks} divides"
             )
+        self._require_second_sequence(given)
         if missing:
             self._refuse_flat_outputs(module, given, length)
         self._pick(given, length, length + missing)
@@ -155,6 +159,18 @@ class _Padding:
             self._pad(given, tokens, length, missing)
         self._is_running = True
         return (), given
+
+    def _require_second_sequence(self, given: Mapping[str, Any]) -> None:
+        """Refuse a decoder's sequence that cannot be sharded; it may be made of the labels."""
+        if not any(name in self._names for name in _OF_DECODER):
+            return
+        for name in (*_OF_DECODER, "labels"):
+            value = given.get(name)
+            if isinstance(value, Tensor) and value.shape[1] % self._num_ranks:
+                raise PlanError(
+                    f"{name} {tuple(value.shape)}: a decoder's sequence is not padded; pass a length that "
+                    f"{self._num_ranks} divides"
+                )
 
     def _refuse_flat_outputs(self, module: nn.Module, given: Mapping[str, Any], length: int) -> None:
         """Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed."""

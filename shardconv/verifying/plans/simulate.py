@@ -15,6 +15,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import nn
 
+from ...solving.sequence_dims import SECOND_TOKENS
 from ...tracing.inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Outcome, Simulation, Unprovable
 from ..simulation.simulated_weights import USUAL, Draw, RandomWeights
@@ -89,8 +90,13 @@ def runs(case: Case) -> bool:
 
 
 def may_be_padded(case: Case) -> bool:
-    """Whether padding at the end of sequences, as the runtime adds it, changes the results of no token."""
+    """Whether padding at the end of sequences, as the runtime adds it, changes the results of no token.
+
+    It pads one sequence: never that of an encoder beside a decoder's.
+    """
     inputs = case.inputs
+    if SECOND_TOKENS in inputs.tensors:
+        return False
     mask = inputs.tensors.get("attention_mask")
     if mask is not None:  # at the end: the results of tokens that attend to nothing are not compared
         mask = torch.ones_like(mask)

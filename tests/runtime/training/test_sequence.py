@@ -34,7 +34,7 @@ TYPES = ("llama", "gpt2")
 @cache
 def solved(model_type: str) -> tuple[Plan, nn.Module, RandomWeights]:
     """A plan, the model on meta, and weights."""
-    model = build("causal", model_type)
+    model = build("seq2seq" if model_type == "t5" else "causal", model_type)
     spec = ModelSpec(model_type, model.config, model.model_class, "float32")
     plan = solve_plan(spec, SolveOptions(RANKS, sequence_parallel=True))
     meta = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
@@ -102,6 +102,32 @@ def test_the_loss_of_some_positions(length: int, num_kept: int) -> None:
     for found in on_ranks("llama", call):
         assert found[0] == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(found[1], gradient, rtol=1e-9, atol=1e-9)
+
+
+def test_lengths_of_a_decoder_that_cannot_be_sharded_are_refused() -> None:
+    def call(model: nn.Module) -> list[str]:
+        found = []
+        for given in ({"decoder_input_ids": ids_of(13)}, {"labels": ids_of(13)}):
+            with pytest.raises(PlanError, match="a decoder's sequence is not padded") as caught:
+                model(ids_of(12), **given)
+            found.append(str(caught.value))
+        with pytest.raises(PlanError, match="13 tokens cannot be sharded over 2 ranks"):
+            model(ids_of(13), decoder_input_ids=ids_of(12))
+        return found
+
+    found = on_ranks("t5", call)
+    assert found[0] == found[1]
+
+
+def test_two_sequences_of_different_lengths() -> None:
+    ids, other = ids_of(12), ids_of(6)
+    with Float64():
+        want = unsharded("t5")(ids, decoder_input_ids=other)
+    for found in on_ranks("t5", lambda model: model(ids, decoder_input_ids=other)):
+        torch.testing.assert_close(found.logits, want.logits, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            found.encoder_last_hidden_state, want.encoder_last_hidden_state, rtol=1e-9, atol=1e-9
+        )
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
