@@ -44,8 +44,7 @@ class Adaptation:
         Raises:
             SourceError: see ``attach``.
         """
-        is_saved = self.adapter.directory is not None
-        attached = attach(model, {ANY_NAME: self.adapter}, trainable=True, initialized=is_saved)
+        attached = attach(model, {ANY_NAME: self.adapter}, trainable=True, initialized=False)
         return AdaptedModel(self.base, attached)
 
 

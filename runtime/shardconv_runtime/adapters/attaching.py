@@ -11,7 +11,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def attach(
         model: on meta, global shapes, as ``meta_model.build_model`` makes it.
         adapters: by the names that they get.
         trainable: their parameters require gradients; those of the model never do.
-        initialized: new adapters get their initial weights; else ``tensors`` has theirs on meta.
+        initialized: new adapters get their initial weights; else any.
 
     Raises:
         PlanError: peft is not installed.
@@ -86,8 +86,8 @@ def attach(
         wrapper: Any = None
         copied: dict[str, Tensor] = {}
         for name, adapter in adapters.items():
-            on_meta = adapter.directory is not None or not initialized
-            wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable, on_meta=on_meta)
+            with nullcontext() if initialized else _uninitialized():
+                wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
             copied |= base.copies()
             with base.kept(adapter):
                 _take_saved(wrapper, name, adapter, trainable=trainable)
@@ -105,7 +105,7 @@ def attach(
     replaced = {n: base.replaced[id(t)] for n, t in stored_tensors(model) if id(t) in base.replaced}
     replaced = {n: t for n, t in replaced.items() if n == _first_name(n, base_names)}
     for name, tensor in tensors.items():
-        if tensor.is_meta and initialized:
+        if tensor.is_meta:
             raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
     return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced))
 
@@ -123,7 +123,6 @@ def _with_adapter(
     base: _BaseWithoutBytes,
     *,
     trainable: bool,
-    on_meta: bool,
 ) -> Any:
     """The wrapper with one adapter more."""
     _require_kind(adapter)
@@ -136,9 +135,9 @@ def _with_adapter(
         try:
             with naming_errors(str(adapter)):
                 if wrapper is None:
-                    wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=on_meta)
+                    wrapper = peft().get_peft_model(model, config, name, low_cpu_mem_usage=is_saved)
                 else:
-                    wrapper.add_adapter(name, config, low_cpu_mem_usage=on_meta)
+                    wrapper.add_adapter(name, config, low_cpu_mem_usage=is_saved)
         except SourceError as error:
             raise _changes_the_model(adapter) if watch.read_by and is_saved else error from error
     if watch.read_by and not is_saved:
@@ -148,6 +147,20 @@ def _with_adapter(
         )
     config.base_model_name_or_path = adapter.config.base_model_name_or_path
     return wrapper
+
+
+@contextmanager
+def _uninitialized() -> Iterator[None]:
+    """torch's functions that initialize a tensor leave it as it is."""
+    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    functions = {name: getattr(nn.init, name) for name in names}
+    for name in names:
+        setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(nn.init, name, function)
 
 
 def _changes_the_model(adapter: Adapter) -> SourceError:
