@@ -112,14 +112,18 @@ class NumericCheck:
             enable_adapters(model, enabled=False)
             simulate(case.with_model(model), logits=Logits.GATHERED)
 
-    def wrong_sequence_gradient(self, plan: Plan) -> str | None:
-        """What is wrong with the gradients of the sequence-parallel form; nothing if they were not compared.
+    def wrong_sequence_form(self, plan: Plan) -> str | None:
+        """What is wrong with the sequence-parallel form, such as a gradient; nothing if it was not compared.
 
         Raises:
             SolveError: the ranks compute something else in that form.
         """
         case = self._case_that_fits(of_sequence(plan))
-        return None if case is None else simulate(case, gradients=True).gradients
+        if case is None:
+            return None
+        if case.simulation.changes_without_cache(case.inputs):
+            return "the model's results change where no cache is filled, which that form does not do"
+        return simulate(case, gradients=True).gradients
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""

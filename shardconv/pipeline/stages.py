@@ -175,7 +175,7 @@ def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck
     Raises:
         SolveError: a gradient is not that of the unsharded model.
     """
-    problem_found = check.wrong_sequence_gradient(plan)
+    problem_found = check.wrong_sequence_form(plan)
     if problem_found:
         raise no_sequence_form(problem, problem_found)
     return check.with_padding(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from textwrap import shorten
 from typing import TypeVar
@@ -172,6 +172,19 @@ class Simulation:
         except ShardconvError:
             return False  # an argument that cannot be padded
         return largest_difference(found, want) <= self._precision.tolerance
+
+    def changes_without_cache(self, inputs: TraceInputs) -> bool:
+        """Whether the unsharded model returns something else first where no cache is filled.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+        """
+        if not inputs.options.get("use_cache"):
+            return False
+        (want,) = self._reference(inputs)
+        without = replace(inputs, options={**inputs.options, "use_cache": False})
+        found = outputs_of(self._unsharded_model(self._precision), without, self._precision)
+        return largest_difference(found[:1], want[:1]) > self._precision.tolerance
 
     def needed_bytes(self) -> int:
         """Float64 copies of the unsharded model and of all ranks."""

@@ -105,6 +105,11 @@ def test_a_model_without_a_sequence_form_is_refused() -> None:
         solve_plan(specification(build("other", "whisper")), SolveOptions(2, sequence_parallel=True))
 
 
+def test_a_model_that_computes_something_else_without_a_cache_is_refused() -> None:
+    with pytest.raises(SolveError, match="results change where no cache is filled"):
+        solve_plan(specification(build("seq2seq", "fsmt")), SolveOptions(2, sequence_parallel=True))
+
+
 @pytest.mark.parametrize(
     ("family", "name", "may_pad"),
     [("causal", "llama", True), ("causal", "git", False), ("seq2seq", "t5", False)],
