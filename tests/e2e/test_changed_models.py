@@ -72,6 +72,10 @@ def replicate(model: Any, path: Path) -> None:
     DistributedDataParallel(model)
 
 
+def replicate_wrapped(model: Any, path: Path) -> None:
+    DistributedDataParallel(Wrapper(model))
+
+
 def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bool, scratch: Path) -> None:
     model = shardconv_runtime.load(path, training=training, timeout_s=60)
     change(model, scratch)
@@ -88,12 +92,14 @@ def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bo
         (replace_norm, "convert it again"),
         (adapt, "convert it again"),
         (replicate, "shardconv_runtime.data_parallel"),
+        (replicate_wrapped, "shardconv_runtime.data_parallel"),
     ],
 )
 def test_changes_are_refused(
     out: Path, tmp_path: Path, change: Callable[[Any, Path], None], says: str
 ) -> None:
-    for error in run_errors(2, change_on_rank, out, change, change is replicate, tmp_path):
+    training = change in (replicate, replicate_wrapped)
+    for error in run_errors(2, change_on_rank, out, change, training, tmp_path):
         assert isinstance(error, PlanError)
         assert says in str(error)
 

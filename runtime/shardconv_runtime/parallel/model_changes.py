@@ -102,9 +102,9 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     """Called by torch whenever a module becomes an attribute of another one."""
     if new is None:
         return
-    part = _part(new)
-    if isinstance(parent, DistributedDataParallel) and part is not None:
-        _check_replicas(parent, part.ranks)
+    if isinstance(parent, DistributedDataParallel):
+        for part in filter(None, map(_part, new.modules())):  # the model may be inside of another wrapper
+            _check_replicas(parent, part.ranks)
     around = _part(parent)
     if around is None:
         return

@@ -109,7 +109,8 @@ class _LossHooks:
         if not self._gather.was_used:
             raise PlanError(
                 f"a {type(module).__name__} with labels did not call its loss_function, so its loss is that "
-                "of a part of the vocabulary; this is a bug in shardconv, please report it"
+                "of a part of the vocabulary: code that replaced its forward method (a fused loss, as "
+                "that of TRL) reads the weights of its head; use the model's own loss, see docs/training.md"
             )
         returned = self._returned or (NONE if module.training else GATHERED)
         if returned == LOCAL:
