@@ -24,6 +24,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from shardconv_runtime.format import manifest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -31,15 +32,17 @@ from transformers import Trainer, TrainingArguments
 class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed for mypy
     """A ``Trainer`` of a model that ``shardconv_runtime.load(..., mesh=mesh, training=True)`` returned.
 
-    ``per_device_train_batch_size`` is that of a data-parallel copy. Checkpoints hold a converted directory
-    (``model``) and the optimizer's state (``optimizer``), for any number of processes. To resume, load the
-    model from ``CHECKPOINT/model`` and call ``train(resume_from_checkpoint=CHECKPOINT)``.
+    For a subclass of the Trainer, put it in front: ``class ShardedSFTTrainer(ShardedTrainer, SFTTrainer)``.
+    ``per_device_train_batch_size`` is that of a data-parallel copy. Checkpoints hold a converted directory,
+    or an adapter (``model``), and the optimizer's state (``optimizer``), for any number of processes. To
+    resume, load the model, or the adapter, from ``CHECKPOINT/model`` and call
+    ``train(resume_from_checkpoint=CHECKPOINT)``.
 
     Args:
         model: with ``data_parallel=``, if there are several copies.
         args: mixed precision and recomputation are left to ``DataParallel`` and ``checkpoint_activations``.
         mesh: of all processes; "tp" is its last dim.
-        options: as for any Trainer.
+        options: as for the Trainer.
     """
 
     def __init__(self, model: Any, args: TrainingArguments, *, mesh: DeviceMesh, **options: Any) -> None:
@@ -54,8 +57,11 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
             raise ValueError(
                 f"{mesh}: its last dim should be 'tp', and it should have all {args.world_size} processes"
             )
+        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        if mesh.size() > mesh["tp"].size() and not is_sharded:
+            raise ValueError(f"{mesh}: nothing averages gradients over copies; load with data_parallel=")
         self.mesh = mesh
-        super().__init__(model, args, **options)
+        super().__init__(model=model, args=args, **options)
 
     def get_tp_size(self) -> int:
         """Processes with the same data; the Trainer uses it to count the tokens and the size of a batch."""

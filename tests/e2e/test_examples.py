@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from distributed import run_processes
+from safetensors.torch import load_file
 
 import shardconv
 
@@ -30,6 +32,7 @@ def run(script: str, arguments: list[str], alone: bool = False) -> None:
         for name in LAUNCHER:
             os.environ.pop(name)
     sys.argv = [script, *arguments, str(DATA)]
+    sys.path.insert(0, str(EXAMPLES))  # as python does for a script
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
     assert ended.value.code == 0
@@ -103,3 +106,43 @@ def test_the_trainer_and_resumed(models: Path, tmp_path: Path) -> None:
     resumed = ["--model", str(middle / "model"), "--resume", str(middle), "--output", str(tmp_path / "again")]
     run_processes(4, run, "trainer", [*common, *resumed])
     require_close(history(tmp_path / "again")[0], expected)
+
+
+@pytest.fixture(scope="module")
+def adapter(models: Path) -> Path:
+    """For ``out``, and for peft."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    shardconv.adapt(models / "out", config, models / "adapter", seed=1)
+    return models / "adapter"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_adapter_with_trl(models: Path, adapter: Path, tmp_path: Path, ranks: int) -> None:
+    """Batches with padding, of other numbers of tokens on each replica; resumed."""
+    pytest.importorskip("trl")
+    common = ["--steps", "4", "--save-every", "2"]
+    given = ["--adapter", str(adapter), *common]
+    unsharded = ["--model", str(models / "plain"), "--unsharded", "--output", str(tmp_path / "unsharded")]
+    run_processes(1, run, "sft", [*given, *unsharded], True)
+    out = ["--model", str(models / "out")]
+    run_processes(ranks, run, "sft", [*given, *out, "--output", str(tmp_path / "parts")])
+    expected = history(tmp_path / "unsharded")[0]
+    require_close(history(tmp_path / "parts")[0], expected)
+    middle = tmp_path / "parts" / "checkpoint-2"
+    resumed = [
+        "--adapter",
+        str(middle / "model"),
+        "--resume",
+        str(middle),
+        "--output",
+        str(tmp_path / "again"),
+    ]
+    run_processes(ranks, run, "sft", [*common, *out, *resumed])
+    require_close(history(tmp_path / "again")[0], expected)
+    ours, theirs = (
+        load_file(tmp_path / each / "adapter_model.safetensors") for each in ("again/model", "unsharded")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
