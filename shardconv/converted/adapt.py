@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardconv_runtime.adapters.directory import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
+from shardconv_runtime.adapters.adapter_names import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
 from shardconv_runtime.errors import CheckpointError, SolveError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format import plan_json as codec

@@ -86,7 +86,7 @@ def change_on_rank(path: Path, change: Callable[[Any, Path], None], training: bo
     [
         (push_to_hub, "shardconv push"),
         (resize, "convert it again"),
-        (add_adapter, "convert it again"),
+        (add_adapter, "shardconv_runtime.add_adapter"),
         (replace_head, "convert it again"),
         (replace_layers, "convert it again"),
         (replace_norm, "convert it again"),

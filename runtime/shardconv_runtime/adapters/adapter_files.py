@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .directory import WEIGHTS_NAME
+from .adapter_names import WEIGHTS_NAME
 from .peft_package import naming_errors, peft
 
 

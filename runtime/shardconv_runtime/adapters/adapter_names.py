@@ -1,9 +1,15 @@
-"""The name that a plan has for an adapter, in place of the one that the user gives it."""
+"""Names of adapters and of their files."""
 
 from __future__ import annotations
 
+PLAN_NAME = "adapter_plan.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+DEFAULT = "default"
+"""The name that peft gives an adapter without one."""
 ANY_NAME = "ADAPTER"
-"""A part of FQNs of an adapter's modules and parameters: ``q_proj.lora_A.ADAPTER.weight``."""
+"""The name that a plan has for an adapter, in place of the one that the user gives it: a part of FQNs of its
+modules and parameters (``q_proj.lora_A.ADAPTER.weight``)."""
 
 
 def renamed(fqn: str, name: str) -> str:

@@ -8,6 +8,7 @@ must say the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -187,12 +188,13 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
     sequences = [form.sequence for form in known]
     sequence = None
     if all(sequences):
-        sequence = SequencePlan(
-            union.entries(lambda plan: plan.training.sequence.modules),  # type: ignore[union-attr]
-            union.gradients(lambda plan: plan.training.sequence.gradients),  # type: ignore[union-attr]
-            union.entries(lambda plan: plan.training.sequence.draws),  # type: ignore[union-attr]
-            may_pad=all(s is not None and s.may_pad for s in sequences),
-        )
+        with suppress(PlanError):  # they gather in different places: there is none with all adapters
+            sequence = SequencePlan(
+                union.entries(lambda plan: plan.training.sequence.modules),  # type: ignore[union-attr]
+                union.gradients(lambda plan: plan.training.sequence.gradients),  # type: ignore[union-attr]
+                union.entries(lambda plan: plan.training.sequence.draws),  # type: ignore[union-attr]
+                may_pad=all(s is not None and s.may_pad for s in sequences),
+            )
     return TrainingPlan(
         sequence,
         parallel_loss=all(form.parallel_loss for form in known),

@@ -16,14 +16,8 @@ from ..format import plan_json
 from ..format.fingerprint import check_code
 from ..format.manifest import sha256_checksum
 from ..format.plan import Plan
-from .adapter_names import ANY_NAME
+from .adapter_names import ANY_NAME, CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
 from .attaching import Adapter, read_config
-
-PLAN_NAME = "adapter_plan.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-CONFIG_NAME = "adapter_config.json"
-DEFAULT = "default"
-"""The name that peft gives an adapter without one."""
 
 Given = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """A directory, or several by the names that the adapters get."""

@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
-from ..adapters.adapter_names import is_of_adapter
+from ..adapters.adapter_names import DEFAULT, is_of_adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
-from ..adapters.directory import DEFAULT, PlannedAdapter, require_name
+from ..adapters.directory import PlannedAdapter, require_name
 from ..comm import agreement
 from ..errors import PlanError
 from ..format import plan_json
@@ -252,12 +251,12 @@ def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) ->
 def _stays_the_same(layer: Any, names: list[str]) -> bool:
     """Whether a layer of adapters computes the same once they are merged."""
     base = layer.get_base_layer()
-    if not isinstance(base, nn.Linear | Conv1D):  # of a stack of experts: the shapes, which are pinned
+    if hasattr(layer, "parameter_name"):  # of a stack of experts: the shapes, whose layouts are pinned
         shape = getattr(base, layer.parameter_name).shape
         known = [name for name in names if name in layer.lora_A]
         return all(layer.get_delta_weight(name).shape == shape for name in known)
     trial = copy.deepcopy(layer)
-    num_inputs = base.weight.shape[0 if isinstance(base, Conv1D) else 1]
+    num_inputs = base.weight.shape[0 if getattr(layer, "fan_in_fan_out", False) else 1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, num_inputs, generator=generator).to(base.weight)
     before = type(trial).forward(trial, x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapters.adapter_files import saved_names, write_adapter
-from ..adapters.directory import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME
+from ..adapters.adapter_names import CONFIG_NAME, PLAN_NAME, WEIGHTS_NAME
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
 from ..format import plan_json

@@ -16,6 +16,15 @@ from shardconv_runtime.format.plan import Plan
 from shardconv import cli
 
 COMMANDS = {
+    "adapt": {
+        "--lora",
+        "--seed",
+        "--overwrite",
+        "--no-check",
+        "--trust-remote-code",
+        "--quiet",
+        "--verbose",
+    },
     "convert": {
         "--tp",
         "--experts",
