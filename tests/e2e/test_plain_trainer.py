@@ -54,18 +54,28 @@ def evaluate(root: Path, output: Path) -> None:
     trainer(shardconv_runtime.load(root / "out", training=True, timeout_s=60), output).evaluate()
 
 
-def fused_loss(root: Path, output: Path) -> None:
-    """What TRL puts in the place of the forward method."""
+def with_fused_loss(root: Path) -> Any:
+    """A model with what TRL puts in the place of the forward method."""
     model = shardconv_runtime.load(root / "out", training=True, timeout_s=60).train()
 
-    def forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: Any, input_ids: torch.Tensor, labels: Any = None, shift_labels: Any = None
+    ) -> torch.Tensor:
         states = self.model(input_ids).last_hidden_state
-        return torch.nn.functional.cross_entropy(
-            (states @ self.lm_head.weight.T).flatten(0, 1), labels.flatten()
-        )
+        logits = states @ self.lm_head.weight.T
+        targets = shift_labels if labels is None else labels
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     model.forward = MethodType(forward, model)
-    model(input_ids=ROWS[:2] % 100, labels=ROWS[:2] % 100)
+    return model
+
+
+def fused_loss(root: Path, output: Path) -> None:
+    with_fused_loss(root)(input_ids=ROWS[:2] % 100, labels=ROWS[:2] % 100)
+
+
+def fused_loss_of_shifted_labels(root: Path, output: Path) -> None:
+    with_fused_loss(root)(input_ids=ROWS[:2] % 100, shift_labels=ROWS[:2] % 100)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +85,7 @@ def fused_loss(root: Path, output: Path) -> None:
         (train_alike, PlanError, "docs/training.md has a Trainer that does not"),
         (evaluate, LaunchError, "a sampler shares data out over replicas"),
         (fused_loss, PlanError, "use the model's own loss"),
+        (fused_loss_of_shifted_labels, PlanError, "use the model's own loss"),
     ],
 )
 def test_each_rank_has_the_error(

@@ -36,7 +36,10 @@ class LogitsGather:
         self.layout = layout
         self.comm = comm
         self.is_skipped = False
+        self.was_called = False
+        """In this forward pass, for logits."""
         self.was_used = False
+        """In this forward pass, for a loss."""
         self._gather = Gather(comm, dim, layout, grad_axes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -45,6 +48,7 @@ class LogitsGather:
         Args:
             x: logits, local ``[..., V_local]``.
         """
+        self.was_called = True
         return x if self.is_skipped else self._gather(x)
 
 
@@ -99,19 +103,21 @@ class _LossHooks:
         if labels is None and self._position is not None and self._position < len(args):
             labels = args[self._position]
         self._gather.is_skipped = labels is not None
-        self._gather.was_used = False
+        self._gather.was_used = self._gather.was_called = False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Put the logits that the caller wants into the output of a call with labels."""
-        if not self._gather.is_skipped:
-            return output
-        self._gather.is_skipped = False
-        if not self._gather.was_used:
+        with_labels, self._gather.is_skipped = self._gather.is_skipped, False
+        skips_head = self._returned != LOCAL and not self._gather.was_called  # local logits have no such step
+        if skips_head or (with_labels and not self._gather.was_used):
             raise PlanError(
-                f"a {type(module).__name__} with labels did not call its loss_function, so its loss is that "
-                "of a part of the vocabulary: code that replaced its forward method (a fused loss, as "
-                "that of TRL) reads the weights of its head; use the model's own loss, see docs/training.md"
+                f"a {type(module).__name__} did not call its head, or with labels its loss_function, so what "
+                "it returns is of a part of the vocabulary: code that replaced its forward method (a fused "
+                "loss, as that of TRL) reads the weights of its head; use the model's own loss, see "
+                "docs/training.md"
             )
+        if not with_labels:
+            return output
         returned = self._returned or (NONE if module.training else GATHERED)
         if returned == LOCAL:
             return output
