@@ -92,7 +92,7 @@ def adapt(
             _initialize(directory, base, given, scratch, found.source.name)
         codec.write(plan, scratch / PLAN_NAME)
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(Path(made) / "replaced")
         scratch.rename(target)
     return plan
 
