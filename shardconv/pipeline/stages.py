@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from textwrap import shorten
 
 import torch
@@ -21,12 +22,13 @@ from ..dim_analysis.rules import RULES
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.packing_alignment import Steps
+from ..planning.solution import stand_in
 from ..tracing.fold import fold
 from ..tracing.inputs import TraceInputs, trace_inputs
 from ..tracing.not_in_training import not_in_training
 from ..tracing.tape import Tape
 from ..verifying.shrinking.small_model import FullModel
-from ..verifying.simulation.layer_bypass import Bypass, find_bypasses
+from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, find_bypasses
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
@@ -105,7 +107,10 @@ class _Run:
 
     def as_in_training(self) -> _Run:
         """The same, knowing which modules are not called in training."""
-        found = not_in_training(self.tape, self.model, self.inputs)
+        stand_ins = fold(self.tape).representatives()
+        model = bypassed_copy(self.model, find_bypasses(self.tape, stand_ins))
+        shown_by = partial(stand_in, stand_ins=stand_ins)
+        found = not_in_training(self.tape, model, self.inputs, shown_by)
         return replace(self, tape=replace(self.tape, not_in_training=found))
 
 

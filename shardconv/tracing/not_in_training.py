@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardconv_runtime.errors import SolveError
 from torch import nn
 
@@ -10,7 +12,9 @@ from .tape import Tape
 from .trace import trace
 
 
-def not_in_training(tape: Tape, model: nn.Module, inputs: TraceInputs) -> frozenset[str]:
+def not_in_training(
+    tape: Tape, model: nn.Module, inputs: TraceInputs, shown_by: Callable[[str], str] = str
+) -> frozenset[str]:
     """FQNs of the modules that are called in evaluation alone: no step at their boundaries runs in training.
 
     Nothing is known of a model whose forward pass cannot be traced in training mode.
@@ -19,6 +23,7 @@ def not_in_training(tape: Tape, model: nn.Module, inputs: TraceInputs) -> frozen
         tape: of the forward pass in evaluation.
         model: on meta; left as it was.
         inputs: of the trace.
+        shown_by: a module's FQN -> that of one that does the same: the model may run these alone.
     """
     was_training = model.training
     model.train()
@@ -28,4 +33,5 @@ def not_in_training(tape: Tape, model: nn.Module, inputs: TraceInputs) -> frozen
         return frozenset()
     finally:
         model.train(was_training)
-    return frozenset({call.fqn for call in tape.calls} - {call.fqn for call in other.calls})
+    called = {shown_by(call.fqn) for call in other.calls}
+    return frozenset(call.fqn for call in tape.calls if shown_by(call.fqn) not in called)
