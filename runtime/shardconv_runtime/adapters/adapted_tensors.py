@@ -12,8 +12,9 @@ from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
-from ..format.slices import Mesh, Rows, ranges
+from ..format.slices import Mesh, Rows
 from ..format.stored_layout import holds_values
+from ..parallel.local_tensor import local_tensor
 from .attaching import Attached
 
 
@@ -108,11 +109,9 @@ def local_parts(
                 f"{name} is {list(tensor.shape)}, and {list(global_shape(entry))} in the plan; run "
                 "`shardconv adapt` for this adapter again"
             )
-        for index, dim in enumerate(entry.dims):
-            held = [tensor.narrow(index, a, b - a) for a, b in ranges(dim, plan.mesh, rank)]
-            tensor = torch.cat(held, index) if len(held) != 1 else held[0]
-        part = tensor.to(getattr(torch, entry.dtype), copy=True).contiguous()
-        yield name, part if holds_values(entry, plan.mesh, rank) else torch.zeros_like(part)
+        part = local_tensor(entry, tensor, plan.mesh, rank)
+        is_view = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        yield name, part.clone() if is_view else part
 
 
 def _kept(entry: ParameterPlan, before: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:

@@ -18,6 +18,7 @@ from shardconv_runtime.format.plan import AllGatherStep, Plan, module_plans, par
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.fused_products import refresh_fused
+from shardconv_runtime.parallel.local_tensor import local_view
 from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from .model_runs import (
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
 from .reused_model import ReusedModel
-from .simulated_weights import RandomWeights, fill, local_view
+from .simulated_weights import RandomWeights, fill
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]

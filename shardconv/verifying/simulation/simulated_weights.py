@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
-from shardconv_runtime.format.slices import Mesh, ranges
-from shardconv_runtime.format.stored_layout import holds_values
+from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import owner_of
+from shardconv_runtime.parallel.local_tensor import local_tensor
 from torch import Tensor, nn
 
 
@@ -78,32 +77,6 @@ def local_weights(weights: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[
         entry = replace(entries[name], dtype=str(weight.dtype).removeprefix("torch."))
         parts[name] = local_tensor(entry, weight, plan.mesh, rank)
     return parts
-
-
-def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What ``rank`` holds of a parameter in memory.
-
-    Args:
-        entry: the parameter's plan.
-        tensor: global.
-        mesh: of the plan.
-        rank: the rank.
-
-    Returns:
-        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
-    """
-    return local_view(entry, tensor, mesh, rank).to(getattr(torch, entry.dtype)).contiguous()
-
-
-def local_view(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The same in the dtype of ``tensor``, without a copy where it holds one span of each dim."""
-    for index, dim in enumerate(entry.dims):
-        spans = ranges(dim, mesh, rank)
-        if spans != ((0, tensor.shape[index]),):
-            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
-            empty = tensor.narrow(index, 0, 0)
-            tensor = torch.cat(pieces, index) if len(pieces) > 1 else next(iter(pieces), empty)
-    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], gradients: bool = False) -> nn.Module:

@@ -26,13 +26,13 @@ from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, coordinates
 from shardconv_runtime.format.stored_layout import layout_sha256
+from shardconv_runtime.parallel.local_tensor import local_tensor
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import parse_ranks, parse_size
 from shardconv.converted.older_plans import read_any_version
 from shardconv.reporting.progress import Advance, Silent
-from shardconv.verifying.simulation.simulated_weights import local_tensor
 from shardconv.writing import fill
 from shardconv.writing.output import Output
 
