@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardconv_runtime.loading.data_sharding import data_sharding
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from training_runs import VOCAB, Curve, adamw, cpu_mesh, save_model, train_parts
+from training_runs import VOCAB, Curve, adamw, converted_for_two, cpu_mesh, train_parts
 
 import shardconv
 
@@ -28,16 +29,7 @@ import shardconv
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A model of a type, converted for two ranks; its checkpoint lies beside it."""
-    root = tmp_path_factory.mktemp("outs")
-
-    def out(model_type: str) -> Path:
-        path = root / model_type / "out"
-        if not path.exists():
-            save_model(model_type, root / model_type / "model")
-            shardconv.convert(root / model_type / "model", path, 2, sequence_parallel=True)
-        return path
-
-    return out
+    return partial(converted_for_two, tmp_path_factory.mktemp("outs"))
 
 
 def both_ways(path: Any, mesh: Any, settings: DataParallel, **options: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from training_runs import (
     Curve,
     adamw,
     batches,
+    converted_for_two,
     cpu_mesh,
     data_rank,
     load_unsharded,
     part_loss,
-    save_model,
     train_parts,
     train_unsharded,
     unsharded_loss,
@@ -44,16 +45,7 @@ TYPES = ("qwen3", "phi3", "gpt2")
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A model of a type, converted for two ranks; its checkpoint lies beside it."""
-    root = tmp_path_factory.mktemp("outs")
-
-    def out(model_type: str) -> Path:
-        path = root / model_type / "out"
-        if not path.exists():
-            save_model(model_type, root / model_type / "model")
-            shardconv.convert(root / model_type / "model", path, 2, sequence_parallel=True)
-        return path
-
-    return out
+    return partial(converted_for_two, tmp_path_factory.mktemp("outs"))
 
 
 def load_parts(path: Path, shape: tuple[int, ...], sequence: bool, **options: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo.models import build
 
+import shardconv
 from shardconv.verifying.simulation.float64 import Float64
 
 BATCH, LENGTH, MICRO_BATCHES, VOCAB = 4, 13, 2, 131
@@ -43,6 +44,15 @@ def save_model(model_type: str, path: Path) -> Path:
             **{**CONFIGS[model_type], **CHANGES[model_type], "vocab_size": VOCAB}
         )
     return save(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64), path)
+
+
+def converted_for_two(root: Path, model_type: str) -> Path:
+    """A model of a type, converted for two ranks unless it was before; its checkpoint lies beside it."""
+    path = root / model_type / "out"
+    if not path.exists():
+        save_model(model_type, root / model_type / "model")
+        shardconv.convert(root / model_type / "model", path, 2, sequence_parallel=True)
+    return path
 
 
 def load_unsharded(path: Path) -> Any:
