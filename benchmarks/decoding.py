@@ -11,6 +11,7 @@ matrix products, collectives, waits for the device and allocations.
 processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
 
     python benchmarks/decoding.py [--tp 1 2] [--rounds 30] [--tables host tokens calls] [--markdown FILE]
+                                  [--models narrow wide] [--modes eager compiled]   of the table of tokens
     python benchmarks/decoding.py --small        to see that everything comes out
 """
 
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ SMALL = Shape(hidden=64, intermediate=128, heads=4, kv_heads=2, vocab=200, layer
 TIME_LIMIT_S = 1500
 COUNTS = ("operators", "products", "collectives", "waits", "allocations")
 TABLES = ("host", "tokens", "calls")
+MODELS = ("narrow", "wide")
+MODES = ("eager", "compiled")
 Result = dict[str, Any]
 
 
@@ -98,13 +101,13 @@ def host_rows(scratch: Path, shape: Shape, tp: int, rounds: int) -> list[dict[st
     return rows
 
 
-def token_rows(scratch: Path, name: str, tp: int, rounds: int) -> list[dict[str, str]]:
+def token_rows(scratch: Path, name: str, tp: int, rounds: int, modes: list[str]) -> list[dict[str, str]]:
     """Milliseconds for each token of ``generate``, of the slowest rank."""
     source = scratch / name
     options = ["tokens", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
-    ranks = run_ranks(scratch, tp, tp, *options)
+    ranks = run_ranks(scratch, tp, tp, *options, "--modes", *modes)
     rows = []
-    for mode in ("eager", "compiled"):
+    for mode in modes:
         slowest = {
             side: [max(samples) for samples in zip(*(rank[mode][side] for rank in ranks), strict=True)]
             for side in ("shardconv", "transformers")
@@ -151,23 +154,33 @@ def main() -> None:
     parser.add_argument("--tp", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
+    parser.add_argument("--layers", type=int, default=NARROW.layers, help="of the narrow model (default 32)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    shapes = {"narrow": SMALL if options.small else NARROW, "wide": SMALL if options.small else WIDE}
+    shapes = {
+        "narrow": SMALL if options.small else replace(NARROW, layers=options.layers),
+        "wide": SMALL if options.small else WIDE,
+    }
     rounds = 3 if options.small else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         texts = [machine(scratch)]
         for name, shape in shapes.items():
+            if name not in options.models:
+                continue
             tell(f"{name}: {asdict(shape)}")
             prepare(scratch, name, shape, options.tp)
         for table in options.tables:
             if table == "host":
                 rows = [row for tp in options.tp for row in host_rows(scratch, shapes["narrow"], tp, rounds)]
             elif table == "tokens":
-                cases = [(name, tp) for tp in options.tp for name in shapes]
-                rows = [row for name, tp in cases for row in token_rows(scratch, name, tp, rounds)]
+                cases = [(name, tp) for tp in options.tp for name in options.models]
+                rows = [
+                    row for name, tp in cases for row in token_rows(scratch, name, tp, rounds, options.modes)
+                ]
             else:
                 rows = call_rows(scratch, max(options.tp), min(rounds, 20))
             texts.append(render(rows, ()))

@@ -170,7 +170,7 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     join()
     found: dict[str, Any] = {}
-    for mode in ("eager", "compiled"):
+    for mode in options.modes:
         torch._dynamo.reset()
         ours = shardconv_runtime.load(options.out, device="cpu", dtype="float32", compile=mode == "compiled")
         theirs = load_transformers(options.source, parallel=options.tp > 1).float()
@@ -232,6 +232,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--tp", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--modes", nargs="+", default=[])
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
