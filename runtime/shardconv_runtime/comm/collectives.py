@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from ..errors import PlanError
-from ..format.dims import Dim, Leaf, axes_of, segments
+from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded
 from ..format.slices import Mesh, group_of
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class Resharding(ABC):
             self.parts = _parts_of(layout, comm)
         self._partial = None if grad_axes is None else comm.real(set(grad_axes) & set(self.axes))
         self._local = comm.real(set(local_grad_axes) & set(self.axes))
-        self.is_partially_sharded = len({axes_of(segment) for segment in segments(layout)}) > 1
+        self.is_partially_sharded = is_partially_sharded(layout)
         self.is_of_sequence = bool(self.axes) and isinstance(layout, Leaf) and not layout.size
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -92,6 +92,16 @@ def segments(dim: Dim) -> list[Dim]:
     return [dim]
 
 
+def is_partially_sharded(dim: Dim) -> bool:
+    """Whether some positions of the dim are sharded over other mesh axes than others."""
+    if isinstance(dim, Leaf):
+        return False
+    if isinstance(dim, Product):
+        return any(map(is_partially_sharded, dim.factors))
+    kinds = {frozenset(axes_of(segment)) for segment in dim.segments}
+    return len(kinds) > 1 or any(map(is_partially_sharded, dim.segments))
+
+
 def to_text(dim: Dim) -> str:
     """The dim as text; ``parse`` reads it back (a product or sum of one part as that part)."""
     dim = _unwrap(dim)

@@ -130,6 +130,17 @@ def test_partially_sharded_gathers_divide_replicated_segments() -> None:
             torch.testing.assert_close(found[:, 2:], total[:, 4:] * scale)
 
 
+def test_replicated_segments_of_an_inner_factor_are_divided_too() -> None:
+    """``2*(1 + 2@0)``: of each of two groups the first position is replicated."""
+    layout = parse("2*(1 + 2@0)")
+    gather = boundary("output", "all_gather", dim=1, layout=layout, grad_axes=(0,), local_grad_axes=(0,))
+    made = run((2,), gather, lambda c: random(2, 4, seed=3), same=False)
+    total = made[0][2] + made[1][2]
+    for rank, (_, _, _, found) in enumerate(made):
+        torch.testing.assert_close(found[:, ::2], total[:, ::3] / 2)
+        torch.testing.assert_close(found[:, 1::2], total[:, [1 + rank, 4 + rank]])
+
+
 def test_a_gate_sums_only_what_is_held_alike() -> None:
     entry = ParameterPlan(("w",), (parse("4@0 + 2"), Leaf(3)), "float64", grad_axes=(0,))
     assert [s.axes for s in sums(entry, (2,), 0, (0,))] == [(0,)]
