@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from zoo.fully_sharded import train_fully_sharded
 from zoo.models import build
 from zoo.training import ADAPTER, FORMS, ROUTERS, Form, train
 from zoo.variants import grouped
@@ -64,6 +67,12 @@ def test_sharded_sequences_with_images_and_of_two_kinds(family: str, model_type:
     forms = tuple(Form(True, False, checkpointing) for checkpointing in (False, True))
     found = list(train(build(family, model_type), 2, forms=forms))
     assert [(r.status, r.message) for r in found if r.status != "equal"] == []
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", pytest.param("bamba", marks=pytest.mark.slow)])
+def test_an_adapter_in_replicas_that_hold_parts(model_type: str, tmp_path: Path) -> None:
+    found = train_fully_sharded(build("causal", model_type), tmp_path)
+    assert (found.status, found.message) == ("equal", found.message)
 
 
 @pytest.mark.slow

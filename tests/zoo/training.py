@@ -64,6 +64,11 @@ ROUTERS = "routers"
 """Variant: the outputs of routers are part of the loss."""
 ADAPTER = "adapter"
 """Variant: a low-rank adapter of all linear layers is trained, and the model itself is not."""
+ADAPTER_FEW = "adapter-grouped"
+"""The same of a model with two key/value heads."""
+PROCESSES = "adapter-processes"
+"""The same in real processes, see ``fully_sharded.py``."""
+WITH_ADAPTER = (ADAPTER, ADAPTER_FEW, PROCESSES)
 FORMS = tuple(Form(s, p, c) for s in (False, True) for p in (False, True) for c in (False, True))
 FORMS_OF_ADAPTERS = (Form(False, False, False), Form(False, True, True), Form(True, True, True))
 
@@ -91,15 +96,15 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     no_sequence = ""
     adapter = None
     try:
-        if variant == ADAPTER:
+        if variant in WITH_ADAPTER:
             adapter = low_rank(spec)
         try:
             plan = _planned(spec, SolveOptions(tp, sequence_parallel=True), adapter)
         except SolveError as error:
-            no_sequence = _line(error)
+            no_sequence = line(error)
             plan = _planned(spec, SolveOptions(tp), adapter)
     except Exception as error:
-        yield Trained(*about, "", "refused", _line(error))
+        yield Trained(*about, "", "refused", line(error))
         return
     if plan.training is None:
         yield Trained(*about, "", "refused", f"for inference only: {plan.inference_only}")
@@ -109,7 +114,7 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
     try:
         trial = _Trial(plan, model, all_outputs=variant == ROUTERS, adapter=adapter)
     except Exception as error:
-        yield Trained(*about, "", "not judged", _line(error))
+        yield Trained(*about, "", "not judged", line(error))
         return
     for form in forms:
         start = time.perf_counter()
@@ -121,12 +126,12 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
             try:
                 error, name = trial.run(form)
                 status = "equal" if error <= TOLERANCE else "wrong"
-                name += _left_out(adapter)
+                name += unadapted(adapter)
                 yield Trained(*about, str(form), status, name, error, time.perf_counter() - start)
             except Exception as problem:
                 refused = form.checkpointing and not trial.runs_checkpointed()
                 status = "no checkpointing" if refused else "wrong"
-                yield Trained(*about, str(form), status, "" if refused else _line(problem))
+                yield Trained(*about, str(form), status, "" if refused else line(problem))
 
 
 def low_rank(spec: ModelSpec) -> Adapter:
@@ -152,7 +157,7 @@ def low_rank(spec: ModelSpec) -> Adapter:
             return adapter
 
 
-def _left_out(adapter: Adapter | None) -> str:
+def unadapted(adapter: Adapter | None) -> str:
     """The layers that peft does not adapt."""
     names = adapter.config.exclude_modules if adapter is not None else None
     return f"; without {', '.join(sorted(names))}" if names else ""
@@ -199,7 +204,7 @@ class _Trial:
         sequence = plan.training.sequence if plan.training is not None else None
         may_pad = sequence is not None and sequence.may_pad and not all_outputs
         if sequence is not None and (not may_pad or self._changes_when_padded()):
-            self.inputs = _cut(self.inputs, plan.tp)
+            self.inputs = cut(self.inputs, plan.tp)
         if plan.training is not None and plan.training.parallel_loss:
             self.inputs = self.inputs.with_labels()
         try:
@@ -215,14 +220,14 @@ class _Trial:
             raise ArithmeticError("all gradients are zero")
 
     def _unsharded_gradients(self) -> dict[str, Tensor]:
-        return _gradients(fill(copy.deepcopy(self.whole), self.weights, True), self.inputs)
+        return gradients(fill(copy.deepcopy(self.whole), self.weights, True), self.inputs)
 
     def runs_checkpointed(self) -> bool:
         """Whether the unsharded model runs with activation checkpointing."""
         whole = fill(copy.deepcopy(self.whole), self.weights, True)
         try:
-            _checkpoint(whole.eval())
-            _gradients(whole, self.inputs)
+            checkpoint(whole.eval())
+            gradients(whole, self.inputs)
         except Exception:
             return False
         return True
@@ -255,8 +260,8 @@ class _Trial:
             )
             fill(local, local_weights(self.weights, plan, comm.rank), True).eval()
             if form.checkpointing:
-                _checkpoint(local)
-            return self._difference(_gradients(local, self.inputs), plan, comm.rank)
+                checkpoint(local)
+            return self._difference(gradients(local, self.inputs), plan, comm.rank)
 
         return max(run_ranks(plan.mesh, rank))
 
@@ -271,7 +276,7 @@ class _Trial:
         return worst
 
 
-def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
+def cut(inputs: TraceInputs, tp: int) -> TraceInputs:
     """Inputs of lengths that the ranks divide."""
     ids = [t for n, t in inputs.tensors.items() if n in ("input_ids", "decoder_input_ids")]
     ends = {t.shape[1]: t.shape[1] - t.shape[1] % tp for t in ids}
@@ -279,14 +284,14 @@ def _cut(inputs: TraceInputs, tp: int) -> TraceInputs:
     return replace(inputs, tensors=cut)
 
 
-def _checkpoint(model: nn.Module) -> None:
+def checkpoint(model: nn.Module) -> None:
     """Enable activation checkpointing."""
     model.gradient_checkpointing_enable(
         {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _recomputing())}
     )
 
 
-def _gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
+def gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
     """Of the loss, if there are labels, and of a random function of everything else that is returned."""
     _without_dropout(model.train())
     torch.manual_seed(0)
@@ -321,5 +326,5 @@ def _without_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:900]
