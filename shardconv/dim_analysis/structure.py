@@ -67,9 +67,15 @@ def width(tape: Tape) -> int:
 
 
 def num_tokens(tape: Tape) -> int:
-    """How many rows of the hidden size most marked tensors have: batch times sequence length."""
+    """How many rows of the hidden size marked tensors have: batch times sequence length.
+
+    The number that most rows are of: many experts, with a few tokens each, do not outvote the rest.
+    """
     wide = width(tape)
-    rows = Counter(math.prod(shape[:-1]) for shape in _marked(tape) if shape[-1] == wide)
+    rows: Counter[int] = Counter()
+    for shape in _marked(tape):
+        if shape[-1] == wide:
+            rows[math.prod(shape[:-1])] += math.prod(shape[:-1])
     return max(1, rows.most_common(1)[0][0]) if rows else 1
 
 

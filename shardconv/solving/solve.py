@@ -54,7 +54,8 @@ of a model on every rank is 7% more memory than an even share."""
 SAVING_WEIGHTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """Worth of a sharded element: as in ``mesh_axis_problem``, and more where too much would stay replicated."""
 MIN_GAIN = 0.01
-"""A higher weight is taken if it shards at least this fraction of the matrices more."""
+"""A higher weight is taken if it shards at least this fraction of the matrices more, or leaves at most
+``MAX_REPLICATED`` of them."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,21 @@ def solve(
     if best.replicated[0] <= enough:
         return best
     most = _solve(given, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
-    if most.replicated[0] >= best.replicated[0] - MIN_GAIN:
+    if not _is_gain(best, most):
         return best
     for weight in SAVING_WEIGHTS[1:]:
         if best.replicated[0] <= enough:
             break
         other = _solve(given, tp, weight) if weight != SAVING_WEIGHTS[-1] else most
-        if other.replicated[0] < best.replicated[0] - MIN_GAIN:
+        if _is_gain(best, other):
             best = replace(other, replicated=(other.replicated[0], first.replicated[0]))
     return best
+
+
+def _is_gain(before: Assignment, after: Assignment) -> bool:
+    """Whether enough more is sharded for the collectives that it costs."""
+    (was, _), (now, _) = before.replicated, after.replicated
+    return now < was - MIN_GAIN or now <= MAX_REPLICATED < was
 
 
 def _solve(
