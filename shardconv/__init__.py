@@ -14,7 +14,19 @@ from .converted.export_dcp import export
 from .converted.merge import merge
 from .converted.replan import replan
 from .converted.reshard import reshard
+from .engines.export_vllm import export_vllm
 from .publishing.push import push
 from .verifying.directories.verify import verify
 
-__all__ = ["adapt", "convert", "export", "merge", "plan", "push", "replan", "reshard", "verify"]
+__all__ = [
+    "adapt",
+    "convert",
+    "export",
+    "export_vllm",
+    "merge",
+    "plan",
+    "push",
+    "replan",
+    "reshard",
+    "verify",
+]

@@ -37,6 +37,7 @@ CONVERTER_ORDER = (
     "converted",
     "verifying.directories",
     "verifying",
+    "engines",
     "publishing",
     "__init__",
     "cli",

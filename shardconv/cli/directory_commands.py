@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from ..arguments import parse_ranks
-from ..converted.export_dcp import FORMATS, export
 from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
+from ..engines.state_manifest import is_engine_state
 from ..verifying.directories.verify import DamagedError, describe, verify
 from .opening import opened, require_local
 from .options import (
@@ -113,6 +113,9 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
       shardconv verify out/ --against org/name --revision v1.0 --numerics
     """
     require_local(out)
+    if is_engine_state(out):
+        _verify_engine_state(out, quiet, verbose, options)
+        return
     try:
         with working(quiet, verbose) as progress:
             found = verify(out, progress=progress, **options)
@@ -123,6 +126,27 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
     if not quiet:
         for line in describe(out, found, options["against"]):
             click.echo(line)
+
+
+def _verify_engine_state(out: str, quiet: bool, verbose: bool, options: dict[str, Any]) -> None:
+    """Check a directory that ``export --format vllm`` wrote."""
+    from ..engines.verify_state import verify_state
+    from ..reporting.human_numbers import human_bytes
+
+    if any(options.values()):
+        raise click.UsageError(f"{out} holds an engine's files: they are checked without options")
+    try:
+        with working(quiet, verbose) as progress:
+            found = verify_state(out, progress=progress)
+    except DamagedError as error:
+        for line in error.problems:
+            click.echo(line, err=True)
+        raise
+    if not quiet:
+        size = human_bytes(found.num_bytes)
+        click.echo(f"{out}: {found.num_files} files, {size}: all checksums are right")
+        for remark in found.remarks:
+            click.echo(f"remark: {remark}")
 
 
 @click.command("merge")
@@ -183,45 +207,11 @@ def reshard_command(
         click.echo(f"{out2}: {most} on each of {tp} ranks; shardconv inspect {out2} shows the plan")
 
 
-@click.command("export")
-@click.argument("out", type=click.Path())
-@click.argument("directory", metavar="DIR", type=click.Path())
-@click.option(
-    "--format",
-    type=click.Choice(FORMATS),
-    default=FORMATS[0],
-    show_default=True,
-    help="dcp: for torch.distributed.checkpoint and transformers.",
-)
-@size_options
-@loudness_options
-def export_command(out: str, directory: str, quiet: bool, verbose: bool, **options: Any) -> None:
-    """Write the converted directory OUT to the directory DIR, in another sharded format.
-
-    dcp is sharded safetensors, which torch.distributed.checkpoint reads with a HuggingFaceStorageReader for
-    any number of ranks, and transformers with from_pretrained. Each rank of OUT has its own files, with the
-    model's names of tensors; each element is stored once. Readers refuse DIR until it is complete; the same
-    command continues an interrupted run.
-
-    \b
-    Example:
-      shardconv export out/ --format dcp sharded/
-    """
-    from ..reporting.human_numbers import human_bytes
-
-    with working(quiet, verbose) as progress:
-        found = export(out, directory, progress=progress, **options)
-    if not quiet:
-        files = f"{found.num_files} file{'s' if found.num_files > 1 else ''}"
-        click.echo(f"{directory}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
-
-
 COMMANDS = (
     inspect_command,
     replan_command,
     verify_command,
     merge_command,
     reshard_command,
-    export_command,
 )
 """In the order of the help."""

@@ -17,6 +17,7 @@ from shardconv_runtime.wording import of_commands
 
 from .adapt_command import COMMANDS as OF_ADAPTERS
 from .directory_commands import COMMANDS as ON_CONVERTED
+from .export_command import COMMANDS as EXPORTS
 from .model_commands import COMMANDS as FROM_MODELS
 from .push_command import COMMANDS as ON_THE_HUB
 from .report_command import COMMANDS as REPORTS
@@ -103,7 +104,7 @@ def cli(context: click.Context) -> None:
       shardconv verify out/                 check every byte of it
       shardconv reshard out/ --tp 4 out-4/  convert it for another number of ranks
       shardconv merge out/ hf/              convert it back to an ordinary checkpoint
-      shardconv export out/ --format dcp d/ convert it for torch.distributed.checkpoint
+      shardconv export out/ --format dcp d/ convert it for torch.distributed.checkpoint, or for vLLM
       shardconv adapt out/ lora/ out-lora/  plan it with an adapter of the peft library
       shardconv replan out/                 solve it again after an upgrade of transformers
       shardconv push out/ user/model-tp     publish it on the Hugging Face Hub
@@ -117,5 +118,5 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *OF_ADAPTERS, *REPORTS, *ON_THE_HUB):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, *OF_ADAPTERS, *REPORTS, *ON_THE_HUB):
     cli.add_command(_command)

@@ -99,23 +99,32 @@ def write(
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
     files = _target_files(plan, parameters, weights, options.max_file_size)
     job = _job(plan, origin, options.max_file_size)
-    claim = _claim({file.owner for file in files}, options.owners(plan.tp))
+    claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
             fill(workspace, weights.values(), memory=options.memory, progress=progress)
-            _require_unchanged(origin)
+            require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)
 
 
-def _claim(owners: set[str], wanted: set[str] | None) -> Claim:
-    """The wanted owners; the common part is written by any process that is free to."""
+def claim_of(owners: set[str], wanted: set[str] | None) -> Claim:
+    """The wanted owners; the common part is written by any process that is free to.
+
+    Args:
+        owners: of all files.
+        wanted: to be written by this process; None: all.
+    """
     required = owners if wanted is None else owners & wanted
     return Claim(required, (owners & {COMMON_DIRECTORY}) - required)
 
 
-def _require_unchanged(origin: Origin) -> None:
-    """Require that the source did not change while it was read."""
+def require_unchanged(origin: Origin) -> None:
+    """Require that the source did not change while it was read.
+
+    Raises:
+        SourceError: it did.
+    """
     found = origin.identity if origin.identify is None else origin.identify()
     if found != origin.identity:
         raise SourceError(
@@ -191,7 +200,7 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
         return True
     checksums = workspace.checksums()
     if checksums is None:
-        rest = _listed(workspace.unfinished(), plan.tp)
+        rest = listed_owners(workspace.unfinished(), plan.tp)
         progress.stage(f"this part is finished; others still have to write {rest}")
         return False
     sizes = {file.path: file.num_bytes for file in workspace.files}
@@ -222,7 +231,7 @@ def complete(
     workspace.finish(paths, output.replaced())
 
 
-def _listed(owners: Collection[str], tp: int) -> str:
+def listed_owners(owners: Collection[str], tp: int) -> str:
     """Owners as text: ``ranks 0-2, 4-63``."""
     ranks = [rank for rank in range(tp) if rank_directory(rank, tp) in owners]
     runs: list[list[int]] = []

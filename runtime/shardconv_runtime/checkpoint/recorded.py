@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,10 +83,10 @@ class RecordedTensor(torch.Tensor):
         if func.overloadpacket is aten.equal:
             return _equal(*args)
         if any(tensor.absent for tensor in recorded):
-            return _like(func, args, kwargs, _absent)
+            return on_meta(func, args, kwargs, _absent)
         if func.overloadpacket in _COPIES:
             return RecordedTensor(args[0].lazy)
-        results = _like(func, args, kwargs, lambda result: result)  # raises torch's own errors
+        results = on_meta(func, args, kwargs, lambda result: result)  # raises torch's own errors
         move = _MOVES.get(func.overloadpacket)
         moved = move(*args, **kwargs) if move is not None else None
         if moved is None:
@@ -142,7 +143,8 @@ def lazy_of(tensor: torch.Tensor) -> LazyTensor | None:
         return None if tensor.absent else tensor.lazy
     kept = tensor.detach()
     dtype = str(kept.dtype).removeprefix("torch.")
-    return from_leaf(ComputedLeaf("a constant of the model", lambda: kept, dtype, kept.numel()), kept.shape)
+    leaf = ComputedLeaf("a constant of the model", Constant(kept), dtype, kept.numel())
+    return from_leaf(leaf, kept.shape)
 
 
 def small_ones_read(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor | torch.Tensor]:
@@ -184,7 +186,7 @@ def _band(x: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
 
 def _new(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """A new tensor of the shape of a recorded one: real, or absent if it is large."""
-    (meta,) = tree_leaves(_like(func, args, kwargs, lambda result: result))
+    (meta,) = tree_leaves(on_meta(func, args, kwargs, lambda result: result))
     if meta.numel() >= LARGE:
         return _absent(meta)
     like, *rest = args
@@ -196,8 +198,18 @@ def _absent(meta: torch.Tensor) -> RecordedTensor:
     return RecordedTensor(zeros(str(meta.dtype).removeprefix("torch."), meta.shape), absent=True)
 
 
-def _like(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
-    """Run an operator on meta tensors; ``make`` replaces each result."""
+def on_meta(func: Any, args: Any, kwargs: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Run an operator on meta tensors.
+
+    Args:
+        func: the operator.
+        args: its arguments; tensors of any kind.
+        kwargs: its keyword arguments.
+        make: replaces each tensor of the result.
+
+    Raises:
+        RuntimeError: torch's own error for these shapes and dtypes.
+    """
 
     def to_meta(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -212,25 +224,57 @@ def _kinds(results: Any) -> list[tuple[torch.Size, torch.dtype]]:
     return [(tensor.shape, tensor.dtype) for tensor in tree_leaves(results)]
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor in memory as the computation of a lazy leaf; another process may be given it."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """The tensor."""
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedOperator:
+    """An operator that runs when its result is needed, as a value that another process may be given."""
+
+    namespace: str
+    name: str
+    overload: str
+    args: tuple[Any, ...]
+    """Lazy tensors in place of recorded ones."""
+    kwargs: Mapping[str, Any]
+    index: int
+    """Which of its results."""
+
+    def __call__(self) -> torch.Tensor:
+        """Read the tensors and run it."""
+        func = getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+        found = tree_leaves(func(*tree_map(_read, self.args), **tree_map(_read, dict(self.kwargs))))
+        tensor: torch.Tensor = [value for value in found if isinstance(value, torch.Tensor)][self.index]
+        return tensor
+
+
+def _read(value: Any) -> Any:
+    return read_tensor(value) if isinstance(value, LazyTensor) else value
+
+
+def _unread(value: Any) -> Any:
+    return value.lazy if isinstance(value, RecordedTensor) else value
+
+
 def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
     """Record an operator as a computation; each of several results is computed separately."""
+    namespace, _, name = func._schema.name.partition("::")
+    given = tree_map(_unread, args), tree_map(_unread, kwargs)
     count = 0
-
-    def real(value: Any) -> Any:
-        return read_tensor(value.lazy) if isinstance(value, RecordedTensor) else value
-
-    def result(index: int) -> Callable[[], torch.Tensor]:
-        def compute() -> torch.Tensor:
-            found = tree_leaves(func(*tree_map(real, args), **tree_map(real, kwargs)))
-            tensor: torch.Tensor = [value for value in found if isinstance(value, torch.Tensor)][index]
-            return tensor
-
-        return compute
 
     def record(meta: torch.Tensor) -> RecordedTensor:
         nonlocal count
         dtype = str(meta.dtype).removeprefix("torch.")
-        leaf = ComputedLeaf(str(func), result(count), dtype, meta.numel())
+        compute = RecordedOperator(namespace, name, func._overloadname, *given, count)
+        leaf = ComputedLeaf(str(func), compute, dtype, meta.numel())
         count += 1
         return RecordedTensor(from_leaf(leaf, meta.shape))
 

@@ -1,0 +1,116 @@
+"""The command that writes a model in another program's sharded format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..arguments import parse_ranks, require_tp
+from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
+from ..converted.export_dcp import export
+from ..engines.export_vllm import StateExport, export_vllm
+from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option
+from .working import working
+
+VLLM = "vllm"
+FORMATS = (*OF_DIRECTORIES, VLLM)
+
+_OF_SIZES = ("max_file_size", "memory")
+"""Options of every format."""
+
+
+@click.command("export")
+@click.argument("model", metavar="MODEL_OR_OUT")
+@click.argument("directory", metavar="DIR", type=click.Path())
+@click.option(
+    "--format",
+    "chosen",
+    type=click.Choice(FORMATS),
+    default=FORMATS[0],
+    show_default=True,
+    help="dcp: for torch.distributed.checkpoint and transformers; vllm: for --load-format sharded_state.",
+)
+@click.option("--tp", type=int, metavar="N", help="Number of ranks of vLLM.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="dtype of vLLM's parameters.  [default: its choice]")
+@click.option(
+    "--ranks",
+    metavar="LIST",
+    help="Write only these ranks, as 0-3 or 0,2,5; the last part completes DIR.  [default: all]",
+)
+@stream_option
+@size_options
+@hub_options("MODEL")
+@trust_option("MODEL_OR_OUT")
+@loudness_options
+def export_command(
+    model: str, directory: str, chosen: str, quiet: bool, verbose: bool, **options: Any
+) -> None:
+    """Write a model to the directory DIR, in another sharded format.
+
+    dcp takes a converted directory. It is sharded safetensors, which torch.distributed.checkpoint reads with
+    a HuggingFaceStorageReader for any number of ranks, and transformers with from_pretrained. Each rank of
+    OUT has its own files, with the model's names of tensors; each element is stored once. Readers refuse DIR
+    until it is complete.
+
+    vllm takes a converted directory for any number of ranks, or a model as convert does. The files are those
+    that vLLM's N ranks start from, made by running the loader of the installed vLLM on tensors without
+    bytes; no GPU is needed. The same command continues an interrupted run.
+
+    \b
+    Examples:
+      shardconv export out/ --format dcp sharded/
+      shardconv export org/name --format vllm --tp 4 state/
+    """
+    if chosen == VLLM:
+        _export_vllm(model, directory, quiet, verbose, options)
+        return
+    given = [name for name, value in options.items() if name not in _OF_SIZES and value not in (None, False)]
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} is for --format {VLLM}")
+    from ..reporting.human_numbers import human_bytes
+
+    sizes = {name: options[name] for name in _OF_SIZES}
+    with working(quiet, verbose) as progress:
+        found = export(model, directory, chosen, progress=progress, **sizes)
+    if not quiet:
+        files = _files(found.num_files)
+        click.echo(f"{directory}: {found.num_tensors} tensors in {files}, {human_bytes(found.num_bytes)}")
+
+
+def _export_vllm(model: str, directory: str, quiet: bool, verbose: bool, options: dict[str, Any]) -> None:
+    tp = options.pop("tp")
+    if tp is None:
+        raise click.UsageError(f"--format {VLLM} needs --tp: the number of ranks of vLLM")
+    require_tp(tp)
+    parse_ranks(options["ranks"], tp)
+    with working(quiet, verbose) as progress:
+        found = export_vllm(model, directory, tp, progress=progress, **options)
+    if not quiet and found.is_complete:
+        for line in _described(directory, tp, found):
+            click.echo(line)
+
+
+def _described(directory: str, tp: int, found: StateExport) -> list[str]:
+    from ..engines.vllm_package import TESTED, is_tested
+    from ..reporting.human_numbers import human_bytes
+
+    lines = [
+        f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
+        f"{human_bytes(found.rank_bytes)} a rank",
+        f"vllm serve {Path(directory)} --load-format sharded_state --tensor-parallel-size {tp} "
+        f"--dtype {found.dtype}",
+        f"note: these are the parameters that vLLM {found.version} has for the platform {found.platform!r}; "
+        "on another one it may choose others, which was not seen here, and then refuses to start",
+    ]
+    if not is_tested(found.version):
+        lines.append(f"note: tested with vLLM {', '.join(TESTED)}; {found.version} was not")
+    return lines
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' if count > 1 else ''}"
+
+
+COMMANDS = (export_command,)

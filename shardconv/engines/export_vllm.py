@@ -1,0 +1,282 @@
+"""A model as the files from which vLLM's ranks start: ``--load-format sharded_state``.
+
+    DIR/model-rank-0-part-0.safetensors     what rank 0 holds, by vLLM's names
+    DIR/model-rank-1-part-0.safetensors
+    DIR/config.json, tokenizer ...
+    DIR/manifest.json
+
+The names, the fused and padded and repeated tensors are those of the installed vLLM: its own loader says
+what it copies where (``vllm_state``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
+from shardconv_runtime.hub_options import Hub
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+
+from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..reporting.progress import Progress, Silent
+from ..writing.output import Output, WriteOptions
+from .vllm_package import require_vllm
+
+if TYPE_CHECKING:
+    from ..writing.target import TargetFile
+    from ..writing.workspace import Workspace
+    from ..writing.writer import Origin
+    from .vllm_state import EngineState
+
+CONFIG_NAME = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource:
+    """A model that is exported."""
+
+    name: str
+    directory: Path
+    """With its config."""
+    tensors: Mapping[str, LazyTensor]
+    """Global, by the names of its checkpoint."""
+    origin: Origin
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StateExport:
+    """The files for vLLM that were written."""
+
+    num_tensors: int
+    """Of a rank."""
+    num_files: int
+    """Of weights."""
+    rank_bytes: int
+    """Of the tensors of the largest rank."""
+    dtype: str
+    """To be given to vLLM."""
+    version: str
+    """Of vLLM."""
+    platform: str
+    """For which it chose its parameters."""
+    is_complete: bool
+    """False: other ranks are still to be written."""
+
+
+def export_vllm(
+    model: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    tp: int,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    dtype: str | None = None,
+    max_file_size: int | str = MAX_FILE_SIZE,
+    memory: int | str = MEMORY,
+    ranks: Collection[int] | str | None = None,
+    stream: bool | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> StateExport:
+    """Write what each rank of the installed vLLM holds after loading a model, without a GPU.
+
+    vLLM's own model classes and loader run, once for each rank, on tensors without bytes; what they copy is
+    recorded and then copied. A run that was killed is continued by the same call.
+
+    Args:
+        model: directory or Hub id of an ordinary checkpoint, or a converted directory of any tp.
+        directory: to make; it must not exist, or be empty, or hold the unfinished files of an earlier run.
+        tp: number of ranks of vLLM.
+        revision, cache_dir, local_files_only, token: how to download from the Hub.
+        dtype: of the parameters, as ``"bfloat16"``; by default vLLM's choice.
+        max_file_size: bytes of a file, or text as ``"5GB"``; a tensor is never split.
+        memory: I/O buffer size in bytes, or text.
+        ranks: the ranks to write, or text as ``"0-3,6"``; by default all. The last part completes the
+            directory.
+        stream: as in ``convert``.
+        trust_remote_code: import the model's own Python code.
+        progress: where to report to.
+
+    Raises:
+        ShardconvError: the message has the problem and the remedy.
+
+    Example:
+        >>> shardconv.export_vllm("my-model/", "state/", tp=2)
+    """
+    require_tp(tp)
+    version = require_vllm()
+    options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
+    output = Output.prepare(directory, overwrite=False, source=model, owners=options.owners(tp))
+    progress = progress or Silent()
+
+    from .vllm_state import recorded_state
+
+    progress.stage(f"reading {os.fspath(model)}")
+    hub = Hub(revision, cache_dir, local_files_only, token)
+    found = _source(model, hub, trust_remote_code, dtype, ranks is not None if stream is None else stream)
+    progress.stage(f"recording the loader of vLLM {version} for {tp} rank{'s' if tp > 1 else ''}")
+    state = recorded_state(
+        found.name,
+        found.directory,
+        found.tensors,
+        tp,
+        dtype=dtype,
+        trust_remote_code=found.trust_remote_code,
+    )
+    files = _target_files(state, options.max_file_size)
+    is_complete = _write(found, state, version, files, output, options, progress)
+    sizes = [sum(tensor.num_bytes for tensor in tensors.values()) for tensors in state.ranks]
+    return StateExport(
+        len(state.ranks[0]), len(files), max(sizes), state.dtype, version, state.platform, is_complete
+    )
+
+
+def file_name(rank: int, part: int) -> str:
+    """vLLM's name of file ``part`` (from 0) of a rank."""
+    return f"model-rank-{rank}-part-{part}.safetensors"
+
+
+def _source(
+    model: str | os.PathLike[str], hub: Hub, trust_remote_code: bool, dtype: str | None, stream: bool
+) -> EngineSource:
+    path = Path(model).expanduser()
+    if (path / MANIFEST_NAME).is_file():
+        return _from_converted(path, trust_remote_code)
+    from shardconv_runtime.checkpoint.resolve import resolve
+    from shardconv_runtime.checkpoint.stored_leaves import lazy_tensors
+
+    from ..writing.writer import origin_of
+
+    spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)
+    assert spec.directory is not None, "a model that was named has one"
+    tensors = lazy_tensors(spec.weight_files)
+    return EngineSource(spec.name, spec.directory, tensors, origin_of(spec), spec.trust_remote_code)
+
+
+def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
+    from ..converted import derived
+    from ..converted.saved_layout import checkpoint_tensors
+    from ..writing.writer import Origin
+
+    found = derived.read(path, trust_remote_code=trust_remote_code)
+    tensors, _ = checkpoint_tensors(found, derived.spec_of(found))
+    origin = Origin(
+        found.manifest.source,
+        derived.identity(found),
+        lambda directory: derived.copy_small_files(found, directory),
+    )
+    return EngineSource(str(path), path, tensors, origin, found.plan.model.trust_remote_code)
+
+
+def _target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
+    """The files of all ranks."""
+    from shardconv_runtime.format.shard_files import grouped
+
+    from ..writing.target import target_file
+
+    files = []
+    for rank, tensors in enumerate(state.ranks):
+        owner = rank_directory(rank, len(state.ranks))
+        metadata = {"format": "pt", "shardconv.rank": str(rank), "shardconv.tp": str(len(state.ranks))}
+        sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+        for part, names in enumerate(grouped(sizes, max_file_size)):
+            declared = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+            files.append(target_file(file_name(rank, part), owner, declared, metadata, tensors.__getitem__))
+    return files
+
+
+def _write(
+    found: EngineSource,
+    state: EngineState,
+    version: str,
+    files: list[TargetFile],
+    output: Output,
+    options: WriteOptions,
+    progress: Progress,
+) -> bool:
+    """Write the files; whether the directory is complete."""
+    from ..writing.fill import fill
+    from ..writing.workspace import opened
+    from ..writing.writer import claim_of, require_unchanged, tool_versions
+
+    source = found.origin.source
+    job = {
+        "source": {"name": source.name, "revision": source.revision, **found.origin.identity},
+        "tp": len(state.ranks),
+        "dtype": state.dtype,
+        "max_file_size": options.max_file_size,
+        "versions": tool_versions() | {"vllm": version},
+        "signatures": list(_signatures(state)),
+    }
+    claim = claim_of({file.owner for file in files}, options.owners(len(state.ranks)))
+    with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
+        if not workspace.is_finishing:
+            tensors = (tensor for held in state.ranks for tensor in held.values())
+            fill(workspace, tensors, memory=options.memory, progress=progress)
+            require_unchanged(found.origin)
+        with workspace.exclusive():
+            return _finish(workspace, found, state, version, progress)
+
+
+def _signatures(state: EngineState) -> tuple[str, ...]:
+    from .state_manifest import signature
+
+    return tuple(
+        signature((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        for tensors in state.ranks
+    )
+
+
+def _finish(
+    workspace: Workspace, found: EngineSource, state: EngineState, version: str, progress: Progress
+) -> bool:
+    """Complete the directory if all ranks are written."""
+    from ..writing.durable import write_durably
+    from ..writing.writer import listed_owners, tool_versions
+    from . import state_manifest
+
+    if workspace.is_finishing:
+        workspace.finish_again()
+        return True
+    checksums = workspace.checksums()
+    if checksums is None:
+        rest = listed_owners(workspace.unfinished(), len(state.ranks))
+        progress.stage(f"this part is finished; others still have to write {rest}")
+        return False
+    sizes = {file.path: file.num_bytes for file in workspace.files}
+    entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
+    entries += _small_files(workspace.path, found, state.dtype)
+    manifest = state_manifest.StateManifest(
+        tp=len(state.ranks),
+        engine="vllm",
+        engine_version=version,
+        platform=state.platform,
+        dtype=state.dtype,
+        signatures=_signatures(state),
+        source=found.origin.source,
+        tools=tool_versions(),
+        files=tuple(sorted(entries, key=lambda entry: entry.path)),
+    )
+    write_durably(workspace.path / MANIFEST_NAME, state_manifest.dumps(manifest))
+    workspace.finish([*(entry.path for entry in manifest.files), MANIFEST_NAME], ())
+    return True
+
+
+def _small_files(directory: Path, found: EngineSource, dtype: str) -> list[FileEntry]:
+    """Config and tokenizer; the config says the dtype that vLLM is to take."""
+    from shardconv_runtime.format.small_files import config_in_dtype, entry_of
+
+    entries = {entry.path: entry for entry in found.origin.copy_small_files(directory)}
+    if CONFIG_NAME not in entries:
+        raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")
+    config = directory / CONFIG_NAME
+    config.write_text(config_in_dtype(config.read_text(encoding="utf-8"), dtype), encoding="utf-8")
+    return list((entries | {CONFIG_NAME: entry_of(directory, Path(CONFIG_NAME))}).values())

@@ -1,0 +1,314 @@
+"""Records what code writes into the tensors that it allocates, without writing it.
+
+An engine allocates its parameters and copies the tensors of a checkpoint into views of them. Under
+``RecordedWrites`` a parameter is allocated and not touched, and memory that is not touched takes none; each
+write to it is kept as a view and a lazy tensor, and where it is read, a lazy tensor is read. So the content
+of every parameter is known afterwards, and no weight was read.
+
+Small tensors have real values as well, since code asks for them, as long as nothing of the checkpoint is
+written to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf, zeros
+from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .strided_views import UnknownContentError, View, Write, content_of
+
+aten = torch.ops.aten
+
+LARGE = 1 << 16
+"""Tensors of at least so many elements have no real values."""
+
+RANDOM = "it is drawn at random"
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A tensor of one value as the computation of a lazy leaf."""
+
+    value: float
+    dtype: str
+    num_elements: int
+
+    def __call__(self) -> torch.Tensor:
+        """The tensor: ``[num_elements]``."""
+        return torch.full((self.num_elements,), self.value, dtype=getattr(torch, self.dtype))
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """The writes to a storage."""
+
+    tensor: torch.Tensor
+    """Keeps the storage alive, so that no other one gets its address."""
+    is_real: bool
+    """Whether its memory has the values; False once a write was kept and not done."""
+    writes: list[tuple[View, LazyTensor | str | None]] = field(default_factory=list)
+    """In their order: a view, and what it holds since; None: what its memory holds."""
+
+    def content(self, tensor: torch.Tensor) -> LazyTensor:
+        """What a view of the storage holds.
+
+        Raises:
+            UnknownContentError: it cannot be known.
+        """
+        if tensor.dtype != self.tensor.dtype:
+            raise UnknownContentError(f"its bytes are taken for {tensor.dtype}")
+        known = [
+            Write(view, self._memory(view) if content is None else content) for view, content in self.writes
+        ]
+        return content_of(View.of(tensor), _name(tensor.dtype), known)
+
+    def _memory(self, view: View) -> LazyTensor:
+        return _constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
+
+
+class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode in which writes to tensors are recorded.
+
+    >>> with RecordedWrites() as writes:
+    ...     parameter = torch.empty(4, 2)
+    ...     parameter.copy_(RecordedTensor(stored))
+    >>> writes.content(parameter) == stored
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._records: dict[int, StorageRecord] = {}
+
+    def content(self, tensor: torch.Tensor) -> LazyTensor:
+        """What a tensor holds.
+
+        Raises:
+            UnknownContentError: it cannot be known.
+        """
+        if isinstance(tensor, RecordedTensor):
+            return tensor.lazy
+        if tensor.is_meta:
+            raise UnknownContentError("it has no memory")
+        record = self._record_of(tensor)
+        return _constant(tensor) if record is None else record.content(tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Record one operator, or run it."""
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            raise UnknownContentError(f"ranks communicate while weights are loaded ({func})")
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        if func.overloadpacket in (*_EMPTY, *_FILLED, *_RANDOM):
+            return self._allocate(func, args, kwargs)
+        return func(*args, **kwargs) if func.is_view else self._read(func, args, kwargs)
+
+    def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
+        if isinstance(tensor, RecordedTensor) or tensor.is_meta:
+            return None
+        return self._records.get(tensor.untyped_storage()._cdata)
+
+    def _track(self, tensor: torch.Tensor, *, is_real: bool) -> StorageRecord:
+        record = StorageRecord(tensor.detach(), is_real)
+        self._records[tensor.untyped_storage()._cdata] = record
+        return record
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        record = self._record_of(tensor)
+        return not isinstance(tensor, RecordedTensor) and (record is None or record.is_real)
+
+    def _allocate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A new tensor; a large one has no values."""
+        like = on_meta(func, args, kwargs, lambda result: result)
+        if _device(args, kwargs).type == "meta":
+            return like
+        if func.overloadpacket in _EMPTY or like.numel() >= LARGE:
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+            record = self._track(made, is_real=like.numel() < LARGE)
+        else:
+            made = func(*tree_map(_blank, args), **kwargs)
+            record = self._track(made, is_real=True)
+        if func.overloadpacket in _RANDOM:
+            record.writes.append((View.of(made), RANDOM))
+        elif func.overloadpacket in _FILLED:
+            record.writes.append(
+                (View.of(made), None if record.is_real else _filled(func, args, kwargs, made))
+            )
+        return made
+
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that changes some of its arguments."""
+        changed = list(_changed(func, args, kwargs))
+        if any(isinstance(tensor, RecordedTensor) for tensor in changed):
+            raise UnknownContentError(f"a tensor of the checkpoint is changed in place by {func}")
+        if all(tensor.is_meta for tensor in changed):
+            return func(*tree_map(_to_meta, args), **kwargs)
+        if all(self._has_values(tensor) for tensor in _tensors((args, kwargs))):
+            for tensor in changed:
+                self._note_values(func, tensor)
+            return func(*args, **kwargs)
+        for tensor in changed:
+            record = self._record_of(tensor) or self._track_memory(tensor)
+            record.is_real = False
+            record.writes.append((View.of(tensor), self._written(func, args, kwargs, tensor)))
+        return changed[0] if len(changed) == 1 else None
+
+    def _note_values(self, func: Any, tensor: torch.Tensor) -> None:
+        """Note that memory gets values; what changes values that are there leaves the rest unwritten."""
+        record = self._record_of(tensor)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            record = record or self._track_memory(tensor)
+            record.writes.append((View.of(tensor), RANDOM))
+        elif record is not None and func.overloadpacket in _REPLACING:
+            record.writes.append((View.of(tensor), None))
+
+    def _track_memory(self, tensor: torch.Tensor) -> StorageRecord:
+        """Begin to record a storage that has values."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() // tensor.itemsize
+        record = self._track(tensor.as_strided((size,), (1,), 0), is_real=True)
+        record.writes.append((View(0, (size,), (1,)), None))
+        return record
+
+    def _written(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: torch.Tensor
+    ) -> LazyTensor | str:
+        """What a tensor holds after a change that is not done; or why it is not known."""
+        if func.overloadpacket in _FILLED:
+            return _filled(func, args, kwargs, tensor)
+        if func.overloadpacket is not aten.copy_:
+            is_random = torch.Tag.nondeterministic_seeded in func.tags
+            return RANDOM if is_random else f"it is changed in place by {func.overloadpacket}"
+        try:
+            source: torch.Tensor = RecordedTensor(self.content(args[1]))
+        except UnknownContentError as error:
+            return str(error)
+        if source.dtype != tensor.dtype:
+            source = source.to(tensor.dtype)
+        if source.shape != tensor.shape:
+            source = source.expand(tensor.shape)
+        assert isinstance(source, RecordedTensor)
+        return source.lazy
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that changes nothing."""
+        if all(self._has_values(tensor) for tensor in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return read_tensor(self.content(args[0])).item()
+
+        def lazy(value: Any) -> Any:
+            is_lazy = isinstance(value, torch.Tensor) and not self._has_values(value)
+            return RecordedTensor(self.content(value)) if is_lazy else value
+
+        try:
+            given = tree_map(lazy, args), tree_map(lazy, kwargs)
+        except UnknownContentError as error:
+            reason = str(error)
+            return on_meta(func, args, kwargs, lambda like: self._unknown(like, reason))
+        return func(*given[0], **given[1])
+
+    def _unknown(self, like: torch.Tensor, reason: str) -> torch.Tensor:
+        """A tensor made of one whose content is not known."""
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        self._track(made, is_real=False).writes.append((View.of(made), reason))
+        return made
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _constant(tensor: torch.Tensor) -> LazyTensor:
+    found = lazy_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+    assert found is not None, "it is real"
+    return found
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+def _blank(value: Any) -> Any:
+    """A recorded tensor's stand-in, for an operator that reads only its shape."""
+    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, RecordedTensor) else value
+
+
+def _to_meta(value: Any) -> Any:
+    return (
+        torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, RecordedTensor)
+        else value
+    )
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where an operator makes its tensor."""
+    given = kwargs.get("device")
+    if given is not None:
+        return torch.device(given)
+    return args[0].device if args and isinstance(args[0], torch.Tensor) else torch.device("cpu")
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            yield from _tensors(value)
+
+
+def _filled(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: torch.Tensor
+) -> LazyTensor | str:
+    """A tensor of the one value that an operator writes; or why it is not known."""
+    value = _FILLED[func.overloadpacket]
+    if value is None:
+        value = kwargs.get("fill_value", kwargs.get("value", args[-1]))
+    if isinstance(value, RecordedTensor):
+        return f"it is filled with a value of the checkpoint by {func.overloadpacket}"
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    dtype, size = _name(tensor.dtype), tensor.numel()
+    if number == 0 and math.copysign(1, number) > 0:
+        return zeros(dtype, tensor.shape)
+    return from_leaf(ComputedLeaf("a constant", Filled(number, dtype, size), dtype, size), tensor.shape)
+
+
+_EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+"""Operators that make a tensor without values."""
+
+_FILLED: Mapping[Any, Any] = {
+    aten.zeros: 0,
+    aten.zeros_like: 0,
+    aten.new_zeros: 0,
+    aten.zero_: 0,
+    aten.ones: 1,
+    aten.ones_like: 1,
+    aten.new_ones: 1,
+    aten.full: None,
+    aten.full_like: None,
+    aten.new_full: None,
+    aten.fill_: None,
+}
+"""Operators that give all elements of a tensor one value: that value, or None where it is an argument."""
+
+_RANDOM = (aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like, aten.randint_like)
+"""Operators that make a tensor of random values."""
+
+_REPLACING = (aten.copy_, aten.fill_, aten.zero_)
+"""Operators that change a tensor, whatever it held."""

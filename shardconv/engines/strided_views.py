@@ -1,0 +1,185 @@
+"""What a view of a storage holds, after writes to other views of it.
+
+A view is an offset, a shape and strides, all in elements. Two views of one storage are compared in mixed
+radix: their strides, if each divides the next larger one, are the weights of a number system in which every
+view is a box. So the parts of a view that a write covers are boxes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from shardconv_runtime.checkpoint.recorded import RecordedTensor
+from shardconv_runtime.format.slices import Range
+from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
+
+Box = tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided window of a storage, in elements."""
+
+    offset: int
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """Where a tensor lies in its storage."""
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Elements of a view were replaced."""
+
+    view: View
+    content: LazyTensor | str
+    """Of the view's shape; or why it is not known."""
+
+
+class UnknownContentError(ValueError):
+    """It is not known what a view holds; the message says why."""
+
+
+def content_of(view: View, dtype: str, writes: Sequence[Write]) -> LazyTensor:
+    """What a view holds.
+
+    Args:
+        view: of the storage.
+        dtype: of all elements.
+        writes: to views of the same storage, in their order; a later one hides an earlier one.
+
+    Raises:
+        UnknownContentError: an element was never written, or to something that is not known.
+    """
+    if math.prod(view.shape) == 0:
+        return LazyTensor(dtype, view.shape, ())
+    order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
+    writes = [write for write in writes if math.prod(write.view.shape)]
+    own, boxes, sizes = _boxes_of(view, [write.view for write in writes])
+    free = [own]
+    parts: list[tuple[LazyTensor, list[list[Range]]]] = []
+    for write, box in zip(reversed(writes), reversed(boxes), strict=True):
+        covered = [(rest, hit) for rest in free if (hit := _intersection(rest, box)) is not None]
+        if not covered:
+            continue
+        if isinstance(write.content, str):
+            raise UnknownContentError(write.content)
+        source = _in_order(write.content, write.view, [stop - start for start, stop in box])
+        for rest, hit in covered:
+            spans = [[(low - first, high - first)] for (low, high), (first, _) in zip(hit, own, strict=True)]
+            parts.append((_part(source, box, hit), spans))
+            free.remove(rest)
+            free += _difference(rest, hit)
+    if free:
+        rest_size = sum(math.prod(stop - start for start, stop in box) for box in free)
+        raise UnknownContentError(f"{rest_size} of its {math.prod(view.shape)} elements were not written")
+    found = RecordedTensor(lazy.assemble(dtype, sizes, parts))
+    ordered = found.reshape([view.shape[dim] for dim in order])
+    return _lazy(ordered.permute([order.index(dim) for dim in range(len(order))]))
+
+
+def _lazy(tensor: torch.Tensor) -> LazyTensor:
+    assert isinstance(tensor, RecordedTensor)
+    return tensor.lazy
+
+
+def _merged(view: View) -> list[tuple[int, int]]:
+    """Size and stride of its dims by descending stride, those that are contiguous as one."""
+    dims = sorted(((s, n) for n, s in zip(view.shape, view.strides, strict=True) if n > 1), reverse=True)
+    merged: list[tuple[int, int]] = []
+    for stride, size in dims:
+        if merged and merged[-1][1] == stride * size:
+            size, stride = merged.pop()[0] * size, stride
+        merged.append((size, stride))
+    return merged
+
+
+def _radices(views: Sequence[View]) -> list[int]:
+    """All strides of the views, descending, down to 1.
+
+    Raises:
+        UnknownContentError: one does not divide the next larger one.
+    """
+    found = sorted({1, *(stride for view in views for _, stride in _merged(view))}, reverse=True)
+    if 0 in found or any(larger % smaller for larger, smaller in pairwise(found)):
+        raise UnknownContentError(f"it was written with strides {found}")
+    return found
+
+
+def _sizes(view: View, radices: Sequence[int]) -> list[int] | None:
+    """The extent of a view in each digit; None if it is no box."""
+    sizes = [1] * len(radices)
+    for size, stride in _merged(view):
+        digit = radices.index(stride)
+        while size > 1:
+            base = radices[digit - 1] // radices[digit] if digit else size
+            if sizes[digit] > 1 or (size > base and size % base):
+                return None
+            sizes[digit] = min(size, base)
+            size, digit = -(-size // base), digit - 1
+    return sizes
+
+
+def _boxes_of(view: View, others: Sequence[View]) -> tuple[Box, list[Box], list[int]]:
+    """A view and others as boxes of digits, and the extents of the view's.
+
+    Digits are counted from the start of the storage, or, if the storage has more than this view and the view
+    begins in the middle of a row, from the start of the view.
+
+    Raises:
+        UnknownContentError: one is no box.
+    """
+    radices = _radices([view, *others])
+    for origin in (0, view.offset):
+        own, *boxes = (_box_of(one, origin, radices) for one in (view, *others))
+        known = [box for box in boxes if box is not None]
+        if own is not None and len(known) == len(boxes):
+            return own, known, [stop - start for start, stop in own]
+    raise UnknownContentError("it was written in stretches that are no box of it")
+
+
+def _box_of(view: View, origin: int, radices: Sequence[int]) -> Box | None:
+    """A view as a box of digits, counted from the element ``origin``; None if it is no box."""
+    sizes, rest = _sizes(view, radices), view.offset - origin
+    if sizes is None:
+        return None
+    box: list[Range] = []
+    for digit, radix in enumerate(radices):
+        start, rest = divmod(rest, radix)
+        if digit and start + sizes[digit] > radices[digit - 1] // radix:
+            return None
+        box.append((start, start + sizes[digit]))
+    return tuple(box)
+
+
+def _in_order(content: LazyTensor, view: View, sizes: Sequence[int]) -> LazyTensor:
+    """The content of a write with the dims of its box."""
+    order = sorted(range(len(view.shape)), key=lambda dim: -view.strides[dim])
+    return _lazy(RecordedTensor(content).permute(order).reshape(list(sizes)))
+
+
+def _part(source: LazyTensor, box: Box, wanted: Box) -> LazyTensor:
+    for dim, ((start, _), (low, high)) in enumerate(zip(box, wanted, strict=True)):
+        source = lazy.take(source, dim, ((low - start, high - start),))
+    return source
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def _difference(box: Box, inner: Box) -> Iterator[Box]:
+    """A box without a box in it, as boxes."""
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
+        for span in ((start, low), (high, stop)):
+            if span[0] < span[1]:
+                yield (*inner[:dim], span, *box[dim + 1 :])

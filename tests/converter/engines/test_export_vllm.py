@@ -1,0 +1,196 @@
+"""The files for vLLM: written, continued, in parts, verified. vLLM itself is stood in for by two slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_causal
+from safetensors.torch import load_file, save_file
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.tensors import lazy_tensor as lazy
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from small_conversion import crashes
+
+import shardconv
+from shardconv import cli
+from shardconv.engines import export_vllm as exporting
+from shardconv.engines import verify_state as verifying
+from shardconv.engines import vllm_package, vllm_state
+from shardconv.engines.state_manifest import is_engine_state, read
+from shardconv.engines.verify_state import verify_state
+from shardconv.engines.vllm_state import EngineState
+from shardconv.verifying.directories.verify import DamagedError
+
+TP = 2
+VERSION = f"{vllm_package.TESTED[0]}.0"
+
+
+def rows(tensor: LazyTensor, rank: int, tp: int) -> LazyTensor:
+    """A rank's rows."""
+    size = tensor.shape[0] // tp
+    return lazy.take(tensor, 0, ((rank * size, (rank + 1) * size),))
+
+
+def recorded(
+    name: str, directory: Path, tensors: Mapping[str, LazyTensor], tp: int, **options: object
+) -> EngineState:
+    """What an engine would hold that shards all matrices by rows."""
+    assert (directory / "config.json").is_file()
+    ranks = tuple({f"engine.{n}": rows(t, rank, tp) for n, t in tensors.items()} for rank in range(tp))
+    return EngineState(ranks, str(options["dtype"] or "float64"), "cpu", "Engine")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "require_vllm", lambda: VERSION)
+    monkeypatch.setattr(verifying, "installed_version", lambda: VERSION)
+    monkeypatch.setattr(vllm_state, "recorded_state", recorded)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_causal("llama", tmp_path_factory.mktemp("vllm") / "model")
+
+
+@pytest.fixture(scope="module")
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+@pytest.fixture
+def state(checkpoint: Path, tmp_path: Path) -> Path:
+    shardconv.export_vllm(checkpoint, tmp_path / "state", TP)
+    return tmp_path / "state"
+
+
+def require_state(directory: Path, stored: Mapping[str, torch.Tensor], tp: int = TP) -> None:
+    for rank in range(tp):
+        found: dict[str, torch.Tensor] = {}
+        for file in directory.glob(f"model-rank-{rank}-part-*.safetensors"):
+            found |= load_file(file)
+        assert found.keys() == {f"engine.{name}" for name in stored}
+        for name, tensor in stored.items():
+            assert torch.equal(found[f"engine.{name}"], tensor.chunk(tp)[rank])
+
+
+def test_an_ordinary_checkpoint(checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    found = shardconv.export_vllm(checkpoint, tmp_path / "state", TP, max_file_size=100_000)
+    require_state(tmp_path / "state", stored)
+    assert found.is_complete
+    assert found.num_tensors == len(stored)
+    assert found.num_files > TP
+    assert (tmp_path / "state" / "config.json").read_text() == (checkpoint / "config.json").read_text()
+    assert is_engine_state(tmp_path / "state")
+    manifest = read(tmp_path / "state")
+    assert (manifest.tp, manifest.engine_version, manifest.platform) == (TP, VERSION, "cpu")
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_converted_directory_of_any_tp(
+    checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, tp: int
+) -> None:
+    shardconv.convert(checkpoint, tmp_path / "out", tp, check=False)
+    shardconv.export_vllm(tmp_path / "out", tmp_path / "state", TP)
+    require_state(tmp_path / "state", stored)
+    verify_state(tmp_path / "state")
+
+
+def test_parts_that_several_machines_write(
+    checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    assert not shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks=[1]).is_complete
+    assert not (tmp_path / "state" / "manifest.json").exists()
+    assert shardconv.export_vllm(checkpoint, tmp_path / "state", TP, ranks="0").is_complete
+    require_state(tmp_path / "state", stored)
+
+
+@pytest.mark.parametrize("number", [5, 20, 40])
+def test_a_killed_run_is_continued(
+    checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, number: int
+) -> None:
+    def export() -> None:
+        shardconv.export_vllm(checkpoint, tmp_path / "state", TP)
+
+    crashes(export, number, "before")
+    export() if not (tmp_path / "state" / "manifest.json").exists() else None
+    require_state(tmp_path / "state", stored)
+    verify_state(tmp_path / "state")
+
+
+def test_the_config_says_the_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    shardconv.export_vllm(checkpoint, tmp_path / "state", TP, dtype="bfloat16")
+    assert '"dtype": "bfloat16"' in (tmp_path / "state" / "config.json").read_text()
+    assert read(tmp_path / "state").dtype == "bfloat16"
+
+
+def test_a_full_directory_is_refused(checkpoint: Path, state: Path) -> None:
+    with pytest.raises(ShardconvError, match="is not empty"):
+        shardconv.export_vllm(checkpoint, state, TP)
+
+
+# verify ----------------------------------------------------------------------------------------------
+
+
+def test_an_intact_directory(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["verify", str(state)]) == 0
+    assert "all checksums are right" in capsys.readouterr().out
+
+
+def damaged(state: Path) -> str:
+    with pytest.raises(DamagedError) as caught:
+        verify_state(state)
+    return "\n".join(caught.value.problems)
+
+
+def test_a_changed_byte(state: Path) -> None:
+    file = state / "model-rank-1-part-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert damaged(state).startswith("model-rank-1-part-0.safetensors: crc32:")
+
+
+def test_swapped_files(state: Path) -> None:
+    one, other = (state / f"model-rank-{rank}-part-0.safetensors" for rank in range(TP))
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    assert len(damaged(state).split("\n")) == TP
+
+
+def test_a_file_that_the_engine_would_read_too(state: Path) -> None:
+    save_file({"x": torch.ones(1)}, state / "model-rank-0-part-7.safetensors")
+    assert "model-rank-0-part-7.safetensors: the manifest does not name it" in damaged(state)
+
+
+def test_a_missing_file(state: Path) -> None:
+    (state / "model-rank-0-part-0.safetensors").unlink()
+    assert damaged(state) == "model-rank-0-part-0.safetensors: is missing"
+
+
+def test_another_version_of_the_engine(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "installed_version", lambda: "0.99.0")
+    assert damaged(state) == f"written for vllm {VERSION}, and 0.99.0 is installed: export again"
+    monkeypatch.setattr(verifying, "installed_version", lambda: None)
+    assert verify_state(state).remarks == ("vllm is not installed: its version was not compared",)
+
+
+def test_a_changed_manifest(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = state / "manifest.json"
+    path.write_text(path.read_text().replace(VERSION, "0.99.0"))
+    assert cli.run(["verify", str(state)]) == 2
+    assert "was changed since it was written" in capsys.readouterr().err
+
+
+def test_other_tensors_than_were_recorded(state: Path) -> None:
+    """Files whose checksums are right, under signatures that are not theirs."""
+    from dataclasses import replace
+
+    from shardconv.engines.state_manifest import dumps
+
+    path = state / "manifest.json"
+    path.write_text(dumps(replace(read(state), signatures=("0" * 64,) * TP)))
+    assert "rank 0: its files do not have the tensors that vllm wants" in damaged(state)

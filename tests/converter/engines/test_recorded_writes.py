@@ -1,0 +1,229 @@
+"""Code that fills parameters is recorded to the same values as it computes on real tensors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from shardconv_runtime.checkpoint.recorded import Constant, RecordedTensor
+from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf
+from torch import nn
+
+from shardconv.engines import recorded_writes
+from shardconv.engines.recorded_writes import RecordedWrites
+from shardconv.engines.strided_views import UnknownContentError
+
+ROWS, COLUMNS = 6, 4
+STORED = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) / 7
+
+Loader = Callable[[torch.Tensor], torch.Tensor]
+
+
+def recorded(tensor: torch.Tensor) -> RecordedTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return RecordedTensor(from_leaf(ComputedLeaf("x", Constant(tensor), dtype, tensor.numel()), tensor.shape))
+
+
+def content(load: Loader) -> LazyTensor:
+    """What the parameter that ``load`` returns holds; another process could be given it."""
+    with RecordedWrites() as writes:  # type: ignore[no-untyped-call]
+        parameter = load(recorded(STORED))
+        found: LazyTensor = pickle.loads(pickle.dumps(writes.content(parameter)))
+    return found
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    made = nn.Parameter(torch.empty(2, COLUMNS))
+    made.data.copy_(x.narrow(0, 2, 2))
+    return made
+
+
+def fused(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made[3:].copy_(x[:3])
+    made.narrow(0, 0, 3).copy_(x[3:])
+    return made
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    made = nn.Parameter(torch.empty(ROWS + 2, COLUMNS), requires_grad=False)
+    made[:ROWS].data.copy_(x)
+    made[ROWS:].data.fill_(0)
+    return made
+
+
+def set_item(x: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(3, ROWS, COLUMNS)
+    made[1] = x
+    made[2, :, 1:3] = x[:, :2]
+    return made
+
+
+def cast(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16).copy_(x)
+
+
+def broadcast(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(3, COLUMNS).copy_(x[1])
+
+
+def computed(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made.copy_(x)
+    made.data.copy_(-torch.exp(made.float()))
+    return made
+
+
+def through_another(x: torch.Tensor) -> torch.Tensor:
+    first, second = torch.empty(ROWS, COLUMNS), torch.empty(COLUMNS, ROWS)
+    first.copy_(x)
+    second.copy_(first.t())
+    return second
+
+
+def scalar(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(1)
+    made.data.fill_(x[2, 1].item())
+    return made
+
+
+def cloned(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made.copy_(x)
+    return made.clone()
+
+
+def constant(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(2.5) * 2
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((3, 2), 2.0).mul_(3)
+
+
+def drawn_first(x: torch.Tensor) -> torch.Tensor:
+    made = nn.Linear(COLUMNS, ROWS, bias=False).weight
+    made.data.copy_(x)
+    return made
+
+
+LOADERS = [
+    sliced,
+    fused,
+    padded,
+    set_item,
+    cast,
+    broadcast,
+    computed,
+    through_another,
+    scalar,
+    cloned,
+    constant,
+    scaled,
+    drawn_first,
+]
+
+
+@pytest.mark.parametrize("large", [1 << 16, 1], ids=["small", "large"])
+@pytest.mark.parametrize("load", LOADERS, ids=lambda load: load.__name__)
+def test_a_parameter_is_what_the_code_makes(
+    load: Loader, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if load is scaled and large == 1:
+        pytest.skip("arithmetic on a large tensor is refused")
+    monkeypatch.setattr(recorded_writes, "LARGE", large)
+    found, wanted = read_tensor(content(load)), load(STORED).detach()
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+def unwritten(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made[:2].copy_(x[:2])
+    return made
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return nn.Linear(COLUMNS, ROWS, bias=False).weight
+
+
+def random(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn(4)
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made.copy_(x)
+    return made.mul_(2)
+
+
+def of_unknown(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(2)
+    made.copy_(in_place(x)[0, :2])
+    return made
+
+
+def other_dtype(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(ROWS, COLUMNS)
+    made.copy_(x)
+    return made.view(torch.int32)
+
+
+def without_memory(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(ROWS, COLUMNS, device="meta").copy_(x)
+
+
+def changed_source(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+@pytest.mark.parametrize("large", [1 << 16, 1], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (unwritten, "16 of its 24 elements were not written"),
+        (drawn, "drawn at random"),
+        (random, "drawn at random"),
+        (in_place, "changed in place by aten.mul_"),
+        (of_unknown, "changed in place by aten.mul_"),
+        (other_dtype, "taken for torch.int32"),
+        (without_memory, "no memory"),
+        (changed_source, "a tensor of the checkpoint is changed in place"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_cannot_be_known_is_refused(
+    load: Loader, reason: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_writes, "LARGE", large)
+    with pytest.raises(UnknownContentError, match=reason):
+        content(load)
+
+
+def test_a_large_parameter_takes_no_memory() -> None:
+    before = resident_bytes()
+    with RecordedWrites() as writes:  # type: ignore[no-untyped-call]
+        large = torch.zeros(1 << 30)
+        large[: 1 << 29].fill_(2)
+        torch.nn.init.normal_(torch.empty(1 << 30))
+        assert len(writes.content(large).pieces) == 2
+    assert resident_bytes() - before < 1 << 28
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_ranks_that_communicate_are_refused() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with RecordedWrites(), pytest.raises(UnknownContentError, match="communicate"):  # type: ignore[no-untyped-call]
+            torch.distributed.all_reduce(torch.ones(2))
+    finally:
+        torch.distributed.destroy_process_group()
