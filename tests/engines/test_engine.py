@@ -1,0 +1,51 @@
+"""vLLM's engine on a CPU generates from our files what it generates from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from vllm_models import NEEDS_VLLM, save
+
+import shardconv
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, NEEDS_VLLM]
+
+TP = 2
+TIMEOUT_S = 600
+
+
+def tokens(directory: Path, load_format: str) -> list[list[int]]:
+    """What the engine generates, two ranks in processes of their own."""
+    program = ROOT / "tests" / "engines" / "engine_tokens.py"
+    command = [sys.executable, str(program), str(directory), load_format, str(TP)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("[[")]
+    assert lines, ended.stdout[-2000:] + ended.stderr[-3000:]
+    found: list[list[int]] = json.loads(lines[-1])
+    return found
+
+
+def swap_ranks(directory: Path) -> None:
+    """Give each rank the other one's files."""
+    for path in sorted(directory.glob("model-rank-0-*")):
+        other = path.with_name(path.name.replace("rank-0", "rank-1"))
+        kept = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+
+
+@pytest.mark.timeout(4 * TIMEOUT_S)
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_the_engine_generates_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    model = save(kind, tmp_path / "model")
+    shardconv.export_vllm(model, tmp_path / "state", TP)
+    wanted = tokens(model, "auto")
+    assert len({token for ids in wanted for token in ids}) > 3, "the tokens tell weights apart"
+    assert tokens(tmp_path / "state", "sharded_state") == wanted
+    swap_ranks(tmp_path / "state")
+    assert tokens(tmp_path / "state", "sharded_state") != wanted
