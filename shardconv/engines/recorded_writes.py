@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
 from shardconv_runtime.tensors.copying import read_tensor
-from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from_leaf, zeros
+from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, from_leaf, zeros
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -87,6 +87,8 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._records: dict[int, StorageRecord] = {}
+        self._changed: set[LazyLeaf] = set()
+        """Leaves of which a tensor was changed in place; only that tensor has the new content."""
 
     def content(self, tensor: torch.Tensor) -> LazyTensor:
         """What a tensor holds.
@@ -95,6 +97,8 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             UnknownContentError: it cannot be known.
         """
         if isinstance(tensor, RecordedTensor):
+            if any(piece.leaf in self._changed for piece in tensor.lazy.pieces):
+                raise UnknownContentError("a tensor that may share its bytes was changed in place")
             return tensor.lazy
         if tensor.is_meta:
             raise UnknownContentError("it has no memory")
@@ -154,8 +158,6 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that changes some of its arguments."""
         changed = list(_changed(func, args, kwargs))
-        if any(isinstance(tensor, RecordedTensor) for tensor in changed):
-            raise UnknownContentError(f"a tensor of the checkpoint is changed in place by {func}")
         if all(tensor.is_meta for tensor in changed):
             return func(*tree_map(_to_meta, args), **kwargs)
         if all(self._has_values(tensor) for tensor in _tensors((args, kwargs))):
@@ -163,9 +165,13 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_values(func, tensor)
             return func(*args, **kwargs)
         for tensor in changed:
+            content = self._written(func, args, kwargs, tensor)
+            if isinstance(tensor, RecordedTensor):
+                self._change_source(tensor, content)
+                continue
             record = self._record_of(tensor) or self._track_memory(tensor)
             record.is_real = False
-            record.writes.append((View.of(tensor), self._written(func, args, kwargs, tensor)))
+            record.writes.append((View.of(tensor), content))
         return changed[0] if len(changed) == 1 else None
 
     def _note_values(self, func: Any, tensor: torch.Tensor) -> None:
@@ -191,19 +197,45 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What a tensor holds after a change that is not done; or why it is not known."""
         if func.overloadpacket in _FILLED:
             return _filled(func, args, kwargs, tensor)
-        if func.overloadpacket is not aten.copy_:
-            is_random = torch.Tag.nondeterministic_seeded in func.tags
-            return RANDOM if is_random else f"it is changed in place by {func.overloadpacket}"
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return RANDOM
+        compute = _without_writing(func)
         try:
-            source: torch.Tensor = RecordedTensor(self.content(args[1]))
+            if func.overloadpacket is aten.copy_:
+                source = self._as_lazy(args[1])
+            elif compute is not None and args[0] is tensor:
+                source = compute(*self._as_lazy(args), **self._as_lazy(kwargs))
+            else:
+                return f"it is changed in place by {func.overloadpacket}"
         except UnknownContentError as error:
             return str(error)
         if source.dtype != tensor.dtype:
             source = source.to(tensor.dtype)
         if source.shape != tensor.shape:
             source = source.expand(tensor.shape)
-        assert isinstance(source, RecordedTensor)
-        return source.lazy
+        found = lazy_of(source)
+        assert found is not None, "nothing is left out here"
+        return found
+
+    def _change_source(self, tensor: RecordedTensor, content: LazyTensor | str) -> None:
+        """Change a tensor of the checkpoint, or one made of it; others of the same bytes may be its views.
+
+        Raises:
+            UnknownContentError: the new content is not known.
+        """
+        if isinstance(content, str):
+            raise UnknownContentError(f"of a tensor of the checkpoint, {content}")
+        self._changed.update(piece.leaf for piece in tensor.lazy.pieces)
+        tensor.lazy = content
+
+    def _as_lazy(self, values: Any) -> Any:
+        """Arguments with a recorded tensor in place of each tensor without values."""
+
+        def lazy(value: Any) -> Any:
+            is_lazy = isinstance(value, torch.Tensor) and not self._has_values(value)
+            return RecordedTensor(self.content(value)) if is_lazy else value
+
+        return tree_map(lazy, values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that changes nothing."""
@@ -211,13 +243,8 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return read_tensor(self.content(args[0])).item()
-
-        def lazy(value: Any) -> Any:
-            is_lazy = isinstance(value, torch.Tensor) and not self._has_values(value)
-            return RecordedTensor(self.content(value)) if is_lazy else value
-
         try:
-            given = tree_map(lazy, args), tree_map(lazy, kwargs)
+            given = self._as_lazy(args), self._as_lazy(kwargs)
         except UnknownContentError as error:
             reason = str(error)
             return on_meta(func, args, kwargs, lambda like: self._unknown(like, reason))
@@ -255,6 +282,13 @@ def _to_meta(value: Any) -> Any:
         if isinstance(value, RecordedTensor)
         else value
     )
+
+
+def _without_writing(func: Any) -> Any:
+    """The operator that computes what another one writes to its first argument; None if there is none."""
+    name = func._schema.name.partition("::")[2]
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return getattr(packet, func._overloadname, None)
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
