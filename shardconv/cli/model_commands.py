@@ -88,8 +88,9 @@ def _initialized(options: dict[str, Any]) -> str:
 @click.option(
     "--format",
     "chosen",
-    type=click.Choice(("report", "json", "tp_plan")),
-    help="A report, the plan as in plan.json, or a tp_plan of transformers.  [default: report; json in FILE]",
+    type=click.Choice(("report", "json", "tp_plan", "shards")),
+    help="A report, the plan as in plan.json, a tp_plan of transformers, or the boxes of each parameter that "
+    "each rank holds.  [default: report; json in FILE]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Short for --format json.")
 @click.option(
@@ -128,6 +129,8 @@ def plan_command(
     A plan in JSON can load a model without converted files: load("org/name", plan="plan.json").
     A tp_plan makes transformers' own tensor parallelism do the same, if it can express the plan:
     from_pretrained(MODEL, distributed_config=DistributedConfig(tp_size=N, tp_plan=...)).
+    Shards say which part of each parameter a rank holds, for programs that move weights between
+    processes that are sharded in different ways.
 
     \b
     Examples:
@@ -216,6 +219,10 @@ def _plan_text(
         hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
         read = {name: options[name] for name in ("dtype", "trust_remote_code")}
         return to_json(tp_plan(solved, skeleton(model, hub, **read)))
+    if chosen == "shards":
+        from ..converted import shard_boxes
+
+        return shard_boxes.dumps(solved)
     if chosen == "json":
         from shardconv_runtime.format import plan_json as codec
 
