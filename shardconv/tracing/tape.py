@@ -77,6 +77,41 @@ class ModuleCall:
     parent: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReturnedItem:
+    """An item of what a module call returned."""
+
+    is_tensor: bool = False
+    argument: str = ""
+    """Name of the argument that it is, where it is no tensor: a cache that is handed through."""
+    is_other: bool = False
+    """Neither a tensor, nor None, nor an argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The form of what a module call returned; its tensors have marks."""
+
+    kind: str
+    """``tensor``: one item; ``tuple``, ``list``: these items; ``other``."""
+    items: tuple[ReturnedItem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUpdate:
+    """A call of a method of a cache that writes to it."""
+
+    call: int
+    """Index of the module call whose code made it."""
+    method: str
+    args: tuple[Any, ...]
+    """Tensors are ``Ref``."""
+    kwargs: dict[str, Any]
+    givers: dict[int, tuple[str, str]]
+    """Index of a module call that was given this cache -> (its argument, attribute of that which is the
+    cache; empty if the argument is the cache itself)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """A torch function that was given traced ints: attribute edits must keep its result right."""
@@ -130,6 +165,9 @@ class Tape:
     """(FQN, index) of a module call -> the guesses that it was given, in order."""
     result_lengths: dict[int, int] = field(default_factory=dict)
     """Index of a module call -> the number of items of the tuple that it returned."""
+    returned: dict[int, Returned] = field(default_factory=dict)
+    """Index of a module call -> the form of what it returned."""
+    cache_updates: list[CacheUpdate] = field(default_factory=list)
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
     """(FQN, index) of a module call that could not be traced -> why."""
     not_in_training: frozenset[str] = frozenset()

@@ -22,12 +22,13 @@ from shardconv_runtime.errors import SolveError
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .cache_updates import GivenCaches, watching_caches
 from .functions import Functions, wrap_ints
 from .identities import tensor_key
 from .ints import watching
 from .opaque import Opaque, pristine_copy
 from .recorder import Point, Recorder
-from .tape import Event, Mark, ModuleCall, Op, Tape
+from .tape import Event, Mark, ModuleCall, Op, Returned, ReturnedItem, Tape
 
 
 def trace(
@@ -60,6 +61,7 @@ def trace(
             torch.inference_mode(),
             _autocast_as_on_cpu(),
             watching(recorder.compared),
+            watching_caches(tracer.caches),
             Functions(recorder),
             recorder,
         ):
@@ -106,6 +108,8 @@ class _Tracer:
         self.like = like
         self.is_paused = False
         """Whether a module is being run on numbers: its calls are not recorded."""
+        self.caches = GivenCaches(recorder)
+        self.caches.is_paused = lambda: self.is_paused
         self.frames: list[_Frame] = []
         """One for each module call of the tape."""
         self.hooks: dict[nn.Module, _ModuleHook] = {}
@@ -165,6 +169,9 @@ class _Tracer:
             frame.restore()
         del self.frames[num_calls:]
         self.recorder.rewind(point)
+        tape.cache_updates[:] = [update for update in tape.cache_updates if update.call < num_calls]
+        for call in [call for call in tape.returned if call >= num_calls]:
+            del tape.returned[call]
         return tuple(dict.fromkeys(read))
 
 
@@ -235,6 +242,7 @@ class _ModuleHook:
         recorder.tape.calls.append(ModuleCall(self.fqn, index, recorder.stack[-1] if recorder.stack else -1))
         recorder.stack.append(call)
         named = {self.parameters[i] if i < len(self.parameters) else str(i): a for i, a in enumerate(args)}
+        self.tracer.caches.enter(call, {**named, **kwargs})
         slots = list(_tensor_slots("input", {**named, **kwargs}))
         outer = [(t, recorder.identities.tid(t)) for _, t in slots]
         self.tracer.frames.append(_Frame(module, outer, dict(module.__dict__), dict(module._buffers)))
@@ -245,7 +253,23 @@ class _ModuleHook:
         """Forward hook: the outputs get marks; the caller's tensors get their earlier identities back."""
         if not self.tracer.is_paused:
             with torch._C.DisableTorchFunction():
+                self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)
                 self._leave(output)
+
+    def _form(self, output: Any, args: Any, kwargs: Any) -> Returned:
+        named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+
+        def item(value: Any) -> ReturnedItem:
+            if isinstance(value, torch.Tensor) or value is None:
+                return ReturnedItem(value is not None)
+            name = next((name for name, given in named.items() if given is value), "")
+            return ReturnedItem(argument=name, is_other=not name)
+
+        if isinstance(output, torch.Tensor):
+            return Returned("tensor", (item(output),))
+        if type(output) in (tuple, list):
+            return Returned(type(output).__name__, tuple(map(item, output)))
+        return Returned("other")
 
     def _leave(self, output: Any) -> None:
         recorder = self.recorder
