@@ -40,16 +40,34 @@ class SolveOptions:
     """Compare simulated ranks with the unsharded model."""
     measure: bool = False
     """Measure what a rank needs for caches and activations."""
+    pp: int = 1
+    """Number of stages, each of which is sharded over ``tp`` ranks."""
+    stages: str = ""
+    """First and last layer of each stage, as ``0-39,40-79``; empty: stages are balanced."""
 
     def __post_init__(self) -> None:
         require_tp(self.tp)
         require_experts(self.experts)
+        require_pp(self)
 
 
 def require_tp(tp: int) -> None:
     """Raises ``ShardconvError`` unless ``tp`` is an int from 1 to the format's limit."""
     if not isinstance(tp, int) or isinstance(tp, bool) or not 1 <= tp <= MAX_TP:
         raise ShardconvError(f"tp must be a whole number from 1 to {MAX_TP:,}, got {tp!r}")
+
+
+def require_pp(options: SolveOptions) -> None:
+    """Raises ``ShardconvError`` unless this is a number of stages, and the other options know stages."""
+    pp = options.pp
+    if not isinstance(pp, int) or isinstance(pp, bool) or not 1 <= pp * options.tp <= MAX_TP:
+        raise ShardconvError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
+    if options.stages and pp == 1:
+        raise ShardconvError("the layers of stages are of use with more than one stage; add --pp (pp=)")
+    if pp > 1 and options.sequence_parallel:
+        raise ShardconvError(
+            "a model with stages has no sequence-parallel form yet; leave out --sequence-parallel or --pp"
+        )
 
 
 def require_experts(experts: str) -> None:

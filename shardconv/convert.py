@@ -179,6 +179,8 @@ def plan(
     token: str | bool | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    pp: int = 1,
+    stages: str = "",
     check: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
@@ -194,6 +196,9 @@ def plan(
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters; by default what the config says.
         trust_remote_code: import the repository's own Python code.
+        pp: number of stages of a pipeline, each of which is sharded over ``tp`` ranks.
+        stages: first and last layer of each stage, as ``"0-39,40-79"``; by default their bytes and work are
+            balanced.
         check: check the plan on numbers too, as ``convert`` does.
         progress: where to report to.
 
@@ -203,7 +208,7 @@ def plan(
     Example:
         >>> plan = shardconv.plan(transformers.AutoConfig.from_pretrained("my-model/"), tp=8)
     """
-    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True)
+    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
 
     from shardconv_runtime.checkpoint.resolve import resolve
 

@@ -26,6 +26,7 @@ CONVERTER_ORDER = (
     "verifying.simulation",
     "matching",
     "planning",
+    "cutting",
     "verifying.retracing",
     "verifying.shrinking",
     "verifying.plans",

@@ -22,6 +22,7 @@ from .options import (
     part_options,
     sequence_option,
     size_options,
+    stage_options,
     stream_option,
     tokens_option,
     tp_option,
@@ -83,6 +84,7 @@ def _initialized(options: dict[str, Any]) -> str:
 @click.command("plan")
 @click.argument("model")
 @auto_tp_option
+@stage_options
 @experts_option
 @sequence_option
 @click.option(
@@ -137,6 +139,7 @@ def plan_command(
       shardconv plan org/name --tp 8
       shardconv plan org/name --tp 8 --device-memory 80GB
       shardconv plan org/name --tp auto --device-memory 80GB --context 32768
+      shardconv plan org/large --tp 8 --pp 2
       shardconv plan ./my-model --tp 4 --json -o plan.json
       shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
@@ -147,6 +150,10 @@ def plan_command(
     chosen = "json" if as_json else chosen
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
+    if options["pp"] > 1 and (tp == "auto" or device_memory or chosen == "tp_plan"):
+        raise click.UsageError(
+            "--tp auto, --device-memory and --format tp_plan do not know stages; leave out --pp, or these"
+        )
     load = _load(tp, device_memory, reserve, context, batch)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")

@@ -108,6 +108,23 @@ sequence_option = click.option(
     help="Also solve for activations that are sharded over the sequence (for training).",
 )
 
+stage_options = together(
+    click.option(
+        "--pp",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="P",
+        help="Number of pipeline stages, each of which is sharded over the N ranks of --tp.",
+    ),
+    click.option(
+        "--stages",
+        default="",
+        metavar="LAYERS",
+        help="First and last layer of each stage, as 0-39,40-79.  [default: bytes and work are balanced]",
+    ),
+)
+
 tokens_option = click.option(
     "--tokens", default=2048, show_default=True, metavar="N", help="Length of the forward pass in the report."
 )

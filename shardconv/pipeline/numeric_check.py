@@ -9,7 +9,7 @@ from itertools import islice
 from textwrap import shorten
 
 from shardconv_runtime.adapters.attaching import enable_adapters
-from shardconv_runtime.errors import SourceError
+from shardconv_runtime.errors import SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -26,6 +26,7 @@ from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
 from ..verifying.simulation.rank_simulation import Logits, Unprovable
+from .staged_form import without_extra_outputs
 
 MOST_BYTES = 4 * 2**30
 """Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""
@@ -124,6 +125,22 @@ class NumericCheck:
         if case.simulation.changes_without_cache(case.inputs):
             return "the model's results change where no cache is filled, which that form does not do"
         return simulate(case, gradients=True).gradients
+
+    def require_right_stages(self, plan: Plan) -> None:
+        """Compare what the last of the stages returns, in a prefill and a step of decoding.
+
+        Raises:
+            SolveError: it is not what the unsharded model returns.
+        """
+        case = self._case_that_fits(plan)
+        if case is not None:
+            self.tell("stages")
+            outcome = case.simulation.evaluate_stages(without_extra_outputs(case.inputs))
+            if not outcome.agrees:
+                raise SolveError(
+                    "the model cannot be cut into stages: the last stage's results differ from the unsharded "
+                    f"model's by {outcome.worst:.1e} of the largest (allowed: {outcome.tolerance:.0e})"
+                )
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""

@@ -34,6 +34,7 @@ from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
 from .sequence_form import no_sequence_form, with_sequence_form
+from .staged_form import with_stages
 
 Tell = Callable[[str], None]
 
@@ -131,7 +132,10 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     if adapted is not None:
         plan = adapted.planned(plan)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
-    if options.measure:
+    if options.pp > 1:
+        tell("cutting the model into stages")
+        plan = with_stages(problem, plan, solution, tape)
+    elif options.measure:
         tell("measuring caches and activations")
         plan = _with_memory(plan, model, inputs, bypassed)
     check = None
@@ -144,6 +148,8 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
             other = run.as_in_training()
             if other.tape.not_in_training:
                 return _solved_run(spec, options, steps, other, tell)
+        if plan.stages is not None:
+            check.require_right_stages(plan)
         if adapted is not None and not adapted.replaces_modules:
             check.require_right_when_disabled(plan)
     if options.sequence_parallel:

@@ -14,6 +14,7 @@ from .fits import Load
 from .fused_lines import fused_lines
 from .human_numbers import human_bytes, human_count, percent
 from .memory_lines import device_lines, memory_lines
+from .stage_lines import stage_bytes, stage_lines
 from .summary import (
     Collective,
     LayerKind,
@@ -46,6 +47,7 @@ def report(plan: Plan, *, num_tokens: int = TOKENS, load: Load | None = None) ->
         _collectives(summary.collectives, num_tokens),
         _fused(plan),
         _totals(plan, summary),
+        stage_lines(plan),
         memory_lines(plan, num_tokens),
         device_lines(plan, load) if load else (),
         _training(plan),
@@ -57,10 +59,11 @@ def report(plan: Plan, *, num_tokens: int = TOKENS, load: Load | None = None) ->
 def _header(plan: Plan) -> Iterator[str]:
     model = plan.model
     mesh = " x ".join(map(str, plan.mesh)) or "1"
+    pp = f"pp {plan.stages.count}, " if plan.stages else ""
     yield model.class_name.partition(":")[2]
     yield (
         f"  {human_count(model.num_parameters)} parameters, {weights_text(plan)}"
-        f" · tp {plan.tp}, mesh {mesh}"
+        f" · {pp}tp {plan.tp}, mesh {mesh}"
         f" · torch {plan.code.torch}, transformers {plan.code.transformers}"
     )
 
@@ -183,7 +186,8 @@ def _fused(plan: Plan) -> Iterator[str]:
 
 
 def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
-    smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
+    held = [n for ranks in stage_bytes(plan) for n in ranks] if plan.stages else summary.rank_bytes
+    smallest, largest = min(held), max(held)
     per_rank = human_bytes(largest)
     if human_bytes(smallest) != per_rank:
         per_rank = f"{human_bytes(smallest)} to {per_rank}"

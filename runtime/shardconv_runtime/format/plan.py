@@ -12,6 +12,7 @@ from ..errors import PlanError
 from .dims import Dim, size
 from .measured import MemoryPlan
 from .names import MAX_NAMES, expand_all
+from .pipeline_stages import StagesPlan
 from .slices import Mesh, local_size
 
 VERSION = 4
@@ -396,6 +397,8 @@ class Plan:
     unsharded model."""
     wrong_experts: tuple[str, ...] = ()
     """The same of experts."""
+    stages: StagesPlan | None = None
+    """Of a pipeline; each stage is sharded over its own ``tp`` ranks. None: there is one stage."""
     memory: MemoryPlan | None = None
     """What a rank needs beside its weights; None where it could not be measured."""
     notes: tuple[str, ...] = ()

@@ -163,7 +163,7 @@ def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     check_dtype(f"{where}.dtype", entry.dtype)
     if len(entry.dims) > MAX_TENSOR_DIMS:
         fail(f"{where}.dims", f"more than {MAX_TENSOR_DIMS} dims")
-    _check_dims(f"{where}.dims", entry.dims, mesh)
+    check_dims(f"{where}.dims", entry.dims, mesh)
     check_axes(f"{where}.partial", entry.partial, mesh)
     check_axes(f"{where}.grad_axes", entry.grad_axes, mesh)
     if not 0 <= entry.grad_levels < min(name.count(".") for name in entry.names) + 1:
@@ -228,7 +228,7 @@ def _check_experts(plan: Plan) -> None:
 
 
 def _check_boundary(where: str, step: Boundary, side: str, mesh: Mesh) -> None:
-    _check_slot(f"{where}.slot", step.slot, side)
+    check_slot(f"{where}.slot", step.slot, side)
     if step.per_token < 0:
         fail(f"{where}.per_token", "must not be negative")
     if isinstance(step, AllReduceStep | KeepOnFirstStep | GradAllReduceStep | GradDivideStep):
@@ -256,7 +256,12 @@ def _check_grad_axes(where: str, step: Boundary, moved: frozenset[int], mesh: Me
             fail(f"{where}.{field}", f"{step.op} does not run over mesh axis {outside[0]}")
 
 
-def _check_slot(where: str, slot: str, side: str) -> None:
+def check_slot(where: str, slot: str, side: str) -> None:
+    """Check that a slot is one of an input or of an output, as ``side`` says.
+
+    Raises:
+        MalformedError: it is not; the message begins with ``where``.
+    """
     first, *path = slot.split(".")
     if first != side or not _is_path(path) or (side == "input" and not path):
         example = "input.hidden_states" if side == "input" else "output.0"
@@ -294,7 +299,7 @@ def _check_tied(tied: Sequence[tuple[str, str]], parameters: Mapping[str, Parame
 
 
 def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None:
-    _check_slot("logits.slot", logits.slot, "output")
+    check_slot("logits.slot", logits.slot, "output")
     entry = modules.get(logits.module)
     if entry is None:
         fail("logits.module", f"the plan has no module entry for {logits.module!r}")
@@ -302,7 +307,12 @@ def _check_logits(logits: LogitsInfo, modules: Mapping[str, ModulePlan]) -> None
         fail("logits", f"{logits.module!r} has no all_gather at {logits.slot!r}")
 
 
-def _check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
+def check_dims(where: str, dims: Sequence[Dim], mesh: Mesh) -> None:
+    """Check the dims of a tensor.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with ``where``.
+    """
     try:
         validate_tensor(dims, mesh)
     except PlanError as error:
@@ -323,7 +333,7 @@ def _check_layout(where: str, step: ReshardingStep | LocalRowsStep | LocalRowsOr
     else:
         if parts is not None and (is_lookup or all(map(axes_of, parts))):
             fail(where, f"{to_text(layout)}: an open factor is not allowed here")
-        _check_dims(where, parts or (layout,), mesh)
+        check_dims(where, parts or (layout,), mesh)
     if not axes_of(layout):
         fail(where, f"must be sharded over a mesh axis; else {step.op} has no effect")
 

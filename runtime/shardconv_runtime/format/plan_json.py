@@ -109,6 +109,10 @@ def _check(plan: Plan) -> None:
         from .training_checks import check_training
 
         check_training(plan)
+    if plan.stages is not None:
+        from .stage_checks import check_stages
+
+        check_stages(plan)
     if plan.memory is not None:
         from .measured_checks import check_memory
 

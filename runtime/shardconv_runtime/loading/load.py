@@ -219,6 +219,8 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
             f"{directory}: the model runs Python code from its own directory; "
             "read that code, then pass trust_remote_code=True"
         )
+    if solved.stages is not None:
+        raise PlanError(f"{directory}: the plan has stages, which cannot be loaded yet; plan without --pp")
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet

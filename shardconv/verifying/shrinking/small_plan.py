@@ -32,6 +32,7 @@ from ...planning.solution import stand_in
 from ...tracing.tape import Mark, prefixes
 from .resized_dims import Misfit, resized
 from .small_model import SmallModel
+from .small_stages import small_stages
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
 
@@ -92,7 +93,15 @@ class _Translation:
                 if not any(map(self._is_skipped, group))
             ),
             training=training,
+            stages=self.full.stages and small_stages(self.full, self._result_dim),
         )
+
+    def _result_dim(self, name: str, slot: str, index: int, dim: Dim) -> Dim:
+        """A dim of what a module returns, which may be a layer that the smaller model lacks."""
+        fqn = stand_in(name, self.small.stand_ins)
+        tid = self.marks.get((fqn, slot))
+        nodes = self.dims.get(tid, ()) if tid is not None else ()
+        return self._dim(fqn, dim, nodes[index]) if index < len(nodes) else dim
 
     def _sequence(self, sequence: SequencePlan) -> SequencePlan:
         return replace(

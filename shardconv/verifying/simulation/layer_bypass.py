@@ -7,6 +7,7 @@ bypassed by returning these arguments. It is bypassed if it is planned as the la
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,7 +141,13 @@ def bypass(model: nn.Module, layers: Mapping[str, Bypass]) -> nn.Module:
 
 def _stand_in(layer: nn.Module, how: Bypass) -> nn.Module:
     """A module of the layer's class, since models look for the layers whose outputs they collect."""
-    made: _Bypassed = object.__new__(type(type(layer).__name__, (_Bypassed, type(layer)), {}))
+
+    @functools.wraps(type(layer).forward)  # stand-ins of stages ask for the names of its arguments
+    def forward(self: _Bypassed, *args: Any, **kwargs: Any) -> Any:
+        return self.passed_on(*args, **kwargs)
+
+    kind = type(type(layer).__name__, (_Bypassed, type(layer)), {"forward": forward})
+    made: _Bypassed = object.__new__(kind)
     made.bypass(layer, how)
     return made
 
@@ -172,7 +179,7 @@ class _Bypassed(nn.Module):
         other.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
         return other
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def passed_on(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments that the layer would have changed, in the form in which it returns them."""
         found = {
             index: kwargs[argument] if argument in kwargs else args[position]

@@ -16,6 +16,7 @@ from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.plan import AllGatherStep, Plan, module_plans, parameter_plans
 from shardconv_runtime.format.slices import ranges
+from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.parallel.local_tensor import local_view
@@ -36,6 +37,7 @@ from .model_runs import (
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
 from .reused_model import ReusedModel
 from .simulated_weights import RandomWeights, fill
+from .stage_simulation import Mail, stage_of_rank
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
@@ -127,6 +129,37 @@ class Simulation:
         except Exception as error:
             raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
         return Outcome(worst, self._precision.tolerance, self._precision.dtype, calls=len(want))
+
+    def evaluate_stages(self, inputs: TraceInputs, *, calls: int = 2) -> Outcome:
+        """Run the unsharded model, then all ranks of one stage after the other.
+
+        Args:
+            inputs: of the first call.
+            calls: see ``evaluate``.
+
+        Raises:
+            Unprovable: the unsharded model fails.
+            SolveError: a stage fails.
+        """
+        want = self._reference(inputs, calls)
+        precision, mail = self._precision, Mail()
+        model = copy.deepcopy(self.model).to(precision.dtype)
+        worst = 0.0
+        for stage in range(num_stages(self.plan)):
+
+            def run(comm: ThreadCommunicator, stage: int = stage) -> float:
+                weights = self.weights.local(comm.rank, precision.dtype)
+                local = stage_of_rank(model, self.plan, comm, stage, weights, mail)
+                found = outputs_of_calls(local, inputs, precision, len(want))
+                return _largest(found, want) if stage == num_stages(self.plan) - 1 else 0.0
+
+            try:
+                worst = max(self._run_ranks(run))
+            except Exception as error:
+                raise SolveError(f"stage {stage} failed when it was simulated: {error}") from error
+        if left := sorted({(source, stage) for (_, source, stage), tensors in mail.items() if tensors}):
+            raise SolveError("stage {1} does not receive all that stage {0} sends".format(*left[0]))
+        return Outcome(worst, precision.tolerance, precision.dtype, calls=len(want))
 
     def wrong_gradient(self, inputs: TraceInputs) -> str:
         """What is wrong with the gradients of the ranks, in training mode; empty if nothing is.

@@ -49,6 +49,8 @@ COMMANDS = {
     "plan": {
         "--tp",
         "--experts",
+        "--pp",
+        "--stages",
         "--sequence-parallel",
         "--format",
         "--json",

@@ -1,0 +1,112 @@
+"""The stages of a pipeline, as a plan has them: which modules run where, and what the others are replaced by.
+
+On a stage, the model's own forward pass runs. Modules of other stages are stand-ins without parameters: they
+return tensors of the right shape, or what another stage has sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .dims import Dim
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDim:
+    """A dim of an argument of a module, as its caller gives it."""
+
+    slot: str
+    """``input.hidden_states``."""
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandInDim:
+    """A dim of a tensor that a stand-in makes: the product of these."""
+
+    of: tuple[SlotDim, ...] = ()
+    size: Dim | None = None
+    """A layout, of which each rank has its local size."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandInTensor:
+    """A tensor that a stand-in makes."""
+
+    dims: tuple[StandInDim, ...]
+    dtype: str = ""
+    """Empty: that of the model's parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandInItem:
+    """An item of what a stand-in returns: a tensor, one of its arguments, or None."""
+
+    tensor: StandInTensor | None = None
+    argument: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheArgument:
+    """An argument of a method of a cache: a tensor, or a number."""
+
+    name: str = ""
+    """Empty: it is positional."""
+    tensor: StandInTensor | None = None
+    numbers: tuple[int, ...] = ()
+    """One for all names of the module, or one for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCall:
+    """A call by which a stand-in keeps its layer of a cache as long as the others."""
+
+    method: str
+    argument: str
+    """Of the module, which is the cache."""
+    attribute: str = ""
+    """Of that argument, if the cache consists of caches."""
+    arguments: tuple[CacheArgument, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SentValue:
+    """A result of a module that other stages receive."""
+
+    item: int
+    """Among the items that it returns."""
+    to: tuple[int, ...]
+    """Stages, ascending."""
+    per_token: int = 0
+    """Elements of the (global) tensor for each token; for reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModule:
+    """Modules that run on some stages, and have stand-ins on the others."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    """Ascending; more than one if it is called on several."""
+    returns: str
+    """``tensor``: its one item; ``tuple`` or ``list`` of its items."""
+    items: tuple[StandInItem, ...]
+    cache: tuple[CacheCall, ...] = ()
+    sent: tuple[SentValue, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StagesPlan:
+    """The stages of a pipeline."""
+
+    count: int
+    layers: tuple[tuple[int, int], ...]
+    """First and last layer of each stage; layers are counted in the order in which they run. A stage without
+    layers has a last one before its first."""
+    modules: tuple[StagedModule, ...]
+    """The outermost modules with parameters that lie in one stage; all others run on each stage."""
+    computed_again: tuple[str, ...] = ()
+    """Modules without parameters that each stage runs; for reports."""
+
+
+RETURNS = ("tensor", "tuple", "list")

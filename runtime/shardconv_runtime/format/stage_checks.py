@@ -1,0 +1,79 @@
+"""The rules of the stages of a pipeline, which are checked where a plan has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .pipeline_stages import RETURNS, StagedModule, StagesPlan, StandInItem, StandInTensor
+from .plan import Plan
+from .plan_checks import MAX_TENSOR_DIMS, MAX_TP, check_dims, check_dtype, check_slot, fail, one_of
+from .staged_names import staged_modules
+
+MAX_ITEMS = 256
+"""Most items that a module returns, arguments of a call of a cache, or calls of one."""
+
+
+def check_stages(plan: Plan) -> None:
+    """Check the rules of ``docs/plan-format.md`` for ``stages``.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with the path of the field.
+        PlanError: two entries claim one name, or the patterns stand for too many names.
+    """
+    stages = plan.stages
+    assert stages is not None
+    if not stages.count >= 2 or stages.count * plan.tp > MAX_TP:
+        fail("stages.count", f"must be 2 or more, and at most {MAX_TP} ranks in all, got {stages.count}")
+    if len(stages.layers) != stages.count:
+        fail("stages.layers", f"expected one pair for each of {stages.count} stages")
+    for index, entry in enumerate(stages.modules):
+        _check_module(f"stages.modules[{index}]", entry, stages, plan)
+    staged_modules(plan)
+
+
+def _check_module(where: str, entry: StagedModule, stages: StagesPlan, plan: Plan) -> None:
+    if not entry.names or "" in entry.names:
+        fail(f"{where}.names", "a module of a stage needs a name")
+    _check_ascending(f"{where}.stages", entry.stages, stages.count)
+    if entry.returns not in RETURNS:
+        fail(f"{where}.returns", one_of(entry.returns, RETURNS))
+    if entry.returns == "tensor" and len(entry.items) != 1:
+        fail(f"{where}.items", "a module that returns a tensor has one item")
+    if max(len(entry.items), len(entry.cache), *(len(c.arguments) for c in entry.cache), 0) > MAX_ITEMS:
+        fail(where, f"more than {MAX_ITEMS} items, calls or arguments")
+    for call in entry.cache:
+        if not call.method.startswith("update") or not call.method.isidentifier():
+            fail(f"{where}.cache", f"{call.method!r} is not a method that updates a cache")
+    for tensor in _tensors(entry):
+        _check_tensor(where, tensor, plan)
+    for sent in entry.sent:
+        if not 0 <= sent.item < len(entry.items) or entry.items[sent.item].tensor is None:
+            fail(f"{where}.sent", f"item {sent.item} is not a tensor")
+        _check_ascending(f"{where}.sent", sent.to, stages.count)
+        if len(entry.stages) != 1 or sent.to[0] <= entry.stages[0]:
+            fail(f"{where}.sent", "what is sent is made on one stage, and received on later ones")
+
+
+def _tensors(entry: StagedModule) -> Iterator[StandInTensor]:
+    items: list[StandInItem] = [*entry.items]
+    yield from (item.tensor for item in items if item.tensor is not None)
+    yield from (a.tensor for call in entry.cache for a in call.arguments if a.tensor is not None)
+
+
+def _check_tensor(where: str, tensor: StandInTensor, plan: Plan) -> None:
+    if len(tensor.dims) > MAX_TENSOR_DIMS:
+        fail(where, f"more than {MAX_TENSOR_DIMS} dims")
+    if tensor.dtype:
+        check_dtype(where, tensor.dtype)
+    for dim in tensor.dims:
+        if len(dim.of) > MAX_TENSOR_DIMS:
+            fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
+        for each in dim.of:
+            check_slot(where, each.slot, "input")
+        if dim.size is not None:
+            check_dims(where, (dim.size,), plan.mesh)
+
+
+def _check_ascending(where: str, stages: tuple[int, ...], count: int) -> None:
+    if not stages or list(stages) != sorted(set(stages)) or not 0 <= stages[0] <= stages[-1] < count:
+        fail(where, f"expected stages below {count}, ascending, each once; got {list(stages)}")

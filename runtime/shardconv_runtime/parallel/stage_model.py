@@ -1,0 +1,241 @@
+"""The model of one stage of a pipeline: stand-ins in the place of the modules of other stages.
+
+A stand-in has no parameters. It returns tensors of the right shape and dtype, which nobody needs, or what the
+stage of the module has sent. It keeps the caches of its layers as long as the others, with one head of one
+element, since code asks the first layer of a cache for its length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..comm.stage_link import StageLink
+from ..errors import PlanError
+from ..format.pipeline_stages import CacheCall, SentValue, StagedModule, StandInDim, StandInTensor
+from ..format.plan import Plan
+from ..format.slices import Mesh, local_size
+from ..format.staged_names import staged_modules
+from .boundary import forward_signature
+from .build import submodule
+from .stage_guards import attach_stage_guards
+
+Shape = Callable[[Mapping[str, Any]], tuple[int, ...]]
+
+
+def keep_stage(model: nn.Module, plan: Plan, link: StageLink, rank: int, device: torch.device) -> nn.Module:
+    """Replace the modules of other stages, in place, and have the others send and receive.
+
+    Args:
+        model: of one rank, as ``parallelize`` makes it; on meta.
+        plan: with stages.
+        link: to the other stages.
+        rank: among those of the stage.
+        device: on which the rank computes.
+
+    Returns:
+        The model. Its parameters are those of this stage.
+
+    Raises:
+        PlanError: the plan does not fit the model.
+    """
+    for fqn, (entry, position) in staged_modules(plan).items():
+        module = submodule(model, fqn)
+        if link.stage in entry.stages:
+            if entry.sent:
+                module.register_forward_hook(_Sender(link, entry.sent))
+            continue
+        parent, _, name = fqn.rpartition(".")
+        forms = _Forms(entry, position, list(forward_signature(module).parameters), plan.mesh, rank)
+        submodule(model, parent)._modules[name] = _made(module, forms, link, device)
+    _let_go(model, device)
+    attach_stage_guards(model, plan, link)
+    model.register_forward_hook(_Sharer(link), with_kwargs=True)
+    return model
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Whether a module only stands in for one of another stage."""
+    return isinstance(module, _StandIn)
+
+
+def _let_go(model: nn.Module, device: torch.device) -> None:
+    """Code asks weights for their device and dtype: those of stand-ins become one number in their shape."""
+    kept = set(model.modules())
+    for module in kept:
+        if isinstance(module, _StandIn):
+            for owner in set(module._module.modules()) - kept:
+                for name, tensor in owner._parameters.items():
+                    if tensor is not None:
+                        shown = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+                        owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
+
+
+class _Sender:
+    """A hook that sends results of a module to the stages that need them."""
+
+    def __init__(self, link: StageLink, sent: Sequence[SentValue]) -> None:
+        self._link = link
+        self._sent = sent
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Send, in the order of the plan."""
+        for value in self._sent:
+            self._link.send(output if isinstance(output, Tensor) else output[value.item], value.to)
+
+
+class _Sharer:
+    """A hook that gives every stage what the model returns on the last one, but for caches."""
+
+    def __init__(self, link: StageLink) -> None:
+        self._link = link
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Fill the results of the model."""
+        self._link.share(returned_tensors(model, output))
+
+
+def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:
+    """The tensors that a model returns, but for those that are handed back to it, as caches are."""
+    if isinstance(output, Mapping):
+        arguments = forward_signature(model).parameters
+        output = [value for name, value in output.items() if name not in arguments]
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+
+class _Forms:
+    """What one stand-in returns, and how it finds the shapes among its arguments."""
+
+    def __init__(
+        self, entry: StagedModule, position: int, names: Sequence[str], mesh: Mesh, rank: int
+    ) -> None:
+        self.entry = entry
+        self._names = names
+        self._mesh = mesh
+        self._rank = rank
+        self.shapes = [None if i.tensor is None else self._shape(i.tensor) for i in entry.items]
+        self.cache = [self._cache_call(call, position) for call in entry.cache]
+        self.received = {value.item: value.to for value in entry.sent}
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name; further positional ones by number."""
+        names = [*self._names, *map(str, range(len(self._names), len(args)))]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _shape(self, tensor: StandInTensor) -> Shape:
+        dims = [self._dim(dim) for dim in tensor.dims]
+        return lambda given: tuple(dim(given) for dim in dims)
+
+    def _dim(self, dim: StandInDim) -> Callable[[Mapping[str, Any]], int]:
+        size = 1 if dim.size is None else local_size(dim.size, self._mesh, self._rank)
+        if not dim.of:
+            return lambda given: size
+        paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
+        return lambda given: size * math.prod(_required(given, path).shape[d] for path, d in paths)
+
+    def _cache_call(self, call: CacheCall, position: int) -> Callable[[Mapping[str, Any], Any], None]:
+        """Makes one call of a cache among the arguments, if the module is given one and what it would write
+        is made of."""
+        arguments = []
+        paths = [
+            e.slot.split(".")[1:] for a in call.arguments if a.tensor for d in a.tensor.dims for e in d.of
+        ]
+        for argument in call.arguments:
+            number = argument.numbers[position % len(argument.numbers)] if argument.numbers else 0
+            shape = None if argument.tensor is None else self._shape(argument.tensor)
+            arguments.append((argument.name, argument.tensor, shape, number))
+
+        def run(given: Mapping[str, Any], empty: Callable[[StandInTensor, tuple[int, ...]], Tensor]) -> None:
+            cache = given.get(call.argument)
+            cache = getattr(cache, call.attribute, None) if call.attribute else cache
+            if cache is None or any(_found(given, path) is None for path in paths):
+                return
+            values = [
+                (name, empty(tensor, shape(given)) if tensor is not None and shape is not None else number)
+                for name, tensor, shape, number in arguments
+            ]
+            getattr(cache, call.method)(*(v for n, v in values if not n), **{n: v for n, v in values if n})
+
+        return run
+
+
+def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
+    """The tensor at a slot of the arguments; None if there is none."""
+    value: Any = given.get(path[0])
+    for step in path[1:]:
+        if value is not None:
+            value = value[int(step)] if isinstance(value, tuple | list) else value.get(step)
+    return value if isinstance(value, Tensor) else None
+
+
+def _required(given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
+    value = _found(given, path)
+    if value is None:
+        raise PlanError(f"a module of another stage is called without its argument {'.'.join(path)}")
+    return value
+
+
+def _made(module: nn.Module, forms: _Forms, link: StageLink, device: torch.device) -> nn.Module:
+    """A stand-in of the module's class, since models look for modules by their class."""
+
+    @functools.wraps(type(module).forward)  # code may ask for the names of its arguments
+    def forward(self: _StandIn, *args: Any, **kwargs: Any) -> Any:
+        return self.results(*args, **kwargs)
+
+    kind = type(type(module).__name__, (_StandIn, type(module)), {"forward": forward})
+    made: _StandIn = object.__new__(kind)
+    made.stand_in(module, forms, link, device)
+    return made
+
+
+class _StandIn(nn.Module):
+    """Stands in for a module: its attributes and its signature, none of its parameters."""
+
+    def stand_in(self, module: nn.Module, forms: _Forms, link: StageLink, device: torch.device) -> None:
+        """Set up, in place of the constructor."""
+        nn.Module.__init__(self)
+        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        self.__dict__.update(_module=module, _forms=forms, _link=link, _device=device)
+        self.__dict__["_dtype"] = max(set(floating), key=floating.count, default=torch.get_default_dtype())
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_module"], name)
+
+    def results(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module would return, in shape; in value only what its stage has sent."""
+        forms: _Forms = self._forms
+        given = forms.bound(args, kwargs)
+        for update in forms.cache:
+            update(given, self._empty)
+        items = [self._item(index, given) for index in range(len(forms.entry.items))]
+        if forms.entry.returns == "tensor":
+            return items[0]
+        return tuple(items) if forms.entry.returns == "tuple" else items
+
+    def _item(self, index: int, given: Mapping[str, Any]) -> Any:
+        forms, link = self._forms, self._link
+        item, shape = forms.entry.items[index], forms.shapes[index]
+        if item.tensor is None or shape is None:
+            return given.get(item.argument) if item.argument else None
+        if link.stage in forms.received.get(index, ()):
+            return link.receive(
+                shape(given), self._own_dtype(item.tensor), self._device, forms.entry.stages[0]
+            )
+        return self._empty(item.tensor, shape(given))
+
+    def _empty(self, tensor: StandInTensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self._own_dtype(tensor), device=self._device)
+
+    def _own_dtype(self, tensor: StandInTensor) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, tensor.dtype) if tensor.dtype else self._dtype
+        return dtype

@@ -1,0 +1,94 @@
+"""The shapes of a second call, which continues the first: lengths of queries and of keys differ there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardconv_runtime.errors import SolveError
+from torch import Tensor, nn
+
+from ..dim_analysis.rules import RULES
+from ..tracing.inputs import TraceInputs
+from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape
+from ..tracing.trace import trace
+from ..verifying.simulation.model_runs import continuation
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SecondCall:
+    """What modules were given and returned in a second call of the model."""
+
+    shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
+    """(FQN, slot) -> shape; of a module's first call in it."""
+    returned: dict[str, Returned] = field(default_factory=dict)
+    updates: dict[str, list[tuple[CacheUpdate, list[Shape]]]] = field(default_factory=dict)
+    """FQN -> updates of the caches that the module was given, and the shapes of the tensors in each."""
+
+    def called(self, fqn: str) -> bool:
+        """Whether the module was called."""
+        return fqn in self.returned
+
+
+def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
+    """Trace a call with one more token, given what the first call handed back.
+
+    Args:
+        model: on meta.
+        inputs: of the first call.
+
+    Returns:
+        Nothing of a model that hands nothing back, or cannot be called again.
+    """
+    try:
+        return _read(trace(_Twice(model, inputs), inputs.tensors, RULES))
+    except SolveError:
+        return SecondCall()
+
+
+class _Twice(nn.Module):
+    """A model that is called twice."""
+
+    def __init__(self, model: nn.Module, inputs: TraceInputs) -> None:
+        super().__init__()
+        self.model = model
+        self._inputs = inputs
+
+    def forward(self, **tensors: Tensor) -> Any:
+        """The results of the second call."""
+        first = self.model(**tensors, **self._inputs.options)
+        return self.model(**continuation(self.model, replace(self._inputs, tensors=tensors), first))
+
+
+def _read(tape: Tape) -> SecondCall:
+    """Of the calls in the second call of the model."""
+    (second,) = [i for i, call in enumerate(tape.calls) if call.fqn == "model" and call.index == 1]
+    names: dict[int, str] = {}
+    for index, made in enumerate(tape.calls[second:], second):
+        fqn = made.fqn.removeprefix("model").removeprefix(".")
+        if fqn not in names.values():
+            names[index] = fqn
+    found = SecondCall()
+    for event in tape.events:
+        if isinstance(event, Mark) and event.call in names:
+            for slot in event.slots:
+                tid = event.target if event.is_output else event.source
+                found.shapes[names[event.call], slot] = tape.tensors[tid].shape
+    found.returned.update({fqn: tape.returned[i] for i, fqn in names.items() if i in tape.returned})
+    for update in tape.cache_updates:
+        for call in update.givers:
+            if call in names:
+                found.updates.setdefault(names[call], []).append((update, _shapes(tape, update)))
+    return found
+
+
+def _shapes(tape: Tape, update: CacheUpdate) -> list[Shape]:
+    return [tape.tensors[tid].shape for tid in tensors_of_update(update)]
+
+
+def tensors_of_update(update: CacheUpdate) -> Sequence[int]:
+    """The tensors that an update of a cache is given, in order."""
+    return [v.tid for v in (*update.args, *update.kwargs.values()) if isinstance(v, Ref)]

@@ -1,0 +1,224 @@
+"""The stages of a plan: cuts that share out the model, and what crosses them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, StagedModule, StagesPlan
+
+from ..planning.layout import Layouts
+from ..tracing.fold import Folded
+from ..tracing.tape import Op, Tape, reads_and_writes, starred
+from .balance import NOTHING, Load, balanced, parse_stages
+from .crossings import Crossings, Value
+from .second_call import SecondCall
+from .stand_in_forms import StandInForms
+from .tape_units import TapeUnits, Unit
+
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "_grouped_mm", "grouped_mm", "einsum", "baddbmm")
+"""Operators whose multiplications are counted: the last dim of their first operand is summed over."""
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a model is cut into stages."""
+
+    count: int
+    layers: str = ""
+    """First and last layer of each stage, as ``0-39,40-79``; empty: balanced."""
+
+
+def stages_plan(
+    options: StageOptions,
+    tape: Tape,
+    layouts: Layouts,
+    folded: Folded,
+    parameters: Mapping[str, int],
+    tied: Sequence[tuple[str, str]],
+    second: SecondCall,
+) -> StagesPlan:
+    """Cut a model into stages.
+
+    Args:
+        options: how many, and maybe which.
+        tape: of a prefill, not folded, without further outputs.
+        layouts: of the folded tape.
+        folded: which was solved.
+        parameters: bytes of each parameter and persistent buffer, under the first of its names.
+        tied: (alias, first name) of parameters.
+        second: a call that continues that of the tape.
+
+    Raises:
+        SolveError: the model cannot be cut into stages; the message says why.
+        ShardconvError: it cannot be cut into so many, or not at these layers.
+    """
+    names = {name: name for name in parameters} | dict(tied)
+    units = TapeUnits(tape, names)
+    forms = StandInForms(units, layouts, folded, second)
+    units = TapeUnits(tape, names, _everywhere(units, forms))
+    crossings = Crossings(units)
+    if not units.borders:
+        raise SolveError("the model has no stack of layers that could be cut into stages")
+    if problem := crossings.unanswerable() or _looped(units):
+        raise SolveError(f"the model cannot be cut into stages: {problem}")
+    cuts = _cuts(options, units, crossings, parameters)
+    positions = [0, *(units.borders[cut].position for cut in cuts), len(tape.events)]
+    return _Stages(units, forms, crossings, positions, layouts).plan()
+
+
+def _everywhere(units: TapeUnits, forms: StandInForms) -> frozenset[str]:
+    """Units that nothing can stand in for, and that every stage can run: tables of positions, looked up by
+    the length of a sequence."""
+    layers = {units.tape.calls[call].fqn for call in units.layers}
+    found = (u for u in units.units.values() if u.fqn not in layers and forms.has_own_inputs(u))
+    return frozenset(unit.fqn for unit in found if not forms.has_stand_in(unit))
+
+
+def _looped(units: TapeUnits) -> str:
+    """Why layers that are called again cannot be stages; empty if there are none."""
+    calls = [units.tape.calls[call].fqn for call in units.layers]
+    again = next((fqn for fqn in calls if calls.count(fqn) > 1), "")
+    return f"{again} is called more than once: its layers are a loop" if again else ""
+
+
+def _cuts(
+    options: StageOptions, units: TapeUnits, crossings: Crossings, parameters: Mapping[str, int]
+) -> list[int]:
+    """Indices of the borders to cut at."""
+    obstacles = [crossings.obstacle(border.position) for border in units.borders[:-1]]
+    if options.layers:
+        cuts = parse_stages(options.layers, len(units.borders))
+        if len(cuts) + 1 != options.count:
+            raise SolveError(f"{options.layers!r} are {len(cuts) + 1} stages, not {options.count}")
+        if wrong := [cut for cut in cuts if obstacles[cut]]:
+            raise SolveError(
+                f"the model cannot be cut behind {units.borders[wrong[0]].layer}: {obstacles[wrong[0]]}"
+            )
+        return cuts
+    if obstacles and all(obstacles):
+        raise SolveError(f"the model cannot be cut into stages: {obstacles[len(obstacles) // 2]}")
+    return balanced(_loads(units, parameters), [not o for o in obstacles], options.count)
+
+
+def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[Load]:
+    """Of the stretches between borders; the last border closes no stretch."""
+    positions = [border.position for border in units.borders[:-1]]
+    loads = [NOTHING] * (len(positions) + 1)
+
+    def add(position: int, load: Load) -> None:
+        index = sum(1 for p in positions if p <= position)
+        loads[index] += load
+
+    for unit in units.units.values():
+        add(unit.starts[0], Load(sum(parameters[name] for name in unit.parameters), 0.0))
+    weights = {t for t, info in enumerate(units.tape.tensors) if info.kind == "parameter"}
+    for position, event in enumerate(units.tape.events):
+        inputs, outputs = reads_and_writes(event)
+        if inputs and weights.issuperset(inputs):
+            weights.update(outputs)
+        elif isinstance(event, Op) and outputs:
+            add(position, Load(0, _work(units.tape, event, weights)))
+    return loads
+
+
+def _work(tape: Tape, op: Op, weights: Collection[int]) -> float:
+    """Multiplications of a product with weights: parameters, or views of them."""
+    kind = op.name.removeprefix("aten.").partition(".")[0]
+    if kind not in _PRODUCTS or not op.inputs:
+        return 0.0
+    is_weight = [t in weights and len(tape.tensors[t].shape) > 1 for t in op.inputs]
+    if any(is_weight):
+        shape = next((tape.tensors[t].shape for t, w in zip(op.inputs, is_weight, strict=True) if not w), ())
+        return float(math.prod(tape.tensors[op.outputs[0]].shape) * (shape[-1] if shape else 1))
+    return 0.0
+
+
+class _Stages:
+    """One choice of cuts."""
+
+    def __init__(
+        self,
+        units: TapeUnits,
+        forms: StandInForms,
+        crossings: Crossings,
+        positions: Sequence[int],
+        layouts: Layouts,
+    ) -> None:
+        self.units = units
+        self.forms = forms
+        self.positions = positions
+        self.count = len(positions) - 1
+        self.tokens = layouts.num_tokens
+        self.received = [crossings.needed(start, stop) for start, stop in itertools.pairwise(positions)]
+
+    def plan(self) -> StagesPlan:
+        """All stages."""
+        entries: dict[tuple[str, StagedModule], list[tuple[str, tuple[CacheCall, ...]]]] = {}
+        for unit in self.units.units.values():
+            entry = self._entry(unit)
+            key = starred(unit.fqn), replace(entry, cache=_without_numbers(entry.cache))
+            entries.setdefault(key, []).append((unit.fqn, entry.cache))
+        modules = []
+        for (_, entry), members in entries.items():
+            names = compress(name for name, _ in members)
+            ordered = sorted(members, key=lambda m: expand_all(names).index(m[0]))
+            modules.append(replace(entry, names=names, cache=_joined([cache for _, cache in ordered])))
+        return StagesPlan(self.count, self._layers(), tuple(modules), self._computed_again())
+
+    def _entry(self, unit: Unit) -> StagedModule:
+        stages = tuple(sorted({self._stage(start) for start in unit.starts}))
+        returns, items = self.forms.returned(unit)
+        sent = self._sent(unit, stages)
+        return StagedModule((), stages, returns, items, self.forms.cache_calls(unit), sent)
+
+    def _stage(self, position: int) -> int:
+        return sum(1 for border in self.positions[1:-1] if border <= position)
+
+    def _sent(self, unit: Unit, stages: tuple[int, ...]) -> tuple[SentValue, ...]:
+        values = {v: None for received in self.received for v in received if v.unit == unit.fqn}
+        if values and len(unit.calls) > 1:
+            raise SolveError(f"{unit.fqn} is called more than once, and another stage needs what it returns")
+        return tuple(self._value(value) for value in values)
+
+    def _value(self, value: Value) -> SentValue:
+        to = tuple(stage for stage, received in enumerate(self.received) if value in received)
+        item = int(value.slot.partition(".")[2] or 0)
+        numel = math.prod(self.units.tape.tensors[value.tid].shape)
+        return SentValue(item, to, math.ceil(numel / self.tokens))
+
+    def _layers(self) -> tuple[tuple[int, int], ...]:
+        stages = [self._stage(border.position - 1) for border in self.units.borders]
+        firsts = [sum(1 for s in stages if s < stage) for stage in range(self.count + 1)]
+        return tuple((first, last - 1) for first, last in itertools.pairwise(firsts))
+
+    def _computed_again(self) -> tuple[str, ...]:
+        """Modules without parameters that a model with stages calls itself."""
+        calls = self.units.tape.calls
+        outer = {i for i, call in enumerate(calls) if i not in self.units.unit_of}
+        parents = {calls[i].parent for i in (*outer, *self.units.unit_of)}
+        return tuple(dict.fromkeys(calls[i].fqn for i in sorted(outer - parents)))
+
+
+def _without_numbers(calls: Sequence[CacheCall]) -> tuple[CacheCall, ...]:
+    return tuple(
+        replace(c, arguments=tuple(replace(a, numbers=(0,) * len(a.numbers)) for a in c.arguments))
+        for c in calls
+    )
+
+
+def _joined(members: Sequence[Sequence[CacheCall]]) -> tuple[CacheCall, ...]:
+    """The calls of the members of an entry, with a number for each of them where they differ."""
+    out = []
+    for index, call in enumerate(members[0]):
+        arguments = []
+        for position, argument in enumerate(call.arguments):
+            numbers = tuple(n for member in members for n in member[index].arguments[position].numbers)
+            arguments.append(replace(argument, numbers=numbers[:1] if len(set(numbers)) == 1 else numbers))
+        out.append(replace(call, arguments=tuple(arguments)))
+    return tuple(out)

@@ -1,0 +1,312 @@
+"""What a stand-in returns in place of a unit, and what it does to caches: read off the tape."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.dims import Dim, Leaf, size
+from shardconv_runtime.format.dims import leaves as dim_leaves
+from shardconv_runtime.format.pipeline_stages import (
+    CacheArgument,
+    CacheCall,
+    SlotDim,
+    StandInDim,
+    StandInItem,
+    StandInTensor,
+)
+
+from ..planning.layout import Layouts
+from ..tracing.fold import Folded
+from ..tracing.tape import CacheUpdate, Mark, Ref, Returned, Tape, prefixes, reads_and_writes
+from .second_call import SecondCall, Shape, tensors_of_update
+from .tape_units import TapeUnits, Unit
+
+_KEPT_LAST = "update_conv_state"
+"""The method of caches for which the last size matters: it is that of the kernel."""
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A tensor that a unit is given."""
+
+    slot: str
+    tid: int
+    is_weighted: bool
+    """Whether it depends on parameters: such a tensor is never left out, as a mask may be."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of a dim in both calls; the second is None if there was none."""
+
+    first: int
+    second: int | None
+
+
+class StandInForms:
+    """The forms of the units of one tape.
+
+    Args:
+        units: of the tape, which is not folded.
+        layouts: of the folded tape.
+        folded: says which layers are in it.
+        second: a call that continues that of the tape.
+    """
+
+    def __init__(self, units: TapeUnits, layouts: Layouts, folded: Folded, second: SecondCall) -> None:
+        self.units = units
+        self.tape = units.tape
+        self._layouts = layouts
+        self._representatives = folded.representatives()
+        self._folded = folded.tape
+        self._second = second
+        self._model_dtype = _model_dtype(self.tape)
+        self._input_sizes = {n for t in self.tape.inputs for n in self.tape.tensors[t].shape}
+
+    def returned(self, unit: Unit) -> tuple[str, tuple[StandInItem, ...]]:
+        """How a unit's results come, and what they are.
+
+        Raises:
+            SolveError: a stand-in could not return such a result.
+        """
+        form = self._form(unit)
+        outputs = self._outputs.get(unit.calls[0], {})
+        items = []
+        for index, item in enumerate(form.items):
+            slot = "output" if form.kind == "tensor" else f"output.{index}"
+            tensor = self._tensor(unit, slot, outputs[slot]) if item.is_tensor else None
+            items.append(StandInItem(tensor, item.argument))
+        return form.kind, tuple(items)
+
+    def has_own_inputs(self, unit: Unit) -> bool:
+        """Whether a unit is given nothing that depends on parameters, so that every stage could run it."""
+        return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))
+
+    def has_stand_in(self, unit: Unit) -> bool:
+        """Whether a stand-in could return such a result."""
+        try:
+            self.returned(unit)
+        except SolveError:
+            return False
+        return True
+
+    def _form(self, unit: Unit) -> Returned:
+        forms = {self.tape.returned.get(call, Returned("other")) for call in unit.calls}
+        if self._second.called(unit.fqn):
+            forms.add(self._second.returned[unit.fqn])
+        form = forms.pop()
+        if forms:
+            raise _no_stand_in(unit, "returns values of several kinds")
+        if form.kind == "other" or any(item.is_other for item in form.items):
+            raise _no_stand_in(unit, "returns a value that is no tensor")
+        return form
+
+    def cache_calls(self, unit: Unit) -> tuple[CacheCall, ...]:
+        """The updates of caches in a call of a unit.
+
+        What only the first call writes, as of keys of an encoder, is written whenever the unit is given the
+        tensor that it is made of; if that is given to the second call as well, it is left out.
+        """
+        again = self._second.updates.get(unit.fqn, [])
+        found = []
+        for update in (u for u in self.tape.cache_updates if unit.calls[0] in u.givers):
+            giver = update.givers[unit.calls[0]]
+            same = [shapes for u, shapes in again if _key(u) == _key(update) and giver in u.givers.values()]
+            arguments = self._cache_arguments(unit, update, same[0] if same else None)
+            tensors = [a.tensor for a in arguments if a.tensor is not None]
+            if same or all(any(dim.of for dim in tensor.dims) for tensor in tensors):
+                found.append(CacheCall(update.method, *giver, arguments))
+        return tuple(found)
+
+    def _cache_arguments(
+        self, unit: Unit, update: CacheUpdate, second: Sequence[Shape] | None
+    ) -> tuple[CacheArgument, ...]:
+        given = [("", value) for value in update.args] + list(update.kwargs.items())
+        tids = tensors_of_update(update)
+        none: list[Shape | None] = [None] * len(tids)
+        shapes = dict(zip(tids, second or none, strict=False))
+        found = []
+        for name, value in given:
+            if isinstance(value, Ref):
+                tensor = self._cached(unit, value.tid, shapes[value.tid], update.method == _KEPT_LAST)
+                found.append(CacheArgument(name, tensor))
+            elif type(value) is int:
+                found.append(CacheArgument(name, numbers=(value,)))
+            elif not name:
+                raise _no_stand_in(unit, f"gives {update.method} of its cache a {type(value).__name__}")
+        return tuple(found)
+
+    def _cached(self, unit: Unit, tid: int, second: Shape | None, keeps_last: bool) -> StandInTensor:
+        """A tensor for a cache: as long as the true one, of one head of one element."""
+        first = self.tape.tensors[tid].shape
+        arguments = self._arguments(unit)
+        if second is None and self._second.called(unit.fqn):
+            arguments = [a for a in arguments if (unit.fqn, a.slot) not in self._second.shapes]
+        dims = []
+        for index, sizes in enumerate(_pairs(first, second)):
+            is_kept = keeps_last and index == len(first) - 1
+            of = self._dims_of(arguments, unit, sizes, index)
+            dims.append(StandInDim(of, None if of else Leaf(sizes.first if is_kept else 1)))
+        return StandInTensor(tuple(dims), self._dtype(tid))
+
+    # Shapes ----------------------------------------------------------------------------------
+
+    def _tensor(self, unit: Unit, slot: str, mark: Mark) -> StandInTensor:
+        """A result of a unit, as its caller gets it."""
+        layouts = self._layout(unit, slot)
+        shape = self.tape.tensors[mark.target].shape
+        dims = []
+        for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, slot)))):
+            layout = layouts[index] if layouts else Leaf(sizes.first)
+            of = self._dims_of(self._arguments(unit), unit, sizes, index, layout)
+            changes = sizes.second not in (None, sizes.first) or self._is_open(unit, slot, index)
+            if not of and changes:
+                problem = (
+                    f"returns a tensor {list(shape)} whose dim {index} is no product of dims of its inputs"
+                )
+                raise _no_stand_in(unit, problem)
+            dims.append(StandInDim(of, None if of else layout))
+        return StandInTensor(tuple(dims), self._dtype(mark.target))
+
+    def _dims_of(
+        self,
+        arguments: Sequence[_Argument],
+        unit: Unit,
+        wanted: _Sizes,
+        index: int,
+        layout: Dim | None = None,
+    ) -> tuple[SlotDim, ...]:
+        """The dims of one argument whose product is a size in both calls, laid out alike; or none.
+
+        Those of tensors that depend on parameters come first, then the dim at the same place. Without a
+        layout, only dims that the inputs of the model decide.
+        """
+        if wanted.first < 2:
+            return ()
+        candidates = []
+        for given in arguments:
+            for dim, sizes in enumerate(self._sizes(unit, given)):
+                is_input = sizes.first in self._input_sizes
+                is_meant = is_input or (given.is_weighted and layout is not None)
+                if is_meant and _agree(sizes, wanted) and self._is_laid_out(unit, given, dim, layout):
+                    candidates.append((not given.is_weighted, dim != index, SlotDim(given.slot, dim)))
+        if candidates:
+            return (min(candidates, key=lambda c: c[:2])[2],)
+        return self._pair_of_dims(arguments, unit, wanted)
+
+    def _pair_of_dims(
+        self, arguments: Sequence[_Argument], unit: Unit, wanted: _Sizes
+    ) -> tuple[SlotDim, ...]:
+        """Two dims of an argument, both decided by the inputs of the model, whose product is a size."""
+        for given in arguments:
+            dims = [(d, s) for d, s in enumerate(self._sizes(unit, given)) if s.first in self._input_sizes]
+            for (d, a), (e, b) in itertools.combinations(dims, 2):
+                second = None if a.second is None or b.second is None else a.second * b.second
+                if _agree(_Sizes(a.first * b.first, second), wanted):
+                    return SlotDim(given.slot, d), SlotDim(given.slot, e)
+        return ()
+
+    def _sizes(self, unit: Unit, given: _Argument) -> Sequence[_Sizes]:
+        return _pairs(self.tape.tensors[given.tid].shape, self._second.shapes.get((unit.fqn, given.slot)))
+
+    def _is_laid_out(self, unit: Unit, given: _Argument, dim: int, layout: Dim | None) -> bool:
+        if layout is None:
+            return True
+        mark = self._marks.get((self._shown(unit.fqn), given.slot))
+        nodes = self._layouts.analysis.dims.get(mark.source) if mark is not None else None
+        return (self._layouts.dim(nodes[dim]) if nodes else Leaf(size(layout))) == layout
+
+    def _layout(self, unit: Unit, slot: str) -> Sequence[Dim]:
+        mark = self._marks.get((self._shown(unit.fqn), slot))
+        nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
+        return [self._layouts.dim(node) for node in nodes] if nodes else ()
+
+    def _is_open(self, unit: Unit, slot: str, index: int) -> bool:
+        """Whether the inputs of the model decide a size."""
+        mark = self._marks.get((self._shown(unit.fqn), slot))
+        nodes = self._layouts.analysis.dims.get(mark.target) if mark is not None else None
+        return nodes is not None and any(
+            not leaf.size for leaf in dim_leaves(self._layouts.open_dim(nodes[index]))
+        )
+
+    def _dtype(self, tid: int) -> str:
+        dtype = self.tape.tensors[tid].dtype
+        return "" if dtype == self._model_dtype else str(dtype).removeprefix("torch.")
+
+    # Marks -----------------------------------------------------------------------------------
+
+    def _arguments(self, unit: Unit) -> Sequence[_Argument]:
+        return self._inputs.get(unit.calls[0], ())
+
+    @cached_property
+    def _inputs(self) -> Mapping[int, Sequence[_Argument]]:
+        weighted = {t for t, info in enumerate(self.tape.tensors) if info.kind in ("parameter", "buffer")}
+        for event in self.tape.events:
+            inputs, outputs = reads_and_writes(event)
+            if not weighted.isdisjoint(inputs):
+                weighted.update(outputs)
+        found: dict[int, list[_Argument]] = {}
+        for mark in _marks_of(self.tape):
+            if not mark.is_output:
+                argument = _Argument(mark.slots[0], mark.source, mark.source in weighted)
+                found.setdefault(mark.call, []).append(argument)
+        return found
+
+    @cached_property
+    def _outputs(self) -> Mapping[int, Mapping[str, Mark]]:
+        found: dict[int, dict[str, Mark]] = {}
+        for mark in _marks_of(self.tape):
+            if mark.is_output:
+                found.setdefault(mark.call, {}).update(dict.fromkeys(mark.slots, mark))
+        return found
+
+    @cached_property
+    def _marks(self) -> Mapping[tuple[str, str], Mark]:
+        """Of the folded tape, by module and slot."""
+        found: dict[tuple[str, str], Mark] = {}
+        for mark in _marks_of(self._folded):
+            for slot in mark.slots:
+                found.setdefault((self._folded.calls[mark.call].fqn, slot), mark)
+        return found
+
+    def _shown(self, fqn: str) -> str:
+        """The module of the folded tape that stands for another."""
+        for layer in prefixes(fqn):
+            if layer in self._representatives:
+                return self._representatives[layer] + fqn[len(layer) :]
+        return fqn
+
+
+def _marks_of(tape: Tape) -> Iterator[Mark]:
+    return (event for event in tape.events if isinstance(event, Mark))
+
+
+def _key(update: CacheUpdate) -> tuple[object, ...]:
+    """Which layer and state of a cache an update is about."""
+    numbers = [v for v in (*update.args, *update.kwargs.values()) if type(v) is int]
+    return (update.method, *numbers)
+
+
+def _pairs(first: Shape, second: Shape | None) -> list[_Sizes]:
+    if second is None or len(second) != len(first):
+        return [_Sizes(extent, None) for extent in first]
+    return list(map(_Sizes, first, second))
+
+
+def _agree(found: _Sizes, wanted: _Sizes) -> bool:
+    """Whether a size follows from another in both calls; one that is gone in the second call is no help."""
+    return found.first == wanted.first and (wanted.second is None or found.second == wanted.second)
+
+
+def _no_stand_in(unit: Unit, problem: str) -> SolveError:
+    return SolveError(f"the model cannot be cut into stages: {unit.fqn} {problem}")
+
+
+def _model_dtype(tape: Tape) -> object:
+    """Of most parameters that are floating point."""
+    dtypes = [i.dtype for i in tape.tensors if i.kind == "parameter" and i.dtype.is_floating_point]
+    return max(set(dtypes), key=dtypes.count, default=None)

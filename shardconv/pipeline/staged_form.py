@@ -1,0 +1,64 @@
+"""The stages of a plan, cut from the tape of the model that was solved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.parallel.build import stored_tensors
+from torch import nn
+
+from ..cutting.second_call import second_call
+from ..cutting.stage_plans import StageOptions, stages_plan
+from ..dim_analysis.rules import RULES
+from ..planning.inference_only import inference_only
+from ..planning.solution import Solution
+from ..tracing.inputs import EXTRA_OUTPUTS, TraceInputs
+from ..tracing.tape import Tape
+from ..tracing.trace import trace
+from .problem import PlanProblem
+
+NOT_MEASURED = "caches and activations of stages are not measured"
+NOT_TRAINED = "models with stages cannot be trained yet"
+
+
+def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
+    """The inputs of a call that does not collect what layers compute: no stage would have all of it."""
+    options = {name: value for name, value in inputs.options.items() if name not in EXTRA_OUTPUTS}
+    return replace(inputs, options=options)
+
+
+def with_stages(problem: PlanProblem, plan: Plan, solution: Solution, tape: Tape) -> Plan:
+    """The plan with the stages that its options ask for.
+
+    Args:
+        problem: of the plan.
+        plan: of one stage.
+        solution: that it was made of.
+        tape: of the model, not folded.
+
+    Raises:
+        SolveError: the model cannot be cut into stages.
+        ShardconvError: it cannot be cut into so many, or not at the given layers.
+    """
+    inputs = without_extra_outputs(problem.inputs)
+    if inputs.options != problem.inputs.options:
+        tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
+    options = StageOptions(problem.options.pp, problem.options.stages)
+    stages = stages_plan(
+        options,
+        tape,
+        solution.layouts,
+        solution.folded,
+        stored_bytes(problem.model, plan),
+        plan.tied,
+        second_call(problem.model, inputs),
+    )
+    notes = (*plan.notes, NOT_MEASURED) if problem.options.measure else plan.notes
+    return inference_only(replace(plan, stages=stages, memory=None, notes=notes), NOT_TRAINED)
+
+
+def stored_bytes(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Global bytes of each parameter and persistent buffer, under the first of its names."""
+    aliases = dict(plan.tied)
+    return {name: tensor.nbytes for name, tensor in stored_tensors(model) if name not in aliases}

@@ -1,0 +1,78 @@
+"""The stages of a plan: what each holds, what crosses the cuts, and how long stages wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardconv_runtime.format.plan import Plan, by_name
+from shardconv_runtime.format.staged_names import held_names, num_stages, staged_modules
+from shardconv_runtime.format.stored_layout import stored_entries
+
+from .human_numbers import human_bytes
+from .summary import item_bytes, local_bytes
+
+MICROBATCHES = (1, 4)
+"""For each stage; schedules wait less the more there are."""
+CHUNKS = 2
+"""Parts of a stage in an interleaved schedule."""
+
+
+def stage_bytes(plan: Plan) -> list[list[int]]:
+    """Bytes of the parameters of each rank of each stage."""
+    entries = by_name("parameters", tuple(stored_entries(plan)))
+    found = []
+    for stage in range(num_stages(plan)):
+        held = [entries[name] for name in held_names(plan, stage, entries.keys())]
+        found.append([sum(local_bytes(e, plan, rank) for e in held) for rank in range(plan.tp)])
+    return found
+
+
+def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
+    """(from, to) -> bytes for each token that a stage sends another, of global tensors."""
+    found: dict[tuple[int, int], int] = {}
+    for entry, _ in staged_modules(plan).values():
+        for value in entry.sent:
+            tensor = entry.items[value.item].tensor
+            assert tensor is not None, "a plan was checked when it was read"
+            num_bytes = value.per_token * item_bytes(tensor.dtype or plan.model.dtype)
+            for stage in value.to:
+                key = entry.stages[0], stage
+                found[key] = found.get(key, 0) + num_bytes
+    return found
+
+
+def bubble(count: int, microbatches: int, chunks: int = 1) -> float:
+    """The fraction of the time in which a stage waits, if all take equally long.
+
+    GPipe and 1F1B have one chunk for each stage, an interleaved schedule several (Narayanan et al., 2021,
+    https://arxiv.org/abs/2104.04473).
+    """
+    waits = (count - 1) / chunks
+    return waits / (microbatches + waits)
+
+
+def stage_lines(plan: Plan) -> Iterator[str]:
+    """The section of the report; empty for a plan without stages."""
+    stages = plan.stages
+    if stages is None:
+        return
+    held = [max(ranks) for ranks in stage_bytes(plan)]
+    mean = sum(held) / len(held)
+    yield f"STAGES  {stages.count}, each of {plan.tp} rank{'s' if plan.tp > 1 else ''}"
+    for stage, (first, last) in enumerate(stages.layers):
+        layers = (
+            f"layers {first} to {last}" if last > first else f"layer {first}" if last == first else "no layer"
+        )
+        share = f"{held[stage] / mean - 1:+.1%} of the mean" if mean else ""
+        yield f"  stage {stage:<9}{layers:<22}{human_bytes(held[stage]):>12} per rank  {share}".rstrip()
+    for (source, target), num_bytes in sorted(crossing_bytes(plan).items()):
+        yield f"  sent           stage {source} to stage {target}: {human_bytes(num_bytes)} for each token"
+    if stages.computed_again:
+        yield f"  on each stage  {', '.join(stages.computed_again)}"
+    for each in MICROBATCHES:
+        count = each * stages.count
+        plain, interleaved = bubble(stages.count, count), bubble(stages.count, count, CHUNKS)
+        yield (
+            f"  waiting        {plain:.1%} with {count} microbatches (GPipe, 1F1B), {interleaved:.1%} "
+            f"interleaved by {CHUNKS}"
+        )
