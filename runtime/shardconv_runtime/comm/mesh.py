@@ -62,11 +62,15 @@ def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None
     Raises:
         LaunchError: there are fewer or more.
     """
-    found = world_size(group)
-    if found != plan.tp:
+    found, wanted = world_size(group), plan.tp
+    made_for = f"tp={plan.tp}"
+    if plan.stages is not None:
+        wanted *= plan.stages.count
+        made_for += f" and {plan.stages.count} stages"
+    if found != wanted:
         raise LaunchError(
-            f"the model was converted for tp={plan.tp}, and {found} process(es) load it; "
-            f"start it with: torchrun --nproc-per-node {plan.tp} your_script.py"
+            f"the model was converted for {made_for}, and {found} process(es) load it; "
+            f"start it with: torchrun --nproc-per-node {wanted} your_script.py"
             + (" (or pass a group of that size)" if found > 1 else "")
         )
 

@@ -22,6 +22,10 @@ class StageLink(ABC):
     def __init__(self, stage: int, count: int) -> None:
         self.stage = stage
         self.count = count
+        self.depth = 0
+        """How many calls are running in which all stages take part: of the model, or of ``generate``."""
+        self.shares_results = True
+        """Whether each call of the model gives its results to all stages; else only the last one has them."""
 
     @property
     def is_last(self) -> bool:

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
+from ..comm.stage_link import StageLink
 from ..errors import PlanError
 
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""
 
 
-def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gather_logits: bool) -> None:
+def prepare_generation(
+    model: nn.Module, config: Any | None, start: Launch, gather_logits: bool, link: StageLink | None = None
+) -> None:
     """Give the model its generation config, and keep the ranks in step in ``model.generate``.
 
     Args:
@@ -30,12 +33,13 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
+        link: to the other stages of a pipeline; None where there is one stage.
     """
     if not hasattr(model, "generate"):
         return
     if config is not None:
         model.generation_config = config
-    model.generate = MethodType(_in_step(start, gather_logits), model)  # type: ignore[assignment]
+    model.generate = MethodType(_in_step(start, gather_logits, link), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but every criterion passes through it, wherever it was set.
         from .assisted import candidates_of_rank_0
@@ -45,6 +49,11 @@ def prepare_generation(model: nn.Module, config: Any | None, start: Launch, gath
             candidates = MethodType(candidates_of_rank_0(start), model)
             model._get_candidate_generator = candidates  # type: ignore[assignment]
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
+    if link is not None:
+        from .staged_generation import refuse_batches
+
+        refuse_batches(model)
+        return
     for name in ("init_continuous_batching", "generate_batch"):
         if hasattr(model, name):
             setattr(model, name, MethodType(_batched(name, start, gather_logits), model))
@@ -62,7 +71,7 @@ def _batched(name: str, start: Launch, gather_logits: bool) -> Callable[..., Any
     return method
 
 
-def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
+def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
@@ -80,7 +89,11 @@ def _in_step(start: Launch, gather_logits: bool) -> Callable[..., Any]:
             kwargs["streamer"] = _SilentStreamer()
         try:
             with deadline(start):
-                return _generate(self, args, kwargs)
+                if link is None:
+                    return _generate(self, args, kwargs)
+                from .staged_generation import on_stages
+
+                return on_stages(self, link, args, kwargs)
         except RuntimeError as error:
             from .lost_ranks import raise_lost_rank
 

@@ -20,6 +20,7 @@ from ..format import manifest
 from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.slices import Rows
+from ..format.staged_names import of_stage
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     # Imported where they are used: most jobs load a local directory for inference, and need none of it.
     from ..adapters.adapter_set import AdapterSet
     from ..adapters.attaching import Attached
+    from ..comm.stage_processes import StageProcesses
     from ..hub.fetch import Repository
     from ..tensors.lazy_tensor import LazyTensor
     from .data_sharding import DataSharding
@@ -66,6 +68,22 @@ class Wanted:
     data_parallel: DataSharding | None
     over_mesh: bool
     """The ranks are those along a dim of a device mesh."""
+    compiled: bool = False
+
+    @property
+    def unknown_to_stages(self) -> dict[str, bool]:
+        """The arguments that a model with stages cannot be loaded with, and whether they were given."""
+        return {
+            "training=True": self.training,
+            "sequence_parallel=True": self.sequence_parallel,
+            "data_parallel=": self.data_parallel is not None,
+            "mesh=": self.over_mesh,
+            "adapter=": self.adapter is not None,
+            "compile=True": self.compiled,
+            "fuse=True": self.fuse,
+            "gather_logits=False": self.gather_logits is False,
+            "all_reduce=": self.all_reduce is not None,
+        }
 
     @property
     def form(self) -> dict[str, bool]:
@@ -131,10 +149,19 @@ class Building:
             stored: the tensors of this rank; None: those of the files.
         """
         start, checked = self.start, self.checked
-        connect = partial(_connect, checked.full_plan, self.wanted, start, self.all_reduce)
+        place: StageProcesses | None = None
+        if checked.plan.stages is not None:
+            from .staged_models import place_of
+
+            find = partial(place_of, checked.plan, start)
+            place = agreement.together(self.everyone, find, agreement.CONNECT_TIMEOUT_S)
+        ranks = start if place is None else place.ranks
+        connect = partial(_connect, checked.full_plan, self.wanted, ranks, self.all_reduce)
         comm = agreement.together(self.everyone, connect, agreement.CONNECT_TIMEOUT_S)
         timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
-        built: nn.Module = agreement.together(self.everyone, partial(self._built, comm, stored), timeout)
+        built: nn.Module = agreement.together(
+            self.everyone, partial(self._built, comm, stored, place), timeout
+        )
         model = unwrapped(built)
         if self.compiled:
             from ..inference.compiling import compile_model
@@ -146,8 +173,9 @@ class Building:
             guard(model, start, training=self.wanted.training, check_inputs=self.check_inputs)
         return built
 
-    def _built(self, comm: Communicator, given: Stored | None) -> nn.Module:
-        checked, start, wanted = self.checked, self.start, self.wanted
+    def _built(self, comm: Communicator, given: Stored | None, place: StageProcesses | None) -> nn.Module:
+        checked, wanted = self.checked, self.wanted
+        start = self.start if place is None else place.ranks
         plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
         built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
         config, model = _unsharded(checked, wanted)
@@ -167,6 +195,13 @@ class Building:
             )
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
+        if place is not None:
+            from .staged_models import keep_own, own_weights
+
+            keep_own(model, plan, place)
+            weights = checked.checkpoint and own_weights(plan, checked.checkpoint, place.number)
+            checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
+            built = replace(checked.plan, fused=())
         if wanted.verify:
             from .file_checksums import verify_checksums
 
@@ -182,10 +217,12 @@ class Building:
         else:
             rank_files.read(model, built, stored({}), start, wanted.dtype, packed)
         generation_config = read_generation_config(directory, checked.manifest)
-        prepare_generation(model, generation_config, start, wanted.gather_logits is not False)
+        full_logits = wanted.gather_logits is not False
+        link = None if place is None else place.link
+        prepare_generation(model, generation_config, self.start, full_logits, link)
         is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
-        about = directory.absolute(), checked.manifest, plan, start
+        about = directory.absolute(), checked.manifest, plan, self.start
         remember(model, Loaded(*about, is_packed, self, names))
         return (model if attached is None else attached.wrapper).eval()
 

@@ -19,6 +19,7 @@ from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch
 from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
+from ..format.staged_names import num_stages
 from ..hub_options import Hub
 from ..loaded import unwrapped
 from . import rank_files
@@ -169,6 +170,7 @@ def load(
         adapter,
         sharding,
         mesh is not None,
+        compile,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
@@ -220,7 +222,9 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
             "read that code, then pass trust_remote_code=True"
         )
     if solved.stages is not None:
-        raise PlanError(f"{directory}: the plan has stages, which cannot be loaded yet; plan without --pp")
+        from .staged_models import require_known
+
+        require_known(solved, wanted.unknown_to_stages, dequantize=wanted.dequantize)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet
@@ -238,7 +242,7 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
-    if found.repository is None and found.checkpoint is None and rank < solved.tp:
+    if found.repository is None and found.checkpoint is None and rank < solved.tp * num_stages(solved):
         return _with_files(found, rank)
     return found
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.mesh import Launch
+from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
@@ -59,6 +60,12 @@ def _watch_training(model: nn.Module) -> None:
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Of the full model; arguments as of transformers' method."""
+    if loaded(model).plan.stages is not None:
+        if only_trainable or exclude_embeddings:
+            raise PlanError(
+                "num_parameters of a model with stages counts all parameters; call it without options"
+            )
+        return sum(math.prod(global_shape(e)) for e in parameter_plans(loaded(model).plan).values())
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     entries = parameter_plans(loaded(model).plan)
     shapes = {name: global_shape(entry) for name, entry in entries.items()}

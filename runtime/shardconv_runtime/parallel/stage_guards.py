@@ -18,7 +18,7 @@ _INNER = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
     """Refuse arguments and calls of parts of a model that no stage could answer alone, in place."""
-    running = _Running()
+    running = _Running(link)
     model.register_forward_pre_hook(running.enter, with_kwargs=True)
     model.register_forward_hook(running.leave, always_call=True)
     inner: dict[str, set[int]] = {}
@@ -34,10 +34,10 @@ def attach_stage_guards(model: nn.Module, plan: Plan, link: StageLink) -> None:
 
 
 class _Running:
-    """Whether a forward pass of the model is running."""
+    """Whether a call is running in which all stages take part."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, link: StageLink) -> None:
+        self._link = link
 
     def enter(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """The model is called."""
@@ -49,17 +49,17 @@ class _Running:
                     f"{name} asks for what every layer computes, which a model with stages does not collect; "
                     "load a directory that was converted without --pp"
                 )
-        self._depth += 1
+        self._link.depth += 1
 
     def leave(self, *_: Any) -> None:
         """It has returned, or failed."""
-        self._depth = max(0, self._depth - 1)
+        self._link.depth = max(0, self._link.depth - 1)
 
     def require(self, fqn: str) -> Any:
         """A hook that refuses a call of one of its modules by itself."""
 
         def check(module: nn.Module, args: Any) -> None:
-            if not self._depth:
+            if not self._link.depth:
                 raise ShardconvError(
                     f"{fqn} has layers on several stages; call the model itself, whose results all get"
                 )

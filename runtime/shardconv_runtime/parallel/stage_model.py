@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..comm.stage_link import StageLink
-from ..errors import PlanError
+from ..errors import PlanError, ShardconvError
 from ..format.pipeline_stages import CacheCall, SentValue, StagedModule, StandInDim, StandInTensor
 from ..format.plan import Plan
 from ..format.slices import Mesh, local_size
@@ -94,11 +94,12 @@ class _Sharer:
     """A hook that gives every stage what the model returns on the last one, but for caches."""
 
     def __init__(self, link: StageLink) -> None:
-        self._link = link
+        self.link = link
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Fill the results of the model."""
-        self._link.share(returned_tensors(model, output))
+        if self.link.shares_results:
+            self.link.share(returned_tensors(model, output))
 
 
 def returned_tensors(model: nn.Module, output: Any) -> list[Tensor]:
@@ -214,6 +215,11 @@ class _StandIn(nn.Module):
     def results(self, *args: Any, **kwargs: Any) -> Any:
         """What the module would return, in shape; in value only what its stage has sent."""
         forms: _Forms = self._forms
+        if not self._link.depth:
+            raise ShardconvError(
+                f"this {type(self._module).__name__} is on another stage; call the model itself, whose "
+                "results every stage gets"
+            )
         given = forms.bound(args, kwargs)
         for update in forms.cache:
             update(given, self._empty)

@@ -57,7 +57,8 @@ def save_pretrained(
         LaunchError: another process failed, or did not call it.
     """
     found = loaded(model)
-    if found.plan.tp == 1 and not found.packed and mesh_of(model) is None:
+    is_whole = found.plan.tp == 1 and found.plan.stages is None
+    if is_whole and not found.packed and mesh_of(model) is None:
         arguments = {"state_dict": state_dict, "push_to_hub": push_to_hub, "max_shard_size": max_shard_size}
         type(model).save_pretrained(model, save_directory, is_main_process, **arguments, **other)  # type: ignore[attr-defined]
         return

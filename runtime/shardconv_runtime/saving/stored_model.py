@@ -42,6 +42,8 @@ def stored_model(model: nn.Module) -> StoredModel:
             that files cannot store, or no longer tied.
     """
     source = loaded(model)
+    if source.plan.stages is not None:
+        raise PlanError(f"save does not know stages yet; copy {source.directory}")
     if source.packed:
         raise PlanError(
             "the model's weights are packed, and are not saved out of the modules of their format; copy "

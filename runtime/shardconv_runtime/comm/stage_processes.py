@@ -1,0 +1,91 @@
+"""The processes of a pipeline: stages outermost, so that the ranks of a stage are neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import LaunchError
+from .mesh import Launch
+from .process_groups import axes_group, control_group, warm_up
+from .stage_link import StageLink
+
+
+@dataclass(frozen=True)
+class StageProcesses:
+    """The place of this process among those of a pipeline."""
+
+    number: int
+    """Of the stage."""
+    ranks: Launch
+    """The ranks of the stage, and this one among them."""
+    link: StageLink
+    """To the ranks of equal place on other stages."""
+
+
+def stage_processes(start: Launch, count: int, tp: int) -> StageProcesses:
+    """Divide the processes of a launch into stages; every process calls it.
+
+    Args:
+        start: as many processes as there are ranks on all stages.
+        count: of stages, 2 or more.
+        tp: ranks of each stage.
+
+    Raises:
+        LaunchError: they cannot communicate.
+    """
+    assert start.group is not None, "several ranks have one"
+    number, place = divmod(start.rank, tp)
+    row = tuple(range(number * tp, (number + 1) * tp))
+    column = tuple(range(place, count * tp, tp))
+    names = dist.get_process_group_ranks(start.group)
+    if list(names) != sorted(names):
+        raise LaunchError(f"the ranks of the given group must ascend, they are {list(names)}")
+    ranks = replace(start, rank=place, world_size=tp, group=None, control=None)
+    if tp > 1:
+        group = axes_group(start.group, row)
+        control = control_group(start.group, tuple(names[rank] for rank in row))
+        ranks = replace(ranks, group=group, control=control)
+    others = axes_group(start.group, column)
+    warm_up([others], start.device)
+    return StageProcesses(number, ranks, ProcessLink(number, count, others))
+
+
+class ProcessLink(StageLink):
+    """Sends between processes, one of each stage.
+
+    Args:
+        stage, count: of the pipeline.
+        group: the process of each stage, in order.
+    """
+
+    def __init__(self, stage: int, count: int, group: dist.ProcessGroup) -> None:
+        super().__init__(stage, count)
+        self._group = group
+        self.sent_bytes = 0
+        """So far, to other stages, results that are shared left out."""
+
+    def send(self, x: Tensor, stages: Sequence[int]) -> None:
+        """Send to each stage; returns when the tensor may be changed."""
+        x = x.detach().contiguous()
+        for stage in stages:
+            dist.send(x, group=self._group, group_dst=stage)
+            self.sent_bytes += x.nbytes
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
+        """Wait for the next tensor of a stage."""
+        found = torch.empty(tuple(shape), dtype=dtype, device=device)
+        dist.recv(found, group=self._group, group_src=source)
+        return found
+
+    def share(self, results: Sequence[Tensor]) -> None:
+        """Broadcast each from the last stage."""
+        for result in results:
+            whole = result.contiguous()
+            dist.broadcast(whole, group=self._group, group_src=self.count - 1)
+            if not self.is_last and whole is not result:
+                result.copy_(whole)

@@ -1,0 +1,194 @@
+"""Pipeline stages in real processes: the logits and tokens of the unsharded model, on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from checkpoints import HIDDEN, save, save_causal
+from distributed import run_errors, run_processes
+from shardconv_runtime import LaunchError, PlanError, ShardconvError
+from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.plan import parameter_plans
+from torch import Tensor
+
+import shardconv
+
+PP = 2
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": {"max_new_tokens": 8, "do_sample": True, "top_k": 0},
+    "beams": {**GREEDY, "num_beams": 3},
+    "static cache": {**GREEDY, "cache_implementation": "static", "disable_compile": True},
+    "with scores": {**GREEDY, "output_scores": True, "return_dict_in_generate": True},
+}
+
+
+def prompts() -> dict[str, Tensor]:
+    """Two prompts, the second padded on the left: ``[2, 7]``."""
+    ids = torch.tensor([[11, 245, 3, 77, 130, 9, 201], [0, 0, 0, 88, 5, 254, 19]])
+    return {"input_ids": ids, "attention_mask": (torch.arange(7) >= torch.tensor([[0], [3]])).long()}
+
+
+def results(model: Any, ways: list[str]) -> dict[str, Any]:
+    """Logits of a call, and what each way of generating gives."""
+    found: dict[str, Any] = {}
+    with torch.inference_mode():
+        if not model.config.is_encoder_decoder:
+            found["logits"] = model(**prompts()).logits
+        for way in ways:
+            torch.manual_seed(7)
+            tokens = model.generate(**prompts(), **WAYS[way])
+            found[way] = tokens if isinstance(tokens, Tensor) else [tokens.sequences, *tokens.scores]
+    return found
+
+
+def of_rank(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
+    """The results of a loaded model, and what this process holds and sends."""
+    model = shardconv_runtime.load(source, plan=plan)
+    found = results(model, ways)
+    link = model._forward_hooks  # the link is reached through the hook that shares results
+    (sharer,) = [hook for hook in link.values() if hasattr(hook, "link")]
+    found["held"] = {name: p.nbytes for name, p in model.named_parameters()}
+    sharer.link.sent_bytes = 0
+    with torch.inference_mode():
+        model(**prompts())
+    found["sent"] = sharer.link.sent_bytes
+    return found
+
+
+def planned(source: Path, tp: int, **options: Any) -> Path:
+    """A plan in two stages beside a model."""
+    path = source / "staged.json"
+    plan_json.write(shardconv.plan(source, tp, pp=PP, dtype="float32", **options), path)
+    return path
+
+
+def require_same(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """Tokens are the same, logits equal but for rounding."""
+    for name, value in want.items():
+        if name == "logits":
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+        elif isinstance(value, list):
+            for x, y in zip(found[name], value, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        else:
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("model_type", "tp"), [("llama", 2), ("gpt2", 1), ("mixtral", 1)])
+def test_every_rank_gets_logits_and_tokens(model_type: str, tp: int, tmp_path: Path) -> None:
+    source = save_causal(model_type, tmp_path / model_type)
+    plan = planned(source, tp)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    want = results(whole.eval(), list(WAYS))
+    for found in run_processes(PP * tp, of_rank, str(source), str(plan), list(WAYS)):
+        require_same(found, want)
+
+
+def test_processes_hold_and_send_what_the_plan_says(tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    plan = planned(source, 1)
+    first, last = run_processes(PP, of_rank, str(source), str(plan), [])
+    names = parameter_plans(plan_json.read(plan)).keys()
+    assert first["held"].keys() | last["held"].keys() == names
+    assert not first["held"].keys() & last["held"].keys()
+    assert first["sent"] == 2 * 7 * HIDDEN * 4
+    assert last["sent"] == 0
+
+
+def test_a_model_with_an_encoder_is_cut(tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        vocab_size=256,
+        d_model=HIDDEN,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        forced_eos_token_id=None,
+    )
+    model = transformers.BartForConditionalGeneration._from_config(config, dtype=torch.float64)
+    source = save(model, tmp_path / "bart")
+    plan = planned(source, 1)
+    whole = transformers.BartForConditionalGeneration.from_pretrained(source, dtype=torch.float32)
+    want = results(whole.eval(), ["greedy", "beams"])
+    for found in run_processes(PP, generated, str(source), str(plan), ["greedy", "beams"]):
+        require_same(found, want)
+
+
+def generated(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
+    """What a loaded model generates."""
+    return results(shardconv_runtime.load(source, plan=plan), ways)
+
+
+def loaded_with(source: str, plan: str, options: dict[str, Any]) -> None:
+    """Load a model."""
+    shardconv_runtime.load(source, plan=plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"training": True}, "training=True"),
+        ({"compile": True}, "compile=True"),
+        ({"fuse": True}, "fuse=True"),
+    ],
+)
+def test_what_does_not_know_stages_is_refused(options: dict[str, Any], argument: str, tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    for error in run_errors(PP, loaded_with, str(source), str(planned(source, 1, check=False)), options):
+        assert isinstance(error, PlanError)
+        assert f"{argument} does not know stages yet" in str(error)
+
+
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    plan = planned(source, 2, check=False)
+    with pytest.raises(LaunchError, match=r"tp=2 and 2 stages.*--nproc-per-node 4"):
+        shardconv_runtime.load(source, plan=plan)
+
+
+def parts_of(source: str, plan: str) -> list[str]:
+    """The errors of calls that some stage cannot answer."""
+    model = shardconv_runtime.load(source, plan=plan)
+    stage = int(os.environ["RANK"])
+    calls = [
+        lambda: model.model(**prompts()),
+        lambda: model(**prompts(), output_hidden_states=True),
+        lambda: model.generate_batch([[1, 2]]),
+        lambda: shardconv_runtime.save(model, "/nowhere/out"),
+        lambda: model.save_pretrained("/nowhere/out"),
+        *([lambda: model.get_input_embeddings()(prompts()["input_ids"])] if stage else []),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except ShardconvError as error:
+            found.append(str(error))
+    return found
+
+
+def test_calls_that_a_stage_cannot_answer_are_refused(tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    first, last = run_processes(PP, parts_of, str(source), str(planned(source, 1, check=False)))
+    expected = [
+        "model has layers on several stages",
+        "output_hidden_states asks for what every layer computes",
+        "generate_batch does not know stages yet",
+        "save does not know stages yet",
+        "save does not know stages yet",
+    ]
+    for errors, own in ((first, expected), (last, [*expected, "is on another stage"])):
+        assert len(errors) == len(own)
+        assert all(text in error for text, error in zip(own, errors, strict=True))
