@@ -7,10 +7,11 @@ seconds, and ``--help`` and every error of the arguments must come at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 
@@ -41,6 +42,8 @@ def convert(
     *,
     experts: str = "tp",
     sequence_parallel: bool = False,
+    pp: int = 1,
+    stages: str = "",
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
@@ -70,6 +73,10 @@ def convert(
             whole experts on each rank.
         sequence_parallel: solve as well for activations that are sharded over the sequence between the
             parallel blocks, for ``load(..., sequence_parallel=True)``; refused if the model has no such form.
+        pp: number of stages of a pipeline, each of which is sharded over ``tp`` ranks. ``out`` then has a
+            converted directory for each stage, with its layers alone.
+        stages: first and last layer of each stage, as ``"0-39,40-79"``; by default their bytes and work are
+            balanced.
         revision, cache_dir, local_files_only, token: how to download from the Hub.
         dtype: of the parameters, as ``"bfloat16"``; by default that of the checkpoint.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
@@ -98,10 +105,19 @@ def convert(
         >>> plan = shardconv.convert("my-model/", "out/", tp=2)
     """
     progress = progress or Silent()
-    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True)
+    options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
-    output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
+    if pp > 1 and ranks is not None:
+        raise ShardconvError(
+            "ranks= (--ranks) does not know stages yet; leave it out: all stages are written"
+        )
+    if pp > 1:
+        from .writing.stage_outputs import StageOutputs
+
+        staged = StageOutputs(out, pp, overwrite=overwrite, source=model)
+    else:
+        output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
 
     from shardconv_runtime.checkpoint.checkpoint_weights import select
     from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
@@ -131,7 +147,15 @@ def convert(
     solved = replace(solved, notes=(*solved.notes, *remarks))
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     solved = with_packed_notes(solved, spec.quantization)
-    write(solved, weights, output, origin, write_options, progress)
+    if solved.stages is None:
+        write(solved, weights, output, origin, write_options, progress)
+        return solved
+
+    def write_stage(own: Plan, held: Mapping[str, LazyTensor], target: Output) -> bool:
+        return write(own, held, target, origin, write_options, progress)
+
+    for stage in staged.write(solved, weights, origin.source, write_stage):
+        progress.stage(f"writing stage {stage}")
     return solved
 
 

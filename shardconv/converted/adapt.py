@@ -68,6 +68,8 @@ def adapt(
     directory, target = Path(out), Path(out_adapter)
     found = manifest.read(directory)
     base = manifest.read_plan(directory, found)
+    if base.stages is not None:
+        raise SourceError(f"{out} is a stage of {base.stages.count}; adapt does not know stages yet")
     if base.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
     fingerprint.check_code(base)

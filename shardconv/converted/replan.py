@@ -51,6 +51,10 @@ def replan(
     directory = Path(out)
     found = manifest.read(directory)
     old = read_any_version(directory / manifest.PLAN_NAME)
+    if old.stages is not None:
+        raise PlanError(
+            f"{out} is a stage of {old.stages.count}, which replan does not know yet; convert it again"
+        )
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 

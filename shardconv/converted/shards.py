@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.gathering import gather_index
@@ -93,11 +93,16 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
 
     Raises:
         CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: the plan is malformed.
+        PlanError: the plan is malformed, or has stages.
     """
     path = Path(directory)
     found = manifest.read(path)
     plan = manifest.read_plan(path, found)
+    if plan.stages is not None:
+        raise PlanError(
+            f"{path} is a stage of {plan.stages.count}; what reads the global weights does not know stages "
+            "yet: convert the model without --pp"
+        )
     for rank in range(found.tp):
         manifest.check_sizes(path, found, rank)
     layout = layout_sha256(plan)

@@ -169,7 +169,7 @@ class _Stages:
             names = compress(name for name, _ in members)
             ordered = sorted(members, key=lambda m: expand_all(names).index(m[0]))
             modules.append(replace(entry, names=names, cache=_joined([cache for _, cache in ordered])))
-        return StagesPlan(self.count, self._layers(), tuple(modules), self._computed_again())
+        return StagesPlan(self.count, self._layers(), tuple(modules), computed_again=self._computed_again())
 
     def _entry(self, unit: Unit) -> StagedModule:
         stages = tuple(sorted({self._stage(start) for start in unit.starts}))

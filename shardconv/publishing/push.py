@@ -137,7 +137,10 @@ class _Push:
         self._directory, self._remote, self._progress = directory, remote, progress
         found = manifest.read(directory)
         self._folder = f"tp-{found.tp}"
-        self._own = Published(self._folder, found, manifest.read_plan(directory, found))
+        plan = manifest.read_plan(directory, found)
+        if plan.stages is not None:
+            raise PlanError(f"{directory} is a stage of {plan.stages.count}; push does not know stages yet")
+        self._own = Published(self._folder, found, plan)
         self._items = self._directory_items()
         self._drawn: dict[str, str] = {}
 

@@ -186,7 +186,9 @@ def _fused(plan: Plan) -> Iterator[str]:
 
 
 def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
-    held = [n for ranks in stage_bytes(plan) for n in ranks] if plan.stages else summary.rank_bytes
+    held = summary.rank_bytes
+    if plan.stages is not None and plan.stages.own is None:
+        held = tuple(n for ranks in stage_bytes(plan) for n in ranks)
     smallest, largest = min(held), max(held)
     per_rank = human_bytes(largest)
     if human_bytes(smallest) != per_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardconv_runtime.format.plan import Plan, by_name
 from shardconv_runtime.format.staged_names import held_names, num_stages, staged_modules
@@ -19,6 +20,8 @@ CHUNKS = 2
 
 def stage_bytes(plan: Plan) -> list[list[int]]:
     """Bytes of the parameters of each rank of each stage."""
+    if plan.stages is not None:
+        plan = replace(plan, stages=replace(plan.stages, own=None))
     entries = by_name("parameters", tuple(stored_entries(plan)))
     found = []
     for stage in range(num_stages(plan)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from checkpoints import HIDDEN, save, save_causal
 from distributed import run_errors, run_processes
 from shardconv_runtime import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.header import read_header
+from shardconv_runtime.format.manifest import stage_directory
 from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.format.staged_names import held_names
 from torch import Tensor
 
 import shardconv
+from shardconv import cli
+from shardconv.reporting.stage_lines import stage_bytes
 
 PP = 2
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -49,7 +55,7 @@ def results(model: Any, ways: list[str]) -> dict[str, Any]:
     return found
 
 
-def of_rank(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
+def of_rank(source: str, plan: str | None, ways: list[str]) -> dict[str, Any]:
     """The results of a loaded model, and what this process holds and sends."""
     model = shardconv_runtime.load(source, plan=plan)
     found = results(model, ways)
@@ -131,7 +137,7 @@ def generated(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
     return results(shardconv_runtime.load(source, plan=plan), ways)
 
 
-def loaded_with(source: str, plan: str, options: dict[str, Any]) -> None:
+def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
     """Load a model."""
     shardconv_runtime.load(source, plan=plan, **options)
 
@@ -192,3 +198,71 @@ def test_calls_that_a_stage_cannot_answer_are_refused(tmp_path: Path) -> None:
     for errors, own in ((first, expected), (last, [*expected, "is on another stage"])):
         assert len(errors) == len(own)
         assert all(text in error for text, error in zip(own, errors, strict=True))
+
+
+# Converted directories -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "tp"), [("qwen3", 2), ("gpt2", 1)])
+def test_each_stage_is_a_directory(model_type: str, tp: int, tmp_path: Path) -> None:
+    source, out = save_causal(model_type, tmp_path / model_type), tmp_path / "out"
+    plan = shardconv.convert(source, out, tp, pp=PP, dtype="float32")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    want = results(whole.eval(), ["greedy"])
+    for rank, found in enumerate(run_processes(PP * tp, of_rank, str(out), None, ["greedy"])):
+        require_same(found, want)
+        assert sum(found["held"].values()) == stage_bytes(plan)[rank // tp][rank % tp]
+    for stage in range(PP):
+        directory = out / stage_directory(stage, PP)
+        held = {name for file in directory.rglob("*.safetensors") for name in read_header(file)[1]}
+        expected = held_names(plan, stage, parameter_plans(plan).keys())
+        assert held == set(expected.values())
+        assert cli.run(["verify", str(directory)]) == 0
+        assert cli.run(["inspect", str(directory)]) == 0
+
+
+def test_a_conversion_of_stages_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
+    options: dict[str, Any] = {"pp": PP, "check": False}
+    shardconv.convert(source, out, 1, **options)
+    first, last = (out / stage_directory(stage, PP) for stage in range(PP))
+    written = (first / "manifest.json").stat().st_mtime_ns
+    shutil.rmtree(last)
+    shardconv.convert(source, out, 1, **options)
+    assert (first / "manifest.json").stat().st_mtime_ns == written
+    assert (last / "manifest.json").is_file()
+    with pytest.raises(ShardconvError, match="pass --overwrite"):
+        shardconv.convert(source, out, 1, **options)
+    shutil.rmtree(last)
+    with pytest.raises(ShardconvError, match="of another conversion"):
+        shardconv.convert(source, out, 1, **options, dtype="float32")
+    with pytest.raises(ShardconvError, match="holds stage-00000-of-00002, which is none of 3 stages"):
+        shardconv.convert(source, out, 1, pp=3)
+
+
+def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
+    shardconv.convert(source, out, 1, pp=PP, check=False)
+    stage = out / stage_directory(0, PP)
+    for command in (
+        ["merge", stage, tmp_path / "merged"],
+        ["reshard", stage, tmp_path / "resharded", "--tp", 2],
+        ["replan", stage],
+        ["verify", stage, "--against", source],
+    ):
+        assert cli.run([str(part) for part in command]) != 0
+        assert "stage of 2" in capsys.readouterr().err
+    assert cli.run(["verify", str(out)]) != 0
+    assert "holds 2 stages; name the directory of one" in capsys.readouterr().err
+    assert (
+        cli.run(["convert", str(source), str(tmp_path / "x"), "--tp", "2", "--pp", "2", "--ranks", "0"]) != 0
+    )
+    assert "does not know stages yet" in capsys.readouterr().err
+
+
+def test_the_directory_of_another_stage_is_refused(tmp_path: Path) -> None:
+    source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
+    shardconv.convert(source, out, 1, pp=PP, check=False)
+    for error in run_errors(PP, loaded_with, str(out / stage_directory(0, PP)), None, {}):
+        assert isinstance(error, ShardconvError)
+        assert "this rank is on stage 1" in str(error)

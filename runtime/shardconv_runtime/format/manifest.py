@@ -40,6 +40,7 @@ MAX_TEXT_LENGTH = 1000
 """Most characters of a name or a version."""
 
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
+_STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 """Names that are devices where they are not files."""
@@ -166,6 +167,10 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
             link = "it is a link to nothing" if os.path.islink(where) else "there is no such directory"
             kind = "it is a file" if os.path.isfile(where) else link
             raise CheckpointError(f"{where}: {kind}; name a directory that `shardconv convert` wrote")
+        if count := stages_in(Path(directory)):
+            raise CheckpointError(
+                f"{where} holds {count} stages; name the directory of one, as {stage_directory(0, count)}"
+            )
         raise CheckpointError(
             f"{where} has no {MANIFEST_NAME}: it is not a converted model, "
             "or its conversion did not finish; convert the model again"
@@ -182,6 +187,43 @@ def variant(path: Path, world_size: int) -> Path:
     if not (path / MANIFEST_NAME).is_file() and (inner / MANIFEST_NAME).is_file():
         return inner
     return path
+
+
+def stage_directory(stage: int, count: int) -> str:
+    """``stage-00000-of-00002``, a converted directory of its own."""
+    return f"stage-{stage:05d}-of-{count:05d}"
+
+
+def stages_in(path: Path) -> int:
+    """How many stages the directories in a directory are of; 0 if it has none.
+
+    Raises:
+        CheckpointError: they are of several numbers of stages.
+    """
+    if (path / MANIFEST_NAME).is_file() or not path.is_dir():
+        return 0
+    found = (_STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
+    counts = {int(match[2]) for match in found if match is not None}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{path} has stages of several conversions: of {min(counts)} and of {max(counts)} stages"
+        )
+    return counts.pop() if counts else 0
+
+
+def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
+    """The converted directory of the stage of a rank, in a directory of several stages; else the path itself.
+
+    Args:
+        path: of a directory.
+        rank: among all processes.
+        world_size: number of processes.
+    """
+    count = stages_in(path)
+    if not count:
+        return path
+    ranks = max(1, world_size // count)
+    return path / stage_directory(min(rank // ranks, count - 1), count)
 
 
 def read_plan(directory: str | os.PathLike[str], manifest: Manifest) -> Plan:

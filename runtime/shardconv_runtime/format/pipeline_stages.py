@@ -105,6 +105,8 @@ class StagesPlan:
     layers has a last one before its first."""
     modules: tuple[StagedModule, ...]
     """The outermost modules with parameters that lie in one stage; all others run on each stage."""
+    own: int | None = None
+    """The stage whose tensors are in the directory of the plan; None: those of all stages."""
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
 

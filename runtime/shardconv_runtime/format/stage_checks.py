@@ -24,6 +24,8 @@ def check_stages(plan: Plan) -> None:
     assert stages is not None
     if not stages.count >= 2 or stages.count * plan.tp > MAX_TP:
         fail("stages.count", f"must be 2 or more, and at most {MAX_TP} ranks in all, got {stages.count}")
+    if stages.own is not None and not 0 <= stages.own < stages.count:
+        fail("stages.own", f"{stages.own} is not one of {stages.count} stages")
     if len(stages.layers) != stages.count:
         fail("stages.layers", f"expected one pair for each of {stages.count} stages")
     for index, entry in enumerate(stages.modules):

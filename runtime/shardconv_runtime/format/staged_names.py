@@ -6,10 +6,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..errors import PlanError
-from .fused_groups import fused_groups
 from .names import expand_all
 from .pipeline_stages import StagedModule
-from .plan import FusedPlan, Plan, parameter_plans
+from .plan import ParameterPlan, Plan, parameter_plans
 
 
 def num_stages(plan: Plan) -> int:
@@ -67,23 +66,8 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
     return False
 
 
-def of_stage(plan: Plan, stage: int) -> Plan:
-    """The plan of what one stage holds: parameters by their names in its model, and groups of fused layers.
-
-    The modules are those of all stages.
-    """
-    if plan.stages is None:
-        return plan
-    held = held_names(plan, stage, parameter_plans(plan).keys())
-    entries = [replace(e, names=(held[name],)) for name, e in parameter_plans(plan).items() if name in held]
-    absent = absent_modules(plan, stage)
-    aliases = {name: [alias for alias, first in plan.tied if first == name] for name in held}
-    tied = [
-        (alias, held[name])
-        for name, found in aliases.items()
-        for alias in found
-        if alias != held[name] and not is_inside(alias, absent)
-    ]
-    groups = [group for group in fused_groups(plan) if not any(is_inside(fqn, absent) for fqn in group)]
-    fused = tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups)
-    return replace(plan, parameters=tuple(entries), tied=tuple(tied), fused=fused)
+def own_parameters(plan: Plan, stage: int) -> tuple[ParameterPlan, ...]:
+    """The parameters that a stage holds, by their names in its model, one entry for each."""
+    entries = parameter_plans(plan)
+    held = held_names(plan, stage, entries.keys())
+    return tuple(replace(entries[first], names=(name,)) for first, name in held.items())

@@ -17,8 +17,10 @@ from .slices import Mesh, coordinates, ranges
 
 
 def layout_sha256(plan: Plan) -> str:
-    """sha256 (hex) over tp, ties, and each tensor's name, dtype, shape and positions on each rank."""
+    """sha256 (hex) over tp, the stage, ties, and each tensor's name, dtype, shape and positions on ranks."""
     digest = hashlib.sha256(f"shardconv layout 1\ntp {plan.tp}\n".encode())
+    if plan.stages is not None and plan.stages.own is not None:
+        digest.update(f"stage {plan.stages.own} of {plan.stages.count}\n".encode())
     lines = [f"{alias} = {name}\n" for alias, name in plan.tied]
     for parameter in stored_entries(plan):
         text = _describe(parameter, plan.mesh)
@@ -55,8 +57,14 @@ def _positions(parameter: ParameterPlan, mesh: Mesh) -> str:
 
 
 def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
-    """The tensors in the files: the parameters; of a packed one, its stored tensors."""
-    for entry in plan.parameters:
+    """The tensors in the files: the parameters; of a packed one, its stored tensors. In the directory of a
+    stage, those of that stage."""
+    parameters = plan.parameters
+    if plan.stages is not None and plan.stages.own is not None:
+        from .staged_names import own_parameters  # few plans need it
+
+        parameters = own_parameters(plan, plan.stages.own)
+    for entry in parameters:
         if entry.packing is None:
             yield entry
         else:

@@ -16,11 +16,12 @@ from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
-from ..format import manifest
+from ..format import plan_json as codec
 from ..format.header import ShardFile
+from ..format.manifest import Manifest
 from ..format.plan import Plan
 from ..format.slices import Rows
-from ..format.staged_names import of_stage
+from ..format.stage_part import of_stage
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
@@ -97,7 +98,7 @@ class Checked:
     """A model that passed the checks so far."""
 
     directory: Path
-    manifest: manifest.Manifest
+    manifest: Manifest
     """Of an ordinary model: one of its small files."""
     plan: Plan
     repository: Repository | None = None
@@ -112,6 +113,15 @@ class Checked:
     def full_plan(self) -> Plan:
         """Of the model with its adapters."""
         return self.plan if self.adapters is None else self.adapters.plan
+
+    @property
+    def common_manifest(self) -> Manifest:
+        """What is equal on all ranks; each stage has a directory, and with it a manifest, of its own."""
+        if self.plan.stages is None:
+            return self.manifest
+        plan = replace(self.plan, stages=replace(self.plan.stages, own=None))
+        digest = codec.sha256(codec.dumps(plan))
+        return replace(self.manifest, plan_sha256=digest, files=())
 
     @property
     def model(self) -> tuple[Path, Any, Plan, Repository | None]:

@@ -184,7 +184,7 @@ def load(
             from ..comm.own_gpus import require_own_gpus
             from .same_model import require_same
 
-            require_same(everyone, checked.manifest, wanted, checked.adapters)
+            require_same(everyone, checked.common_manifest, wanted, checked.adapters)
             require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
             from .packed_models import require_packages
@@ -214,7 +214,7 @@ def load(
 def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
-    found = _converted(wanted, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
+    found = _converted(wanted, rank, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
     directory, solved = found.directory, found.plan
     if solved.model.trust_remote_code and not wanted.trust_remote_code:
         raise PlanError(
@@ -247,11 +247,12 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     return found
 
 
-def _converted(wanted: Wanted, world_size: int) -> Checked:
+def _converted(wanted: Wanted, rank: int, world_size: int) -> Checked:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         directory = manifest.variant(directory, world_size)
+        directory = manifest.of_stage_of(directory, rank, world_size)
         found = manifest.read(directory)
         return Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
@@ -271,7 +272,8 @@ def _with_files(found: Checked, rank: int) -> Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(rank))
-    return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, rank))
+    place = rank % found.plan.tp  # ranks of later stages have the places of those of the first
+    return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, place))
 
 
 def _launch(

@@ -29,8 +29,9 @@ def require_known(plan: Plan, unknown: Mapping[str, bool], *, dequantize: bool) 
     Raises:
         PlanError: such an argument was given, or the model is packed.
     """
+    assert plan.stages is not None
     for argument in (name for name, is_given in unknown.items() if is_given):
-        raise PlanError(f"{argument} does not know stages yet; leave it out, or plan the model without --pp")
+        raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
     if not dequantize and any(entry.packing is not None for entry in plan.parameters):
         raise PlanError("packed parameters are not computed with on stages yet; pass dequantize=True")
 
@@ -39,9 +40,17 @@ def place_of(plan: Plan, start: Launch) -> StageProcesses:
     """The place of this process; every process calls it.
 
     Raises:
+        PlanError: the directory that was read is that of another stage.
         LaunchError: the processes cannot communicate.
     """
-    return stage_processes(start, num_stages(plan), plan.tp)
+    assert plan.stages is not None
+    place = stage_processes(start, num_stages(plan), plan.tp)
+    if plan.stages.own not in (None, place.number):
+        raise PlanError(
+            f"the directory holds stage {plan.stages.own}, and this rank is on stage {place.number}; name "
+            "the directory that holds those of all stages"
+        )
+    return place
 
 
 def keep_own(model: nn.Module, plan: Plan, place: StageProcesses) -> nn.Module:

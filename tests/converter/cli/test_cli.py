@@ -28,6 +28,8 @@ COMMANDS = {
     "convert": {
         "--tp",
         "--experts",
+        "--pp",
+        "--stages",
         "--sequence-parallel",
         "--max-file-size",
         "--memory",

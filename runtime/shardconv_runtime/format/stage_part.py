@@ -1,0 +1,28 @@
+"""The plan of what one stage of a pipeline holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .fused_groups import fused_groups
+from .plan import FusedPlan, Plan, parameter_plans
+from .staged_names import absent_modules, held_names, is_inside, own_parameters
+
+
+def of_stage(plan: Plan, stage: int) -> Plan:
+    """The plan with the parameters of one stage, by their names in its model, and groups of its fused layers.
+
+    The modules are those of all stages.
+    """
+    if plan.stages is None:
+        return plan
+    absent = absent_modules(plan, stage)
+    held = held_names(plan, stage, parameter_plans(plan).keys())
+    tied = [
+        (alias, held[name])
+        for alias, name in plan.tied
+        if name in held and alias != held[name] and not is_inside(alias, absent)
+    ]
+    groups = [group for group in fused_groups(plan) if not any(is_inside(fqn, absent) for fqn in group)]
+    fused = tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups)
+    return replace(plan, parameters=own_parameters(plan, stage), tied=tuple(tied), fused=fused)

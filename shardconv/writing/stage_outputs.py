@@ -1,0 +1,94 @@
+"""The directories of the stages of a pipeline, written one after another; complete ones are kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.manifest import MANIFEST_NAME, Source, stage_directory
+from shardconv_runtime.format.manifest import read as read_manifest
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+
+from .job import PARTIAL
+from .output import Output
+
+Write = Callable[[Plan, Mapping[str, LazyTensor], Output], object]
+
+
+class StageOutputs:
+    """Where the stages of one conversion go: a directory in OUT for each.
+
+    Args:
+        out: of the conversion.
+        count: of stages, 2 or more.
+        overwrite: whether converted directories may be replaced.
+        source: the model; it may not be in ``out``.
+
+    Raises:
+        ShardconvError: ``out`` holds something else, or all stages already.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str], count: int, *, overwrite: bool, source: str | os.PathLike[str]
+    ) -> None:
+        path = Path(out).expanduser().absolute()
+        names = [stage_directory(stage, count) for stage in range(count)]
+        if path.is_dir() and (others := sorted({entry.name for entry in path.iterdir()} - set(names))):
+            raise ShardconvError(
+                f"OUT {out} holds {others[0]}, which is none of {count} stages; name another directory"
+            )
+        directories = [path / name for name in names]
+        complete = [directory for directory in directories if not overwrite and _is_complete(directory)]
+        self._complete = complete if len(complete) < count else []
+        """Those that an interrupted run has completed."""
+        self._outputs = [
+            None
+            if directory in self._complete
+            else Output.prepare(directory, overwrite=overwrite, source=source)
+            for directory in directories
+        ]
+        self._directories = directories
+
+    def write(
+        self, plan: Plan, weights: Mapping[str, LazyTensor], source: Source, write: Write
+    ) -> Iterator[int]:
+        """Write each stage that is not complete; yields its number before.
+
+        Args:
+            plan: with stages.
+            weights: global tensors to store, by the first of their names.
+            source: of the weights.
+            write: writes a directory.
+
+        Raises:
+            ShardconvError: a complete stage is that of another conversion.
+        """
+        assert plan.stages is not None
+        plans = [replace(plan, stages=replace(plan.stages, own=s)) for s in range(plan.stages.count)]
+        for own, directory in zip(plans, self._directories, strict=True):
+            if directory in self._complete:
+                _require_same(directory, own, source)
+        for stage, (own, output) in enumerate(zip(plans, self._outputs, strict=True)):
+            if output is not None:
+                yield stage
+                held = held_names(plan, stage, weights.keys())
+                write(own, {name: weights[first] for first, name in held.items()}, output)
+
+
+def _is_complete(directory: Path) -> bool:
+    return (directory / MANIFEST_NAME).is_file() and not (directory / PARTIAL).exists()
+
+
+def _require_same(directory: Path, plan: Plan, source: Source) -> None:
+    found = read_manifest(directory)
+    if (found.plan_sha256, found.source) != (codec.sha256(codec.dumps(plan)), source):
+        raise ShardconvError(
+            f"{directory} is complete, and of another conversion than this one; name another OUT, or pass "
+            "--overwrite"
+        )
