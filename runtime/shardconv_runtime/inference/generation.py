@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
-from ..comm.stage_link import StageLink
 from ..errors import PlanError
+
+if TYPE_CHECKING:
+    from ..comm.stage_link import StageLink
 
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""

@@ -21,7 +21,6 @@ from ..format.header import ShardFile
 from ..format.manifest import Manifest
 from ..format.plan import Plan
 from ..format.slices import Rows
-from ..format.stage_part import of_stage
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
@@ -115,6 +114,11 @@ class Checked:
         return self.plan if self.adapters is None else self.adapters.plan
 
     @property
+    def num_ranks(self) -> int:
+        """Of all stages."""
+        return self.plan.tp * (1 if self.plan.stages is None else self.plan.stages.count)
+
+    @property
     def common_manifest(self) -> Manifest:
         """What is equal on all ranks; each stage has a directory, and with it a manifest, of its own."""
         if self.plan.stages is None:
@@ -206,6 +210,7 @@ class Building:
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
         if place is not None:
+            from ..format.stage_part import of_stage
             from .staged_models import keep_own, own_weights
 
             keep_own(model, plan, place)

@@ -19,7 +19,6 @@ from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch
 from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
-from ..format.staged_names import num_stages
 from ..hub_options import Hub
 from ..loaded import unwrapped
 from . import rank_files
@@ -242,7 +241,7 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
-    if found.repository is None and found.checkpoint is None and rank < solved.tp * num_stages(solved):
+    if found.repository is None and found.checkpoint is None and rank < found.num_ranks:
         return _with_files(found, rank)
     return found
 
