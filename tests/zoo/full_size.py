@@ -28,6 +28,8 @@ from .models import is_part
 from .releases import DTYPE, RELEASES, Release
 from .shrink import config_class
 
+MOST = 40
+"""Of what is replicated, and of collectives, so many places are kept."""
 SMALL = 1000
 """Models of a smaller hidden size are said to be small."""
 
@@ -92,6 +94,8 @@ class Measured:
     rank_excess: float = 0.0
     """Bytes of rank 0, relative to a fair share."""
     per_layer: float = 0.0
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Those inside of layers: where, and how many."""
     kept: dict[str, str] = field(default_factory=dict)
     """Replicated parameters of two or more dims, numbers as ``*``, and why."""
     notes: tuple[str, ...] = ()
@@ -180,7 +184,8 @@ def _describe(plan: Plan, about: Measured) -> None:
     about.replicated = kept / max(1, wide)
     about.rank_excess = rank * plan.tp / max(1, total)
     about.per_layer = facts["per_layer"]
-    about.kept = dict(list(facts["replicated"].items())[:40])
+    about.collectives = dict(list(facts["collectives"].items())[:MOST])
+    about.kept = dict(list(facts["replicated"].items())[:MOST])
     about.notes = all_notes(plan)
 
 

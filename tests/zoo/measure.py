@@ -120,12 +120,17 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     split = {n for n in wide if any(axes_of(d) for d in entries[n].dims)}
     replicated = {starred(n): entries[n].reason for n in wide if n not in split}
     layers = {m[0] for n in entries if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
-    inside = sum(
-        sum(1 for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather")) + (1 if m.norm else 0)
+    found = Counter(
+        f"{starred(name)} ({what})"
         for m in plan.modules
         for name in expand_all(m.names, 10**6)
         if any(name == x or name.startswith(x + ".") for x in layers)
+        for what in (
+            *(b.op for b in (*m.inputs, *m.outputs) if b.op in ("all_reduce", "all_gather")),
+            *(["statistic of a norm"] if m.norm else []),
+        )
     )
+    inside = found.total()
     total = sum(numel[n] for n in wide)
     edits = {(starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.edits}
     return {
@@ -134,6 +139,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
         "edits": len(edits),
         "per_layer": inside / len(layers) if layers else float(inside),
+        "collectives": dict(found),
         "replicated": replicated,
     }
 

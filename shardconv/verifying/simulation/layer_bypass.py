@@ -153,12 +153,15 @@ def _stand_in(layer: nn.Module, how: Bypass) -> nn.Module:
 
 
 class _Bypassed(nn.Module):
-    """Stands in for a layer: its attributes, none of its parameters, some of its inputs as outputs."""
+    """Stands in for a layer: its attributes, none of its parameters, some of its inputs as outputs.
+
+    Code that changes the layer, as some models do when they are first called, changes a copy.
+    """
 
     def bypass(self, layer: nn.Module, how: Bypass) -> None:
         """Set up, in place of the constructor."""
         nn.Module.__init__(self)
-        self.__dict__["_layer"] = layer
+        self.__dict__.update(_layer=layer, _is_own=False)
         names = list(forward_signature(layer).parameters)
         self._length = how.length
         self._outputs = [
@@ -170,6 +173,8 @@ class _Bypassed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if not self.__dict__["_is_own"]:
+                self.__dict__.update(_layer=_with_own_attributes(self.__dict__["_layer"]), _is_own=True)
             return getattr(self.__dict__["_layer"], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Bypassed:
@@ -177,6 +182,7 @@ class _Bypassed(nn.Module):
         other: _Bypassed = object.__new__(type(self))
         own = self.__dict__.items()  # hooks of one copy are not those of another
         other.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
+        other.__dict__["_is_own"] = False
         return other
 
     def passed_on(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,3 +192,13 @@ class _Bypassed(nn.Module):
             for index, argument, position in self._outputs
         }
         return found[-1] if -1 in found else tuple(found.get(i) for i in range(self._length))
+
+
+def _with_own_attributes(module: nn.Module) -> nn.Module:
+    """A copy of a module and those in it, which have the same values and tensors as attributes."""
+    made: nn.Module = object.__new__(type(module))
+    own = module.__dict__.items()
+    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in own}
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else _with_own_attributes(child)
+    return made

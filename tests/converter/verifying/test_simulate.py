@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans
-from torch import nn
+from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline import plain_form
@@ -28,7 +29,7 @@ from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import Case, simulate
 from shardconv.verifying.retracing import retrace as retracing
 from shardconv.verifying.retracing.retrace import retrace
-from shardconv.verifying.simulation.layer_bypass import Bypass
+from shardconv.verifying.simulation.layer_bypass import Bypass, bypassed_copy
 from shardconv.verifying.simulation.model_runs import TOLERANCE
 
 
@@ -269,3 +270,34 @@ def test_the_model_is_left_on_meta(fused: Checked) -> None:
     shapes = {n: tuple(p.shape) for n, p in fused.model.named_parameters()}
     assert shapes["stack.0.mixer.everything.weight"] == (96, 64)
     assert to_text(fused.plan.parameters[0].dims[0]) == "101@0"
+
+
+class Changing(nn.Module):
+    """A layer that a model changes when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.kind = "sparse"
+
+    def change(self) -> None:
+        self.kind, self.inner = "full", nn.Linear(2, 2)
+        self.inner.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change()
+        return self.inner(x)
+
+
+def test_code_that_changes_a_bypassed_layer_changes_no_other_copy() -> None:
+    model = nn.Sequential(Changing(), Changing())
+    inner = model[1].inner
+    copied = bypassed_copy(model, {"1": Bypass((("output", "0"),), 0, like="0")})
+    again = copy.deepcopy(copied)
+    copied[1].inner.extra = 1
+    copied[1].change()
+    copied[1].inner.extra = 2
+    assert model[1].inner is inner
+    assert not hasattr(inner, "extra")
+    assert model[1].kind == again[1].kind == "sparse"
+    assert again[1].inner.weight is inner.weight
