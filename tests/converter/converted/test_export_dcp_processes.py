@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from distributed import run_processes
 from export_cases import CASES, Exported, convert, same
+from library_checkpoints import save_gptq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.format.dims import axes_of
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+import shardconv
 from shardconv.converted.export_dcp import export
 
 
@@ -108,24 +112,52 @@ def test_files_are_like_those_that_torch_writes(tmp_path: Path) -> None:
     assert {n for file in both for n in file["ours"]} == {n for file in both for n in file["theirs"]}
 
 
-def logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
-    """On a rank: those of transformers' own tensor parallelism."""
+def logits(directory: Path, ids: torch.Tensor, **sizes: int) -> torch.Tensor:
+    """On a rank: those of transformers' own tensor and data parallelism."""
     import transformers.integrations.accelerate as integration
     from transformers.distributed import DistributedConfig
 
     # from_pretrained asks that accelerate be installed, and uses nothing of it here
     integration.is_accelerate_available = lambda: True
-    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    config = DistributedConfig(tp_plan="auto", **sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, distributed_config=config)
     with torch.no_grad():
         return model.eval()(ids).logits
 
 
+IDS = torch.tensor([[11, 45, 3, 37, 30, 9, 21]])
+
+
+def unsharded_logits(model: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return transformers.AutoModelForCausalLM.from_pretrained(model)(IDS).logits
+
+
 def test_transformers_shards_it_on_loading(tmp_path: Path) -> None:
     case = convert(CASES["uneven, heads cut"], tmp_path)
     export(case.out, case.directory)
-    ids = torch.tensor([[11, 45, 3, 37, 30, 9, 21]])
-    with torch.no_grad():
-        expected = transformers.AutoModelForCausalLM.from_pretrained(case.model)(ids).logits
-    for found in run_processes(2, logits, case.directory, ids):
-        torch.testing.assert_close(found, expected)
+    for found in run_processes(2, partial(logits, tp_size=2), case.directory, IDS):
+        torch.testing.assert_close(found, unsharded_logits(case.model))
+
+
+@pytest.mark.slow
+def test_transformers_loads_it_on_a_mesh_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
+    """Written for 4 ranks, read by 2 that are sharded twice over data-parallel ones."""
+    case = convert(replace(CASES["fewer key/value heads than ranks"], dtype="float32"), tmp_path)
+    export(case.out, case.directory)
+    assert case.plan.tp == 4
+    wanted = unsharded_logits(case.model)
+    for found in run_processes(4, partial(logits, tp_size=2, fsdp_size=2), case.directory, IDS):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.formats
+def test_transformers_refuses_it_quantized(tmp_path: Path) -> None:
+    """Its quantizers have no tensor parallelism for weights that stay packed."""
+    save_gptq(tmp_path / "model", 4, 32, act_order=False)
+    shardconv.convert(tmp_path / "model", tmp_path / "out", 2, check=False)
+    export(tmp_path / "out", tmp_path / "dir")
+    with pytest.raises(
+        Exception, match="Quantization is not supported when loading a distributed checkpoint"
+    ):
+        run_processes(2, partial(logits, tp_size=2), tmp_path / "dir", IDS)
