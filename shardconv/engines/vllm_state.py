@@ -77,7 +77,7 @@ def _answer(name: str, request: Request) -> Answer:
     """What the process of a rank answers."""
     with TemporaryDirectory(prefix="shardconv-") as folder:
         asked, answered, log = (Path(folder) / part for part in ("request", "answer", "log"))
-        asked.write_bytes(pickle.dumps(request))
+        asked.write_bytes(_pickled(name, request))
         command = [sys.executable, "-m", vllm_rank.__name__, str(asked), str(answered)]
         with log.open("wb") as output:
             paths = os.pathsep.join(path for path in sys.path if path)
@@ -96,6 +96,16 @@ def _answer(name: str, request: Request) -> Answer:
     if isinstance(found, Failure):
         raise SourceError(f"{where}: {found.reason}")
     return found
+
+
+def _pickled(name: str, request: Request) -> bytes:
+    try:
+        return pickle.dumps(request)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise SourceError(
+            f"{name} holds tensors that only this process can compute, as of a PyTorch file older than torch "
+            "1.6; save it as safetensors"
+        ) from error
 
 
 def _last(lines: Sequence[str]) -> str:
