@@ -12,18 +12,20 @@ written to them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardconv_runtime.checkpoint.recorded import RecordedTensor, lazy_of, on_meta
+from shardconv_runtime.checkpoint.recorded import RecordedTensor, on_meta
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor, from_leaf, zeros
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see every operator
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .strided_views import UnknownContentError, View, Write, content_of
+from .storage_record import StorageRecord, constant, dtype_name
+from .strided_views import UnknownContentError
 
 aten = torch.ops.aten
 
@@ -44,34 +46,6 @@ class Filled:
     def __call__(self) -> torch.Tensor:
         """The tensor: ``[num_elements]``."""
         return torch.full((self.num_elements,), self.value, dtype=getattr(torch, self.dtype))
-
-
-@dataclass(slots=True)
-class StorageRecord:
-    """The writes to a storage."""
-
-    tensor: torch.Tensor
-    """Keeps the storage alive, so that no other one gets its address."""
-    is_real: bool
-    """Whether its memory has the values; False once a write was kept and not done."""
-    writes: list[tuple[View, LazyTensor | str | None]] = field(default_factory=list)
-    """In their order: a view, and what it holds since; None: what its memory holds."""
-
-    def content(self, tensor: torch.Tensor) -> LazyTensor:
-        """What a view of the storage holds.
-
-        Raises:
-            UnknownContentError: it cannot be known.
-        """
-        if tensor.dtype != self.tensor.dtype:
-            raise UnknownContentError(f"its bytes are taken for {tensor.dtype}")
-        known = [
-            Write(view, self._memory(view) if content is None else content) for view, content in self.writes
-        ]
-        return content_of(View.of(tensor), _name(tensor.dtype), known)
-
-    def _memory(self, view: View) -> LazyTensor:
-        return _constant(self.tensor.as_strided(view.shape, view.strides, view.offset))
 
 
 class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -103,7 +77,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.is_meta:
             raise UnknownContentError("it has no memory")
         record = self._record_of(tensor)
-        return _constant(tensor) if record is None else record.content(tensor)
+        return constant(tensor) if record is None else record.content(tensor)
 
     def __torch_dispatch__(
         self,
@@ -132,7 +106,8 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records[tensor.untyped_storage()._cdata] = record
         return record
 
-    def _has_values(self, tensor: torch.Tensor) -> bool:
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is what it holds."""
         record = self._record_of(tensor)
         return not isinstance(tensor, RecordedTensor) and (record is None or record.is_real)
 
@@ -148,11 +123,9 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*tree_map(_blank, args), **kwargs)
             record = self._track(made, is_real=True)
         if func.overloadpacket in _RANDOM:
-            record.writes.append((View.of(made), RANDOM))
+            record.note(made, RANDOM)
         elif func.overloadpacket in _FILLED:
-            record.writes.append(
-                (View.of(made), None if record.is_real else _filled(func, args, kwargs, made))
-            )
+            record.note(made, None if record.is_real else _filled(func, args, kwargs, made))
         return made
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,9 +133,10 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = list(_changed(func, args, kwargs))
         if all(tensor.is_meta for tensor in changed):
             return func(*tree_map(_to_meta, args), **kwargs)
-        if all(self._has_values(tensor) for tensor in _tensors((args, kwargs))):
+        if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
+            others = [t for t in _tensors((args, kwargs)) if all(t is not other for other in changed)]
             for tensor in changed:
-                self._note_values(func, tensor)
+                self._note_values(func, tensor, self._why_unknown(func, others))
             return func(*args, **kwargs)
         for tensor in changed:
             content = self._written(func, args, kwargs, tensor)
@@ -171,24 +145,25 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             record = self._record_of(tensor) or self._track_memory(tensor)
             record.is_real = False
-            record.writes.append((View.of(tensor), content))
+            record.note(tensor, content)
         return changed[0] if len(changed) == 1 else None
 
-    def _note_values(self, func: Any, tensor: torch.Tensor) -> None:
+    def _note_values(self, func: Any, tensor: torch.Tensor, reason: str) -> None:
         """Note that memory gets values; what changes values that are there leaves the rest unwritten."""
         record = self._record_of(tensor)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if reason:
             record = record or self._track_memory(tensor)
-            record.writes.append((View.of(tensor), RANDOM))
+            record.note(tensor, reason)
         elif record is not None and func.overloadpacket in _REPLACING:
-            record.writes.append((View.of(tensor), None))
+            record.note(tensor, None)
 
     def _track_memory(self, tensor: torch.Tensor) -> StorageRecord:
         """Begin to record a storage that has values."""
         storage = tensor.untyped_storage()
         size = storage.nbytes() // tensor.itemsize
-        record = self._track(tensor.as_strided((size,), (1,), 0), is_real=True)
-        record.writes.append((View(0, (size,), (1,)), None))
+        flat = tensor.detach().as_strided((size,), (1,), 0)
+        record = self._track(flat, is_real=True)
+        record.note(flat, None)
         return record
 
     def _written(
@@ -213,9 +188,7 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = source.to(tensor.dtype)
         if source.shape != tensor.shape:
             source = source.expand(tensor.shape)
-        found = lazy_of(source)
-        assert found is not None, "nothing is left out here"
-        return found
+        return source.lazy if isinstance(source, RecordedTensor) else constant(source)
 
     def _change_source(self, tensor: RecordedTensor, content: LazyTensor | str) -> None:
         """Change a tensor of the checkpoint, or one made of it; others of the same bytes may be its views.
@@ -229,42 +202,53 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor.lazy = content
 
     def _as_lazy(self, values: Any) -> Any:
-        """Arguments with a recorded tensor in place of each tensor without values."""
+        """Arguments with a recorded tensor for each tensor without values, and copies of the others."""
 
         def lazy(value: Any) -> Any:
-            is_lazy = isinstance(value, torch.Tensor) and not self._has_values(value)
-            return RecordedTensor(self.content(value)) if is_lazy else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            content = self.content(value)
+            return value.detach().clone() if self.has_values(value) else RecordedTensor(content)
 
         return tree_map(lazy, values)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that changes nothing."""
-        if all(self._has_values(tensor) for tensor in _tensors((args, kwargs))):
-            return func(*args, **kwargs)
+        if all(self.has_values(tensor) for tensor in _tensors((args, kwargs))):
+            found = func(*args, **kwargs)
+            reason = self._why_unknown(func, _tensors((args, kwargs)))
+            for tensor in _tensors(found):
+                if reason and self._record_of(tensor) is None:
+                    self._track(tensor, is_real=True).note(tensor, reason)
+            return found
         if func is aten._local_scalar_dense.default:
             return read_tensor(self.content(args[0])).item()
+        reason = RANDOM if torch.Tag.nondeterministic_seeded in func.tags else ""
         try:
             given = self._as_lazy(args), self._as_lazy(kwargs)
         except UnknownContentError as error:
             reason = str(error)
+        if reason:
             return on_meta(func, args, kwargs, lambda like: self._unknown(like, reason))
         return func(*given[0], **given[1])
+
+    def _why_unknown(self, func: Any, inputs: Iterable[torch.Tensor]) -> str:
+        """Why what an operator computes of values in memory is not known all the same; empty if it is."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return RANDOM
+        try:
+            for tensor in inputs:
+                if (record := self._record_of(tensor)) is not None:
+                    record.content(tensor)
+        except UnknownContentError as error:
+            return str(error)
+        return ""
 
     def _unknown(self, like: torch.Tensor, reason: str) -> torch.Tensor:
         """A tensor made of one whose content is not known."""
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        self._track(made, is_real=False).writes.append((View.of(made), reason))
+        self._track(made, is_real=False).note(made, reason)
         return made
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _constant(tensor: torch.Tensor) -> LazyTensor:
-    found = lazy_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-    assert found is not None, "it is real"
-    return found
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -317,7 +301,7 @@ def _filled(
     if isinstance(value, RecordedTensor):
         return f"it is filled with a value of the checkpoint by {func.overloadpacket}"
     number = value.item() if isinstance(value, torch.Tensor) else value
-    dtype, size = _name(tensor.dtype), tensor.numel()
+    dtype, size = dtype_name(tensor.dtype), tensor.numel()
     if number == 0 and math.copysign(1, number) > 0:
         return zeros(dtype, tensor.shape)
     return from_leaf(ComputedLeaf("a constant", Filled(number, dtype, size), dtype, size), tensor.shape)
@@ -346,3 +330,27 @@ _RANDOM = (aten.rand, aten.randn, aten.randint, aten.rand_like, aten.randn_like,
 
 _REPLACING = (aten.copy_, aten.fill_, aten.zero_)
 """Operators that change a tensor, whatever it held."""
+
+
+class RefusedRawReads(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Mode in which the memory of a tensor without values is not read past the dispatcher."""
+
+    def __init__(self, writes: RecordedWrites) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._writes = writes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse what hands out the memory.
+
+        Raises:
+            UnknownContentError: the tensor's memory does not have its values.
+        """
+        if func in _RAW and not self._writes.has_values(args[0]):
+            raise UnknownContentError(f"the memory of a parameter is read by {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+_RAW = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+"""Methods that read memory without an operator."""

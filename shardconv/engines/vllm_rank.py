@@ -21,7 +21,7 @@ from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import brief
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
-from .recorded_writes import RecordedWrites
+from .recorded_writes import RecordedWrites, RefusedRawReads
 from .strided_views import UnknownContentError
 
 SETTINGS = {
@@ -97,7 +97,7 @@ def record(request: Request) -> Answer:
     model_config = config.model_config
     loader = _loader(config.load_config, request.tensors)
     with set_current_vllm_config(config), lone_rank(request.rank, request.tp), RecordedWrites() as writes:  # type: ignore[no-untyped-call]
-        with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+        with RefusedRawReads(writes), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
             model = loader.create_model(vllm_config=config, model_config=model_config)
             loader.load_weights(model, model_config)
         state = ShardedStateLoader._filter_subtensors(model.state_dict())

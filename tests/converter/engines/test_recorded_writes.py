@@ -13,7 +13,7 @@ from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, from
 from torch import nn
 
 from shardconv.engines import recorded_writes
-from shardconv.engines.recorded_writes import RecordedWrites
+from shardconv.engines.recorded_writes import RecordedWrites, RefusedRawReads
 from shardconv.engines.strided_views import UnknownContentError
 
 ROWS, COLUMNS = 6, 4
@@ -202,6 +202,24 @@ def changed_source(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(ROWS, COLUMNS).copy_(x)
 
 
+def of_random(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(4).copy_(torch.rand(4) * 2)
+
+
+def with_random(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(COLUMNS).copy_(x[0] + torch.bernoulli(torch.full((COLUMNS,), 0.5)))
+
+
+def of_unwritten(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(4).contiguous().add(1)
+
+
+def written_as_another_dtype(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(2 * ROWS, COLUMNS, dtype=torch.bfloat16)
+    made.view(torch.float32).view(-1).copy_(x.flatten())
+    return made
+
+
 def drawn_source(x: torch.Tensor) -> torch.Tensor:
     return x.uniform_()
 
@@ -223,6 +241,10 @@ def arithmetic_before_loading(x: torch.Tensor) -> torch.Tensor:
         (other_dtype, "taken for torch.int32"),
         (without_memory, "no memory"),
         (changed_source, "a tensor that may share its bytes was changed in place"),
+        (of_random, "drawn at random"),
+        (with_random, "drawn at random"),
+        (of_unwritten, "4 of its 4 elements were not written"),
+        (written_as_another_dtype, "taken for torch.float32"),
         (drawn_source, "of a tensor of the checkpoint, it is drawn at random"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -233,6 +255,24 @@ def test_what_cannot_be_known_is_refused(
     monkeypatch.setattr(recorded_writes, "LARGE", large)
     with pytest.raises(UnknownContentError, match=reason):
         content(load)
+
+
+def test_a_constant_is_as_it_was_when_it_was_copied() -> None:
+    with RecordedWrites() as writes:  # type: ignore[no-untyped-call]
+        made, scale = torch.empty(ROWS, COLUMNS), torch.tensor(2.0)
+        made.copy_(recorded(STORED) * scale)
+        scale.fill_(3)
+        assert torch.equal(read_tensor(writes.content(made)), STORED * 2)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_memory_without_values_is_not_handed_out(read: Callable[[torch.Tensor], object]) -> None:
+    with RecordedWrites() as writes, RefusedRawReads(writes):  # type: ignore[no-untyped-call]
+        made = torch.ones(3)
+        assert list(read(made)) == [1, 1, 1]  # type: ignore[call-overload]
+        made.copy_(recorded(STORED[0, :3]))
+        with pytest.raises(UnknownContentError, match="the memory of a parameter is read"):
+            read(made)
 
 
 def test_a_large_parameter_takes_no_memory() -> None:
