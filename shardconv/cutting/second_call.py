@@ -43,24 +43,37 @@ def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
     Returns:
         Nothing of a model that hands nothing back, or cannot be called again.
     """
-    try:
-        return _read(trace(_Twice(model, inputs), inputs.tensors, RULES))
-    except SolveError:
-        return SecondCall()
+    for keeps_encoded in (True, False):
+        try:
+            return _read(trace(_Twice(model, inputs, keeps_encoded), inputs.tensors, RULES))
+        except SolveError:
+            continue
+    return SecondCall()
 
 
 class _Twice(nn.Module):
-    """A model that is called twice."""
+    """A model that is called twice.
 
-    def __init__(self, model: nn.Module, inputs: TraceInputs) -> None:
+    Args:
+        model: on meta.
+        inputs: of the first call.
+        keeps_encoded: hand back what an encoder returned, as ``generate`` does: it does not run again.
+    """
+
+    def __init__(self, model: nn.Module, inputs: TraceInputs, keeps_encoded: bool) -> None:
         super().__init__()
         self.model = model
         self._inputs = inputs
+        self._keeps_encoded = keeps_encoded
 
     def forward(self, **tensors: Tensor) -> Any:
         """The results of the second call."""
         first = self.model(**tensors, **self._inputs.options)
-        return self.model(**continuation(self.model, replace(self._inputs, tensors=tensors), first))
+        given = continuation(self.model, replace(self._inputs, tensors=tensors), first)
+        encoded = getattr(first, "encoder_last_hidden_state", None)
+        if self._keeps_encoded and encoded is not None:
+            given = {**given, "encoder_outputs": (encoded,)}
+        return self.model(**given)
 
 
 def _read(tape: Tape) -> SecondCall:

@@ -190,7 +190,7 @@ class _Stages:
         to = tuple(stage for stage, received in enumerate(self.received) if value in received)
         item = int(value.slot.partition(".")[2] or 0)
         numel = math.prod(self.units.tape.tensors[value.tid].shape)
-        return SentValue(item, to, math.ceil(numel / self.tokens))
+        return SentValue(item, to, math.ceil(numel / self.tokens), self.forms.is_called_again(value.unit))
 
     def _layers(self) -> tuple[tuple[int, int], ...]:
         stages = [self._stage(border.position - 1) for border in self.units.borders]

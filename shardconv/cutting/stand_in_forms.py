@@ -82,6 +82,10 @@ class StandInForms:
             items.append(StandInItem(tensor, item.argument))
         return form.kind, tuple(items)
 
+    def is_called_again(self, fqn: str) -> bool:
+        """Whether a module is called in the second call too; of a model that has none, in the first."""
+        return self._second.called(fqn) or not self._second.returned
+
     def has_own_inputs(self, unit: Unit) -> bool:
         """Whether a unit is given nothing that depends on parameters, so that every stage could run it."""
         return not any(given.is_weighted for call in unit.calls for given in self._inputs.get(call, ()))

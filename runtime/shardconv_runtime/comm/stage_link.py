@@ -24,6 +24,8 @@ class StageLink(ABC):
         self.count = count
         self.depth = 0
         """How many calls are running in which all stages take part: of the model, or of ``generate``."""
+        self.handed_on: set[tuple[str, int]] = set()
+        """(module, item) of what this rank sent or received in the running call of the model."""
         self.shares_results = True
         """Whether each call of the model gives its results to all stages; else only the last one has them."""
 

@@ -79,6 +79,8 @@ class SentValue:
     """Stages, ascending."""
     per_token: int = 0
     """Elements of the (global) tensor for each token; for reports."""
+    each_call: bool = False
+    """It is made in every call of the model, not only where an encoder runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,11 @@ class Building:
         plan, directory, adapters = checked.full_plan, checked.directory, checked.adapters
         built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
         config, model = _unsharded(checked, wanted)
+        arguments: Mapping[str, Sequence[str]] = {}
+        if place is not None:
+            from ..parallel.stage_model import argument_names
+
+            arguments = argument_names(model, plan)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         packed = None
         if stays_packed(plan, wanted):
@@ -213,7 +218,7 @@ class Building:
             from ..format.stage_part import of_stage
             from .staged_models import keep_own, own_weights
 
-            keep_own(model, plan, place)
+            keep_own(model, plan, place, arguments)
             weights = checked.checkpoint and own_weights(plan, checked.checkpoint, place.number)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
             built = replace(checked.plan, fused=())

@@ -12,7 +12,7 @@ from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.staged_names import held_names, num_stages
-from ..parallel.stage_model import keep_stage
+from ..parallel.stage_model import ArgumentNames, keep_stage
 
 if TYPE_CHECKING:
     from ..tensors.lazy_tensor import LazyTensor
@@ -53,15 +53,16 @@ def place_of(plan: Plan, start: Launch) -> StageProcesses:
     return place
 
 
-def keep_own(model: nn.Module, plan: Plan, place: StageProcesses) -> nn.Module:
+def keep_own(model: nn.Module, plan: Plan, place: StageProcesses, names: ArgumentNames) -> nn.Module:
     """Put stand-ins in the place of other stages' modules, in place.
 
     Args:
         model: of one rank, as ``parallelize`` makes it.
         plan: of all stages.
         place: of this process.
+        names: of the unsharded model.
     """
-    return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device)
+    return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, names)
 
 
 def own_weights(plan: Plan, weights: Mapping[str, LazyTensor], stage: int) -> dict[str, LazyTensor]:

@@ -50,6 +50,7 @@ class _Running:
                     "load a directory that was converted without --pp"
                 )
         self._link.depth += 1
+        self._link.handed_on.clear()
 
     def leave(self, *_: Any) -> None:
         """It has returned, or failed."""

@@ -29,7 +29,28 @@ from .stage_guards import attach_stage_guards
 Shape = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
 
-def keep_stage(model: nn.Module, plan: Plan, link: StageLink, rank: int, device: torch.device) -> nn.Module:
+ArgumentNames = Mapping[str, Sequence[str]]
+"""FQN -> the names of a module's arguments, in order."""
+
+
+def argument_names(model: nn.Module, plan: Plan) -> ArgumentNames:
+    """Of the modules that have stand-ins on some stage: what replaces a module may call arguments otherwise.
+
+    Args:
+        model: unsharded, before ``parallelize``.
+        plan: with stages.
+    """
+    return {fqn: list(forward_signature(submodule(model, fqn)).parameters) for fqn in staged_modules(plan)}
+
+
+def keep_stage(
+    model: nn.Module,
+    plan: Plan,
+    link: StageLink,
+    rank: int,
+    device: torch.device,
+    names: ArgumentNames,
+) -> nn.Module:
     """Replace the modules of other stages, in place, and have the others send and receive.
 
     Args:
@@ -38,6 +59,7 @@ def keep_stage(model: nn.Module, plan: Plan, link: StageLink, rank: int, device:
         link: to the other stages.
         rank: among those of the stage.
         device: on which the rank computes.
+        names: of the unsharded model.
 
     Returns:
         The model. Its parameters are those of this stage.
@@ -49,15 +71,25 @@ def keep_stage(model: nn.Module, plan: Plan, link: StageLink, rank: int, device:
         module = submodule(model, fqn)
         if link.stage in entry.stages:
             if entry.sent:
-                module.register_forward_hook(_Sender(link, entry.sent))
+                module.register_forward_hook(_Sender(link, fqn, entry.sent))
             continue
-        parent, _, name = fqn.rpartition(".")
-        forms = _Forms(entry, position, list(forward_signature(module).parameters), plan.mesh, rank)
-        submodule(model, parent)._modules[name] = _made(module, forms, link, device)
+        parent, _, attribute = fqn.rpartition(".")
+        forms = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank)
+        submodule(model, parent)._modules[attribute] = _made(module, forms, link, device)
     _let_go(model, device)
     attach_stage_guards(model, plan, link)
-    model.register_forward_hook(_Sharer(link), with_kwargs=True)
+    model.register_forward_hook(_Sharer(link, _handed_on(plan, link.stage)), with_kwargs=True)
     return model
+
+
+def _handed_on(plan: Plan, stage: int) -> frozenset[tuple[str, int]]:
+    """(module, item) of what a stage sends or receives in each call of the model."""
+    return frozenset(
+        (fqn, value.item)
+        for fqn, (entry, _) in staged_modules(plan).items()
+        for value in entry.sent
+        if value.each_call and (stage in value.to or stage in entry.stages)
+    )
 
 
 def is_stand_in(module: nn.Module) -> bool:
@@ -80,24 +112,41 @@ def _let_go(model: nn.Module, device: torch.device) -> None:
 class _Sender:
     """A hook that sends results of a module to the stages that need them."""
 
-    def __init__(self, link: StageLink, sent: Sequence[SentValue]) -> None:
+    def __init__(self, link: StageLink, fqn: str, sent: Sequence[SentValue]) -> None:
         self._link = link
+        self._fqn = fqn
         self._sent = sent
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Send, in the order of the plan."""
         for value in self._sent:
             self._link.send(output if isinstance(output, Tensor) else output[value.item], value.to)
+            self._link.handed_on.add((self._fqn, value.item))
 
 
 class _Sharer:
-    """A hook that gives every stage what the model returns on the last one, but for caches."""
+    """A hook that gives every stage what the model returns on the last one, but for caches.
 
-    def __init__(self, link: StageLink) -> None:
+    Args:
+        link: to the other stages.
+        expected: what this stage sends or receives in each call.
+    """
+
+    def __init__(self, link: StageLink, expected: frozenset[tuple[str, int]]) -> None:
         self.link = link
+        self._expected = expected
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Fill the results of the model."""
+        """Fill the results of the model.
+
+        Raises:
+            ShardconvError: a module was not called whose results are for another stage.
+        """
+        if missing := self._expected - self.link.handed_on:
+            raise ShardconvError(
+                f"{min(missing)[0]} was not called, whose results another stage needs: this call leaves it "
+                "out; convert with other --stages"
+            )
         if self.link.shares_results:
             self.link.share(returned_tensors(model, output))
 
@@ -114,8 +163,9 @@ class _Forms:
     """What one stand-in returns, and how it finds the shapes among its arguments."""
 
     def __init__(
-        self, entry: StagedModule, position: int, names: Sequence[str], mesh: Mesh, rank: int
+        self, fqn: str, entry: StagedModule, position: int, names: Sequence[str], mesh: Mesh, rank: int
     ) -> None:
+        self.fqn = fqn
         self.entry = entry
         self._names = names
         self._mesh = mesh
@@ -138,7 +188,13 @@ class _Forms:
         if not dim.of:
             return lambda given: size
         paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
-        return lambda given: size * math.prod(_required(given, path).shape[d] for path, d in paths)
+        return lambda given: size * math.prod(self._required(given, path).shape[d] for path, d in paths)
+
+    def _required(self, given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
+        value = _found(given, path)
+        if value is None:
+            raise PlanError(f"{self.fqn}, of another stage, is called without {'.'.join(path)}")
+        return value
 
     def _cache_call(self, call: CacheCall, position: int) -> Callable[[Mapping[str, Any], Any], None]:
         """Makes one call of a cache among the arguments, if the module is given one and what it would write
@@ -154,7 +210,8 @@ class _Forms:
 
         def run(given: Mapping[str, Any], empty: Callable[[StandInTensor, tuple[int, ...]], Tensor]) -> None:
             cache = given.get(call.argument)
-            cache = getattr(cache, call.attribute, None) if call.attribute else cache
+            # One cache comes in place of several where there is nothing to attend to beside the tokens.
+            cache = getattr(cache, call.attribute, cache) if call.attribute else cache
             if cache is None or any(_found(given, path) is None for path in paths):
                 return
             values = [
@@ -173,13 +230,6 @@ def _found(given: Mapping[str, Any], path: Sequence[str]) -> Tensor | None:
         if value is not None:
             value = value[int(step)] if isinstance(value, tuple | list) else value.get(step)
     return value if isinstance(value, Tensor) else None
-
-
-def _required(given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
-    value = _found(given, path)
-    if value is None:
-        raise PlanError(f"a module of another stage is called without its argument {'.'.join(path)}")
-    return value
 
 
 def _made(module: nn.Module, forms: _Forms, link: StageLink, device: torch.device) -> nn.Module:
@@ -234,6 +284,7 @@ class _StandIn(nn.Module):
         if item.tensor is None or shape is None:
             return given.get(item.argument) if item.argument else None
         if link.stage in forms.received.get(index, ()):
+            link.handed_on.add((forms.fqn, index))
             return link.receive(
                 shape(given), self._own_dtype(item.tensor), self._device, forms.entry.stages[0]
             )

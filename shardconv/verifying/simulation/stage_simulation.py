@@ -12,7 +12,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.staged_names import held_names, num_stages
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
-from shardconv_runtime.parallel.stage_model import keep_stage
+from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from torch import Tensor, nn
 
 from .rank_threads import RanksDisagree, ThreadCommunicator
@@ -80,9 +80,10 @@ def stage_of_rank(
         weights: local ones of the rank, of all stages.
         mail: of the stages.
     """
+    names = argument_names(model, plan)
     local = parallelize(copy.deepcopy(model), plan, comm)
     link = MailLink(stage, num_stages(plan), comm.rank, mail)
-    keep_stage(local, plan, link, comm.rank, torch.device("cpu"))
+    keep_stage(local, plan, link, comm.rank, torch.device("cpu"), names)
     held = held_names(plan, stage, weights.keys())
     fill(local, {name: weights[first] for first, name in held.items()})
     refresh_fused(local)

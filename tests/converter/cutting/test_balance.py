@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import ShardconvError
 
@@ -22,6 +22,7 @@ def worst(loads: list[Load], cuts: list[int]) -> float:
     return max(max(s.num_bytes / max(1, total.num_bytes), s.work / max(1.0, total.work)) for s in stages)
 
 
+@settings(deadline=None)
 @given(LOADS, st.integers(2, 4), st.data())
 def test_no_other_cuts_are_better(loads: list[Load], count: int, data: st.DataObject) -> None:
     allowed = data.draw(st.lists(st.booleans(), min_size=len(loads) - 1, max_size=len(loads) - 1))
