@@ -1,0 +1,60 @@
+"""The page of ``scripts/coverage_stages``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Write the page from a file of JSON lines."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    page.write_text("\n".join(_page(rows)) + "\n")
+
+
+def _page(rows: Sequence[Row]) -> Iterable[str]:
+    import torch
+    import transformers
+
+    yield "# Which models can be cut into stages"
+    yield ""
+    yield (
+        "Written by `scripts/coverage_stages`: a tiny random model of every causal and sequence-to-sequence "
+        f"type of transformers {transformers.__version__} (torch {torch.__version__.partition('+')[0]}), cut "
+        "into two stages, and into three of two ranks each where the type can have six layers (else two of "
+        "two). The stages are simulated one after another: a prefill and a step of decoding must equal those "
+        "of the unsharded model to 1e-9, and greedy tokens and two beams must be its tokens, of six new ones."
+    )
+    for family in dict.fromkeys(row["family"] for row in rows):
+        for asked, tp in dict.fromkeys((row["asked_pp"], row["tp"]) for row in rows):
+            mine = [r for r in rows if (r["family"], r["asked_pp"], r["tp"]) == (family, asked, tp)]
+            yield from _section(f"{family}: {asked} stages, each of {tp}", mine)
+
+
+def _section(title: str, rows: Sequence[Row]) -> Iterable[str]:
+    good = [r for r in rows if r["status"] == "equal"]
+    same = [r for r in good if r["generated"] == "same"]
+    one = sum(set(r["sent"].values()) == {1} for r in good)
+    yield from ("", f"## {title}", "")
+    yield (
+        f"{len(good)} of {len(rows)} types are cut and equal; {one} of these send one tensor across each "
+        f"cut. {len(same)} generate the same tokens; of the others, {_count(good, 'unsupported')} cannot "
+        f"generate so by themselves, and {_count(good, 'different')} are refused or differ."
+    )
+    fewer = sum(r["pp"] != r["asked_pp"] for r in rows)
+    if fewer:
+        yield f"{fewer} were cut into two stages, since the model of the type has two layers."
+    others = [r for r in rows if r["status"] != "equal" or not r["generated"].startswith(("same", "unsup"))]
+    if others:
+        yield from ("", "| type | why not |", "|---|---|")
+    for row in others:
+        reason = (row["message"] or row["generated"]).replace("|", "\\|")
+        yield f"| `{row['type']}` | {reason} |"
+
+
+def _count(rows: Sequence[Row], status: str) -> int:
+    return sum(r["generated"].startswith(status) for r in rows)
