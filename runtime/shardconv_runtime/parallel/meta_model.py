@@ -261,11 +261,31 @@ def build_model(
             model: nn.Module = cls._from_config(config, dtype=dtype)
         else:
             model = cls(config)
+        if dtype != torch.float32:
+            _initialize_buffers(model)
     with _building:
         _fill(model, lazy)
     _keep_float32(model, dtype)
     _steady_sets(model)
     return model.eval()
+
+
+def _initialize_buffers(model: nn.Module) -> None:
+    """Compute the buffers that no file holds as ``from_pretrained`` does: in float32, after the constructor.
+
+    A constructor's default dtype is that of the model, in which a table of positions would be another one.
+    The method is a private one of transformers, by which ``from_pretrained`` has it done.
+    """
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = module if hasattr(module, "_init_weights") else owner
+        if owner is not None and module._non_persistent_buffers_set:
+            owner._init_weights(module)
+        for child in module.children():
+            visit(child, owner)
+
+    with default_dtype(torch.float32), torch.no_grad():
+        visit(model, None)
 
 
 def _steady_sets(model: nn.Module) -> None:

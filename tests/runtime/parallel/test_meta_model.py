@@ -83,6 +83,17 @@ def test_buffers_equal_those_of_a_normal_model(name: str, values: dict[str, Any]
     assert not lazy.training
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_buffers_equal_those_of_a_loaded_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A constructor would divide these positions in the model's dtype; ``from_pretrained`` does in float32."""
+    config = transformers.GPTJConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4, vocab_size=64)
+    transformers.GPTJForCausalLM(config).to(dtype).save_pretrained(tmp_path)
+    loaded = transformers.GPTJForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    built = dict(build_model(transformers.GPTJForCausalLM, config, dtype).named_buffers())
+    for name, buffer in loaded.named_buffers():
+        assert torch.equal(built[name], buffer), name
+
+
 def test_the_config_is_not_changed_and_the_random_state_neither() -> None:
     config = transformers.LlamaConfig(**GATED)
     before, state = config.to_dict(), torch.get_rng_state()
