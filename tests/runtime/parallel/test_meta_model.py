@@ -85,7 +85,7 @@ def test_buffers_equal_those_of_a_normal_model(name: str, values: dict[str, Any]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_buffers_equal_those_of_a_loaded_model(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A constructor would divide these positions in the model's dtype; ``from_pretrained`` does in float32."""
+    """A constructor divides these positions in the model's dtype, ``from_pretrained`` in float32."""
     config = transformers.GPTJConfig(n_layer=1, n_embd=32, n_head=4, rotary_dim=4, vocab_size=64)
     transformers.GPTJForCausalLM(config).to(dtype).save_pretrained(tmp_path)
     loaded = transformers.GPTJForCausalLM.from_pretrained(tmp_path, dtype=dtype)
