@@ -25,6 +25,7 @@ from ..planning.packing_alignment import Steps
 from ..planning.solution import stand_in
 from ..tracing.fold import fold
 from ..tracing.inputs import TraceInputs, trace_inputs
+from ..tracing.model_loss import returns_its_loss_function
 from ..tracing.not_in_training import not_in_training
 from ..tracing.tape import Tape
 from ..verifying.shrinking.small_model import FullModel
@@ -132,6 +133,9 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     if adapted is not None:
         plan = adapted.planned(plan)
     plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
+    if not options.check and plan.training is not None and plan.training.parallel_loss:
+        is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)
+        plan = replace(plan, training=replace(plan.training, parallel_loss=is_known))
     if options.pp > 1:
         tell("cutting the model into stages")
         plan = with_stages(problem, plan, solution, tape)
