@@ -61,11 +61,10 @@ def train_fully_sharded(model: ZooModel, folder: Path) -> Trained:
         is_sequence = _convert(folder)
     except Exception as error:
         return Trained(*about, form, "refused", line(error))
-    inputs = [_inputs(model, seed) for seed in range(REPLICAS)]
-    whole = _load_unsharded(model, folder)
-    recomputes = _runs_checkpointed(whole, inputs[0])
-    form_here = " + ".join(["sequence"] * is_sequence + ["checkpointing"] * recomputes)
     try:
+        inputs = [_inputs(model, seed) for seed in range(REPLICAS)]
+        whole = _load_unsharded(model, folder)
+        recomputes = _runs_checkpointed(whole, inputs[0])
         for each in inputs:
             gradients(whole, each)  # they add up
     except Exception as error:
@@ -77,6 +76,7 @@ def train_fully_sharded(model: ZooModel, folder: Path) -> Trained:
         return Trained(*about, form, "wrong", lines[-1][:900])
     error, name = _largest_difference(whole, folder)
     status = "equal" if error <= TOLERANCE else "wrong"
+    form_here = " + ".join(["sequence"] * is_sequence + ["checkpointing"] * recomputes)
     note = f"{name}{unadapted(adapter)}; {form_here or 'plain'}"
     return Trained(*about, form, status, note, error, time.perf_counter() - start)
 
@@ -165,7 +165,10 @@ def _train(folder: Path, inputs: list[TraceInputs], is_sequence: bool, recompute
     _with_eager_experts(model.get_base_model())
     if recomputes:
         checkpoint(model.get_base_model())
-    gradients(model, inputs[mesh.get_local_rank(0)])
+    own = inputs[mesh.get_local_rank(0)]
+    with torch.no_grad():  # FSDP2 makes its buffers, in dtypes that the mode of float64 would change
+        model(**own.tensors, **own.options)
+    gradients(model, own)
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     shardconv_runtime.save(model, folder / "trained")
 
