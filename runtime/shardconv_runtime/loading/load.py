@@ -114,7 +114,8 @@ def load(
         dequantize: of a quantized model, multiply packed weights out into the model's dtype while loading, so
             that the plain model runs; without it they stay packed, and the format's own modules compute.
         fuse: compute the products of one input (queries, keys and values; gate and up) as one, as the plan
-            says; not for training. By default only with ``compile``: an eager step's host gains nothing.
+            says; not for training, nor of packed weights in formats that pack columns first (GPTQ, AWQ).
+            By default only with ``compile``: an eager step's host gains nothing.
         adapter: directory that ``shardconv adapt`` wrote for ``path``, or several by the names that the
             adapters get, of which the first is active. With ``training``, their parameters alone require
             gradients.

@@ -104,9 +104,34 @@ def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held
     blocks = Blocks.of(_state(packing, tensors))
     both = tensors["*"].contiguous().view(torch.uint8).reshape(-1)
     codes = torch.stack([both >> 4, both & 15], 1).reshape(-1)[: math.prod(held.local_shape)]
-    factors = _factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
+    factors = block_factors(tensors, blocks, held).repeat_interleave(blocks.size)[: codes.numel()]
     values = tensors["*.quant_map"].float()[codes.int()]
     return (values * factors).to(blocks.dtype).reshape(held.local_shape)
+
+
+def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> Tensor:
+    """The factors of the local blocks, flat, float32; what the library computes of nested ones.
+
+    Args:
+        tensors: local stored tensors.
+        blocks: of the weight.
+        held: the part of it.
+    """
+    factors = tensors["*.absmax"].reshape(-1)
+    if not blocks.nested_size:
+        return factors
+    columns = held.local_shape[1]
+    first = torch.arange(0, math.prod(held.local_shape), blocks.size)
+    rows = held.positions(0)[first // columns] * held.shape[1]
+    block = (rows + held.positions(1)[first % columns]) // blocks.size
+    shared = tensors["*.nested_absmax"][(block // blocks.nested_size).to(factors.device)]
+    return tensors["*.nested_quant_map"][factors.int()] * shared + blocks.nested_offset
+
+
+def plain_state(blocks: Blocks) -> Tensor:
+    """The tensor of bytes of a state without a shape (it says ``[1, 1]``), whose factors are not nested."""
+    said = {"blocksize": blocks.size, "dtype": str(blocks.dtype).removeprefix("torch."), "shape": [1, 1]}
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
 
 def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
@@ -189,19 +214,6 @@ def _flat(shape: tuple[int, ...], step: int) -> tuple[PackedDim, ...]:
     if rows % together == 0:
         return PackedDim(0, together), PackedDim(1, columns), PackedDim(None, together * columns // step)
     return PackedDim(0, rows), PackedDim(1, columns), PackedDim(None, -(-rows * columns // step))
-
-
-def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> Tensor:
-    """The factors of the local blocks, flat, float32."""
-    factors = tensors["*.absmax"].reshape(-1)
-    if not blocks.nested_size:
-        return factors
-    columns = held.local_shape[1]
-    first = torch.arange(0, math.prod(held.local_shape), blocks.size)
-    rows = held.positions(0)[first // columns] * held.shape[1]
-    block = (rows + held.positions(1)[first % columns]) // blocks.size
-    shared = tensors["*.nested_absmax"][(block // blocks.nested_size).to(factors.device)]
-    return tensors["*.nested_quant_map"][factors.int()] * shared + blocks.nested_offset
 
 
 def _state(packing: Packing, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -148,12 +148,15 @@ def _convert_modules(
 
 
 def _fuse(model: nn.Module, plan: Plan, packed: PackedModules | None) -> None:
-    """Fuse the groups of the plan, but for those that the modules of a quantized format compute."""
+    """Fuse the groups of the plan; those of packed weights where their format allows it."""
     from ..format.fused_groups import fused_groups
     from .fused_products import fuse
 
-    names = () if packed is None else packed.names
-    fuse(model, [g for g in fused_groups(plan) if not any(f"{fqn}.weight" in names for fqn in g)])
+    groups = fused_groups(plan)
+    names = frozenset[str]() if packed is None else packed.names
+    fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])
+    if packed is not None:
+        packed.fuse([group for group in groups if all(f"{fqn}.weight" in names for fqn in group)])
 
 
 def retie(model: nn.Module, plan: Plan) -> None:

@@ -11,17 +11,18 @@ its own, so that libraries that save parameters see no shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.collectives import refuse_gradient
 from ..errors import PlanError
 from .layers import ColumnParallelLinear, finish
-from .shared_storage import tensor_at, tensor_within
+from .shared_storage import joined
 
 MAX_ROWS = 1024
 """Most rows of an input (tokens) for one product: the result of all members lives as long as the last part of
@@ -30,16 +31,21 @@ it, which would raise the memory of long prefills."""
 _PRODUCTS = "_shardconv_fused"
 """Attribute of a model: its products."""
 
+Places = tuple[tuple[dict[str, Any], str, Tensor, int], ...]
+"""(tensors of a module, name, tensor, its address)."""
+
 
 class FusedProduct:
     """The product of a group of layers.
 
     Args:
-        members: the layers in the order in which they are called.
+        members: the layers in the order in which they are called; they get ``product`` and ``index``.
     """
 
-    def __init__(self, members: Sequence[FusedLinear]) -> None:
+    def __init__(self, members: Sequence[Any]) -> None:
         self.members = tuple(members)
+        for index, member in enumerate(members):
+            member.product, member.index = self, index
         self.last = len(self.members) - 1
         self.sizes = [member.out_features for member in members]
         self.max_elements = MAX_ROWS * max((member.in_features for member in members), default=0)
@@ -47,8 +53,8 @@ class FusedProduct:
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
         self.bias: nn.Parameter | None = None
-        self._made_of: tuple[tuple[dict[str, Any], str, nn.Parameter, int], ...] | None = None
-        """(parameters of a member, name, parameter, its address) of all that ``weight`` and ``bias`` span."""
+        self._made_of: Places | None = None
+        """Of all that ``weight`` and ``bias`` span."""
         self._held: tuple[Tensor, int | None, Sequence[Tensor]] | None = None
         """The last input, its version, and the parts, until the last member has taken its own."""
 
@@ -56,7 +62,7 @@ class FusedProduct:
         """Copies of parameters have memory of their own, which is joined before the copy is used."""
         from copy import deepcopy
 
-        other = memo[id(self)] = FusedProduct(())
+        other = memo[id(self)] = type(self)(())
         other.members = deepcopy(self.members, memo)
         other.last, other.sizes, other.max_elements = self.last, self.sizes, self.max_elements
         return other
@@ -68,40 +74,37 @@ class FusedProduct:
             index: of the member that asks; the first one begins a product.
             input: ``[..., in_features]``.
         """
-        is_compiling = torch.compiler.is_compiling()
-        version = None if is_compiling or input.is_inference() else input._version
         if index:
             held = self._held  # once: another thread may run the model
-            if held is None or held[0] is not input or held[1] != version:
+            if held is None or held[0] is not input or held[1] != _version(input):
                 return None
             if index == self.last:
                 self._held = None
             return held[2]
         self._held = None
-        if not is_compiling:
+        if not torch.compiler.is_compiling():
             self.refresh()
-        if self.weight is None or input.numel() > self.max_elements:
+        product = None if input.numel() > self.max_elements else self.product_of(input)
+        if product is None:
             return None
-        parts = F.linear(input, self.weight, self.bias).split_with_sizes(self.sizes, -1)
-        self._held = (input, version, parts)
+        parts = product.split_with_sizes(self.sizes, -1)
+        self._held = (input, _version(input), parts)
         return parts
+
+    def product_of(self, input: Tensor) -> Tensor | None:
+        """Of all members, local ``[..., sum of out_features]``; None: each computes by itself."""
+        return None if self.weight is None else F.linear(input, self.weight, self.bias)
 
     def refresh(self) -> None:
         """Join the parameters of the members again, if any of them was replaced or moved."""
-        if self._is_current():
+        if are_in_place(self._made_of):
             return
         weights = [member._parameters.get("weight") for member in self.members]
         biases = [member._parameters.get("bias") for member in self.members]
         has_bias = any(bias is not None for bias in biases)
-        self.span(_joined(weights), _joined(biases) if has_bias else None, has_bias=has_bias)
-
-    def _is_current(self) -> bool:
-        if self._made_of is None:
-            return False
-        for owner, name, parameter, address in self._made_of:  # for each product: a loop is fastest
-            if owner.get(name) is not parameter or parameter.data_ptr() != address:
-                return False
-        return True
+        self.span(
+            joined_parameter(weights), joined_parameter(biases) if has_bias else None, has_bias=has_bias
+        )
 
     def span(self, weight: nn.Parameter | None, bias: nn.Parameter | None, *, has_bias: bool) -> None:
         """Multiply with these, until a parameter of a member is replaced or moved.
@@ -113,12 +116,7 @@ class FusedProduct:
         """
         is_whole = weight is not None and (bias is not None or not has_bias)
         self.weight, self.bias = (weight, bias) if is_whole else (None, None)
-        found = [
-            (member._parameters, name, member._parameters.get(name))
-            for member in self.members
-            for name in ("weight", "bias")
-        ]
-        self._made_of = tuple((o, n, p, p.data_ptr()) for o, n, p in found if p is not None)
+        self._made_of = at_present((m._parameters, name) for m in self.members for name in ("weight", "bias"))
 
 
 class FusedLinear(ColumnParallelLinear):
@@ -172,23 +170,34 @@ def fuse(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> None:
     Raises:
         PlanError: a member is no plain or column-parallel linear layer.
     """
-    products = []
-    for group in groups:
-        members = [FusedLinear(_linear(model, fqn)) for fqn in group]
-        product = FusedProduct(members)
-        for index, (fqn, member) in enumerate(zip(group, members, strict=True)):
-            member.product, member.index = product, index
-            parent, _, name = fqn.rpartition(".")
-            model.get_submodule(parent)._modules[name] = member
+    products = [FusedProduct(linear_members(model, group)) for group in groups]
+    for product in products:
         product.refresh()
-        products.append(product)
-    model.__dict__[_PRODUCTS] = tuple(products)
+    add_products(model, products)
+
+
+def linear_members(model: nn.Module, group: Sequence[str]) -> list[FusedLinear]:
+    """Replace the linear layers of a group, in place; they need a product.
+
+    Raises:
+        PlanError: see ``fuse``.
+    """
+    members = [FusedLinear(_linear(model, fqn)) for fqn in group]
+    for fqn, member in zip(group, members, strict=True):
+        parent, _, name = fqn.rpartition(".")
+        model.get_submodule(parent)._modules[name] = member
+    return members
 
 
 def fused_products(model: nn.Module) -> tuple[FusedProduct, ...]:
-    """The products of a model that ``fuse`` was called for; none of another one."""
+    """The products of a model whose layers were fused; none of another one."""
     found: tuple[FusedProduct, ...] = model.__dict__.get(_PRODUCTS, ())
     return found
+
+
+def add_products(model: nn.Module, products: Iterable[FusedProduct]) -> None:
+    """Have ``fused_products`` know of more of them."""
+    model.__dict__[_PRODUCTS] = (*fused_products(model), *products)
 
 
 def refresh_fused(model: nn.Module) -> None:
@@ -196,6 +205,35 @@ def refresh_fused(model: nn.Module) -> None:
     runs, which does not look for itself."""
     for product in fused_products(model):
         product.refresh()
+
+
+def at_present(places: Iterable[tuple[dict[str, Any], str]]) -> Places:
+    """Where tensors are now; those that are None are left out."""
+    found = ((tensors, name, tensors.get(name)) for tensors, name in places)
+    return tuple((tensors, name, t, _address(t)) for tensors, name, t in found if t is not None)
+
+
+def are_in_place(places: Places | None) -> bool:
+    """Whether none of some tensors was replaced or moved."""
+    if places is None:
+        return False
+    for tensors, name, tensor, address in places:  # for each product: a loop is fastest
+        if tensors.get(name) is not tensor or _address(tensor) != address:
+            return False
+    return True
+
+
+def _version(input: Tensor) -> int | None:
+    """It counts writes; asked for after a product, as some libraries write to inputs and undo it."""
+    return None if torch.compiler.is_compiling() or input.is_inference() else input._version
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the first number; of a tensor that consists of others (torchao's), of those of the first one."""
+    address = tensor.data_ptr()
+    if address or not is_traceable_wrapper_subclass(tensor):
+        return address
+    return int(getattr(tensor, tensor.__tensor_flatten__()[0][0]).data_ptr())
 
 
 def _linear(model: nn.Module, fqn: str) -> nn.Linear:
@@ -211,44 +249,15 @@ def _linear(model: nn.Module, fqn: str) -> nn.Linear:
     return module
 
 
-def _joined(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
+def joined_parameter(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
     """The parameter that spans these along their first dim; their memory is moved next to each other if it is
     not. None if they are not alike."""
     found = [part for part in parts if type(part) is nn.Parameter and part.layout == torch.strided]
     kinds = {(part.dtype, part.device, part.shape[1:]) for part in found}
     if len(found) < len(parts) or len(kinds) > 1:
         return None
-    first, num_rows = found[0], sum(len(part) for part in found)
-    shape = (num_rows, *first.shape[1:])
-    with torch.no_grad(), torch.inference_mode(first.is_inference()):
-        if _are_adjacent(found) and not first.is_meta:
-            whole = tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
-        else:
-            whole = torch.empty(shape, dtype=first.dtype, device=first.device)
-        if not first.is_meta:
-            _become_parts(found, whole)
+    whole, own = joined(found)
+    if not whole.is_meta:
+        for part, tensor in zip(found, own, strict=True):
+            part.data = tensor
     return nn.Parameter(whole, requires_grad=False)
-
-
-def _are_adjacent(parts: Sequence[Tensor]) -> bool:
-    """Whether parameters are in one storage, one after another."""
-    at = parts[0].storage_offset()
-    storage = parts[0].untyped_storage()._cdata
-    for part in parts:
-        if not (part.is_contiguous() and part.untyped_storage()._cdata == storage):
-            return False
-        if part.storage_offset() != at:
-            return False
-        at += part.numel()
-    return True
-
-
-def _become_parts(parts: Sequence[nn.Parameter], whole: Tensor) -> None:
-    """Let parameters have their numbers in the memory of ``whole``, in storages of their own."""
-    storage, at = whole.untyped_storage(), int(whole.storage_offset()) * whole.itemsize
-    for part in parts:
-        own = tensor_at(storage, at, part.nbytes, part.dtype, tuple(part.shape))
-        if own.data_ptr() != part.data_ptr():
-            own.copy_(part)
-        part.data = own
-        at += part.nbytes

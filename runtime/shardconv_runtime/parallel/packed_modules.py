@@ -6,8 +6,9 @@ stored tensors. Nothing is dequantized. The steps of the plan run in hooks aroun
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from .boundary import attach, forward_signature
 from .edits import raise_flags
 from .packed_values import KEEPS_MODULES, Part, fill_module
 from .quantizers import Quantized, quantizer_of
+
+if TYPE_CHECKING:
+    from .packed_products import PackedProduct  # few models have one
 
 
 class PackedModules:
@@ -54,6 +58,8 @@ class PackedModules:
         self._quantizer = quantizer_of(quantized, self._packings.values(), rows)
         self._model: nn.Module | None = None
         self._without_bias: list[nn.Module] = []
+        self._fused: dict[str, tuple[PackedProduct, int]] = {}
+        """By the name of a weight the product of its module, and the module's index there."""
 
     def replace(
         self, model: nn.Module, entries: Mapping[str, ModulePlan], *, training: bool = False
@@ -106,6 +112,23 @@ class PackedModules:
             self._without_bias.append(module)
         return _with_slice(entry, weight)
 
+    def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
+        """Have modules compute their products as one, where their formats allow it; before they are filled.
+
+        Args:
+            groups: FQNs of modules of packed weights, in the order of the calls.
+
+        Raises:
+            PlanError: a module is missing, or has steps on its input.
+        """
+        from .packed_joins import can_be_joined
+        from .packed_products import fuse_packed
+
+        assert self._model is not None, "modules are replaced before they are fused"
+        joinable = [g for g in groups if all(can_be_joined(self._packings[f"{n}.weight"].method) for n in g)]
+        for group, product in zip(joinable, fuse_packed(self._model, joinable), strict=True):
+            self._fused |= {f"{fqn}.weight": (product, index) for index, fqn in enumerate(group)}
+
     def fill(self, name: str, tensors: Mapping[str, Tensor], held: Held) -> None:
         """Give a module its stored tensors.
 
@@ -116,8 +139,12 @@ class PackedModules:
         """
         assert self._model is not None, "modules are replaced before they are filled"
         owner, _, attribute = name.rpartition(".")
-        module = self._model.get_submodule(owner)
-        fill_module(module, attribute, Part(self._packings[name], tensors, held, self._quantized.dtype))
+        part = Part(self._packings[name], tensors, held, self._quantized.dtype)
+        if name in self._fused:
+            product, index = self._fused[name]
+            product.fill(index, part)
+        else:
+            fill_module(self._model.get_submodule(owner), attribute, part)
 
     def finish(self) -> None:
         """What is left once all tensors of the model are on the device.

@@ -57,6 +57,13 @@ def fill_module(module: nn.Module, attribute: str, part: Part) -> None:
     _FILL.get(part.packing.method, _fill_as_stored)(module, attribute, part)
 
 
+def is_repacked(module: nn.Module, part: Part) -> bool:
+    """Whether a module moves its weight to other memory when it is first called."""
+    is_on_cpu = next(iter(part.tensors.values())).device.type == "cpu"
+    may_repack = bool(getattr(module, "support_avx512bf16_for_cpu", False))
+    return part.packing.method == "bnb_4bit" and is_on_cpu and may_repack
+
+
 def _fill_as_stored(module: nn.Module, attribute: str, part: Part) -> None:
     """The module has a tensor for each stored one."""
     for name, tensor in part.tensors.items():

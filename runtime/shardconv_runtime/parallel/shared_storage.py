@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,3 +32,47 @@ def tensor_at(
     stretch: Any = storage[begin : begin + num_bytes]  # the stub knows of single bytes only
     filled: Tensor = tensor.set_(stretch, 0, shape)  # type: ignore[call-overload]
     return filled
+
+
+def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The tensor that spans these along their first dim, and these in its memory, in storages of their own.
+
+    Their numbers are moved next to each other if they are not.
+
+    Args:
+        parts: of one dtype, on one device, of shapes that differ in the first dim alone.
+    """
+    first = parts[0]
+    with torch.no_grad(), torch.inference_mode(first.is_inference()):
+        whole = _spanned(parts)
+        if whole.is_meta:
+            return whole, list(parts)
+        own, at = [], int(whole.storage_offset()) * whole.itemsize
+        for part in parts:
+            own.append(tensor_at(whole.untyped_storage(), at, part.nbytes, part.dtype, tuple(part.shape)))
+            if own[-1].data_ptr() != part.data_ptr():
+                own[-1].copy_(part)
+            at += part.nbytes
+    return whole, own
+
+
+def _spanned(parts: Sequence[Tensor]) -> Tensor:
+    """The memory of tensors that lie one after another; other memory for those that do not."""
+    first = parts[0]
+    shape = (sum(len(part) for part in parts), *first.shape[1:])
+    if not first.is_meta and _are_adjacent(parts):
+        return tensor_within(first.untyped_storage(), int(first.storage_offset()), shape, first.dtype)
+    return torch.empty(shape, dtype=first.dtype, device=first.device)
+
+
+def _are_adjacent(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors are in one storage, one after another."""
+    at = parts[0].storage_offset()
+    storage = parts[0].untyped_storage()._cdata
+    for part in parts:
+        if not (part.is_contiguous() and part.untyped_storage()._cdata == storage):
+            return False
+        if part.storage_offset() != at:
+            return False
+        at += part.numel()
+    return True
