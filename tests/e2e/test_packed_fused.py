@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import plain_kernels
 import pytest
@@ -13,6 +15,7 @@ import torch
 from distributed import run_processes
 from library_checkpoints import dense_model, save_fp8
 from packed_ranks import held_bytes
+from shardconv_runtime.parallel import packed_joins
 from shardconv_runtime.parallel.fused_products import fused_products
 from shardconv_runtime.parallel.packed_joins import can_be_joined
 from shardconv_runtime.parallel.packed_products import PackedProduct
@@ -73,7 +76,11 @@ def on_rank(path: Path) -> list[Any]:
     """How far a fused model is from one that is not, and what is the same in both."""
     plain_kernels.use_those_of_cpus()
     plain = shardconv_runtime.load(path, dtype="float32", fuse=False)
-    fused = shardconv_runtime.load(path, dtype="float32", fuse=True)
+    with mock.patch.object(packed_joins, "joined", wraps=packed_joins.joined) as joined:
+        fused = shardconv_runtime.load(path, dtype="float32", fuse=True)
+    for (parts,), _ in joined.call_args_list:  # in the mapped file; factors of factors are multiplied out
+        is_stored = not path.match("nested/*") or parts[0].dtype == torch.uint8
+        assert all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(parts)) == is_stored
     assert not fused_products(plain)
     rows = count_calls(fused)
     assert held_bytes(plain) == held_bytes(fused)
@@ -98,9 +105,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def test_the_numbers_of_the_layers_by_themselves(kind: str, tp: int, tmp_path: Path) -> None:
     """At three ranks they have uneven rows, and share two heads of keys and values."""
     require_packages(kind)
+    out = tmp_path / kind / "out"
     run_processes(1, save, kind, tmp_path / "q")
-    shardconv.convert(tmp_path / "q", tmp_path / "out", tp)
-    for error, num_products, num_calls in run_processes(tp, on_rank, tmp_path / "out"):
+    shardconv.convert(tmp_path / "q", out, tp)
+    for error, num_products, num_calls in run_processes(tp, on_rank, out):
         print(f"{kind} tp {tp}: {error:.1e}, {num_products} products, {num_calls} calls")
         assert error <= TOLERANCE
         assert num_products == (

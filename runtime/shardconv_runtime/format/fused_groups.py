@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .dims import axes_of, size
 from .names import MAX_NAMES, expand_all
+from .packed_layout import WHOLE, tensor_name
 from .plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from .plan_checks import fail
 from .stored_layout import is_common
@@ -37,21 +38,30 @@ def fused_groups(plan: Plan) -> tuple[tuple[str, ...], ...]:
 def adjacent_tensors(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Names of the tensors of the files that lie next to each other in this order.
 
-    Packed parameters do not, and neither do those of different dtypes.
+    Those of different dtypes do not; of packed parameters those do that run along the rows first.
 
     Raises:
         PlanError: see ``fused_groups``.
     """
     if not plan.fused:
         return ()
-    stored = {n: entry.dtype for n, entry in parameter_plans(plan).items() if entry.packing is None}
-    found = []
+    parameters = parameter_plans(plan)
+    found: list[tuple[str, ...]] = []
     for group in fused_groups(plan):
         for attribute in FUSED_PARAMETERS:
             names = tuple(f"{fqn}.{attribute}" for fqn in group)
-            if len({stored.get(name) for name in names}) == 1 and names[0] in stored:
-                found.append(names)
+            if all(name in parameters for name in names):
+                dtypes = [_dtypes_by_rows(parameters[name]) for name in names]
+                alike = (s for s, dtype in dtypes[0].items() if all(d.get(s) == dtype for d in dtypes))
+                found += (tuple(tensor_name(name, stored) for name in names) for stored in alike)
     return tuple(found)
+
+
+def _dtypes_by_rows(entry: ParameterPlan) -> dict[str, str]:
+    """Dtypes of the tensors as which a parameter is stored, if they run along its rows in their first dim."""
+    if entry.packing is None:
+        return {WHOLE: entry.dtype}
+    return {t.name: t.dtype for t in entry.packing.tensors if t.dims and t.dims[0].of == 0}
 
 
 def in_units(names: Iterable[str], adjacent: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

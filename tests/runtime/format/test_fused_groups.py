@@ -16,6 +16,9 @@ from shardconv_runtime.format.plan import (
     FusedPlan,
     ModelInfo,
     ModulePlan,
+    PackedDim,
+    PackedTensor,
+    Packing,
     ParameterPlan,
     Plan,
 )
@@ -132,4 +135,24 @@ def test_what_is_stored_in_different_dtypes_is_not_adjacent() -> None:
     assert adjacent_tensors(replace(PLAN, parameters=changed))[:2] == (
         ("0.a.bias", "0.b.bias"),
         ("1.a.bias", "1.b.bias"),
+    )
+
+
+def test_stored_tensors_of_packed_parameters_are_adjacent_where_rows_come_first() -> None:
+    rows, columns = PackedDim(0, 1), PackedDim(1, 8)
+    values, scale = PackedTensor("*", "int8", (rows, columns)), PackedTensor("*_scale", "float32", (rows,))
+    turned, total = PackedTensor("*_turned", "int8", (columns, rows)), PackedTensor("*_total", "int8", ())
+    packing = Packing("some", (values, scale, turned, total))
+    changed = [replace(p, packing=packing) if len(p.dims) == 2 else p for p in PLAN.parameters]
+    plan = replace(PLAN, parameters=tuple(changed))
+    assert adjacent_tensors(plan)[:3] == (
+        ("0.a.weight", "0.b.weight"),
+        ("0.a.weight_scale", "0.b.weight_scale"),
+        ("0.a.bias", "0.b.bias"),
+    )
+    wider = replace(packing, tensors=(replace(values, dtype="int32"), scale))
+    changed = [replace(p, packing=wider) if p.names == ("{0..2}.b.weight",) else p for p in changed]
+    assert adjacent_tensors(replace(plan, parameters=tuple(changed)))[0] == (
+        "0.a.weight_scale",
+        "0.b.weight_scale",
     )

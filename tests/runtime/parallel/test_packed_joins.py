@@ -111,6 +111,17 @@ def test_joined_weights_have_the_same_numbers_in_the_same_memory(parts: list[Par
             assert tensor.data_ptr() == own[0].tensors[name].data_ptr()
 
 
+def test_tensors_that_lie_next_to_each_other_stay_where_they_are() -> None:
+    parts = [integers(3), integers(5)]
+    memory = torch.cat([part.tensors["_*_qdata"] for part in parts])
+    for part, values in zip(parts, memory.split([3, 5]), strict=True):
+        part.tensors["_*_qdata"] = values  # type: ignore[index]
+    found = joined_parts(parts)
+    assert found is not None
+    assert found[0].tensors["_*_qdata"].data_ptr() == memory.data_ptr()
+    assert found[1][1].tensors["_*_qdata"].data_ptr() == parts[1].tensors["_*_qdata"].data_ptr()
+
+
 def test_factors_of_factors_are_multiplied_out_for_the_product_alone() -> None:
     parts = [four_bits(3, nested=True), four_bits(5, nested=True)]
     expected = [plain(part) for part in parts]
