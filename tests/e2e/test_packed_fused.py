@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardconv_runtime.parallel.packed_joins import can_be_joined
 from shardconv_runtime.parallel.packed_products import PackedProduct
 from test_packed_load import IDS, KERNELS, SAVE, require_packages
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import shardconv
 
@@ -115,6 +117,29 @@ def test_the_numbers_of_the_layers_by_themselves(kind: str, tp: int, tmp_path: P
             1 if (kind, tp) == ("fp8", 3) else 2
         )  # keys and values are row-parallel there
         assert num_calls == num_products * (1 + OPTIONS["max_new_tokens"])
+
+
+def compiled_on_rank(path: Path) -> tuple[float, int]:
+    """How far a compiled model is from one that is not, and the number of graphs."""
+    without_code = functools.partial(torch.compile, backend="eager")
+    with mock.patch.object(torch, "compile", without_code):
+        fused = shardconv_runtime.load(path, dtype="float32", compile=True)
+    plain = shardconv_runtime.load(path, dtype="float32", fuse=False)
+    counters.clear()
+    with torch.no_grad():
+        want, found = (model(torch.tensor(IDS), use_cache=False).logits for model in (plain, fused))
+    assert len(fused_products(fused)) == 2
+    return float((found - want).abs().max() / want.abs().max()), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.formats
+def test_one_graph(tmp_path: Path) -> None:
+    require_packages("torchao")
+    run_processes(1, save, "torchao", tmp_path / "q")
+    shardconv.convert(tmp_path / "q", tmp_path / "out", 2)
+    for error, num_graphs in run_processes(2, compiled_on_rank, tmp_path / "out"):
+        assert error <= TOLERANCE
+        assert num_graphs == 1
 
 
 def columns_on_rank(path: Path) -> int:
