@@ -119,7 +119,7 @@ class PackedModules:
             groups: FQNs of modules of packed weights, in the order of the calls.
 
         Raises:
-            PlanError: a module is missing, or has steps on its input.
+            PlanError: a module has steps on its input.
         """
         from .packed_joins import can_be_joined
         from .packed_products import fuse_packed

@@ -128,7 +128,7 @@ def fuse_packed(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> tuple[Pa
         groups: FQNs, in the order of the calls.
 
     Raises:
-        PlanError: a member is missing, or has steps on its input.
+        PlanError: a plain member has steps on its input.
     """
     products = [PackedProduct(_members(model, group)) for group in groups]
     add_products(model, products)

@@ -14,7 +14,7 @@ from shardconv_runtime.packed.bnb import BnbScheme
 from shardconv_runtime.packed.dequantize import dequantize
 from shardconv_runtime.packed.held import Held
 from shardconv_runtime.parallel.packed_joins import can_be_joined, joined_parts
-from shardconv_runtime.parallel.packed_values import Part
+from shardconv_runtime.parallel.packed_values import Part, is_repacked
 from torch import Tensor
 
 COLUMNS = 64
@@ -171,6 +171,15 @@ def test_what_would_not_be_exact_is_not_joined(parts: list[Part]) -> None:
 
 def test_the_same_factor_of_inputs() -> None:
     assert joined_parts([float8(4, 4, **SCALE), float8(8, 4, activation_scale=torch.ones(1))]) is not None
+
+
+def test_a_module_that_moves_its_weight_when_it_is_called() -> None:
+    """A kernel for CPUs would have memory of its own: two sets of weights."""
+    module = torch.nn.Module()
+    for moves in (True, False):
+        module.support_avx512bf16_for_cpu = moves  # type: ignore[assignment]
+        assert is_repacked(module, four_bits(2)) == moves
+        assert not is_repacked(module, eight_bits(2))
 
 
 def test_which_methods() -> None:
