@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_causal
+from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.tensors import lazy_tensor as lazy
@@ -37,8 +39,9 @@ def rows(tensor: LazyTensor, rank: int, tp: int) -> LazyTensor:
 def recorded(
     name: str, directory: Path, tensors: Mapping[str, LazyTensor], tp: int, **options: object
 ) -> EngineState:
-    """What an engine would hold that shards all matrices by rows."""
+    """What an engine would hold that shards matrices by rows; tensors go through pickle, as to a process."""
     assert (directory / "config.json").is_file()
+    tensors = pickle.loads(pickle.dumps(dict(tensors)))
     ranks = tuple({f"engine.{n}": rows(t, rank, tp) for n, t in tensors.items()} for rank in range(tp))
     return EngineState(ranks, str(options["dtype"] or "float64"), "cpu", "Engine")
 
@@ -118,6 +121,21 @@ def test_a_killed_run_is_continued(
     export() if not (tmp_path / "state" / "manifest.json").exists() else None
     require_state(tmp_path / "state", stored)
     verify_state(tmp_path / "state")
+
+
+def test_a_repository_on_the_hub(
+    checkpoint: Path, stored: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weights, only what the rank needs is asked for."""
+    with HubServer() as server:
+        server.use(monkeypatch, tmp_path / "home")
+        server.add_repo("user/model", checkpoint)
+        shardconv.export_vllm("user/model", tmp_path / "state", TP, ranks=[0])
+        served = sum(count for name, count in server.served().items() if name.endswith(".safetensors"))
+        assert served < 0.7 * (checkpoint / "model.safetensors").stat().st_size
+        shardconv.export_vllm("user/model", tmp_path / "state", TP, ranks=[1])
+    require_state(tmp_path / "state", stored)
+    assert read(tmp_path / "state").source.name == "user/model"
 
 
 def test_the_config_says_the_dtype(checkpoint: Path, tmp_path: Path) -> None:
