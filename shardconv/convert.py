@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 
@@ -108,16 +107,9 @@ def convert(
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
-    if pp > 1 and ranks is not None:
-        raise ShardconvError(
-            "ranks= (--ranks) does not know stages yet; leave it out: all stages are written"
-        )
-    if pp > 1:
-        from .writing.stage_outputs import StageOutputs
+    from .writing.stage_outputs import prepared, write_to
 
-        staged = StageOutputs(out, pp, overwrite=overwrite, source=model)
-    else:
-        output = Output.prepare(out, overwrite=overwrite, source=model, owners=write_options.owners(tp))
+    outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
 
     from shardconv_runtime.checkpoint.checkpoint_weights import select
     from shardconv_runtime.checkpoint.packed_plan import flatten, steps_of, with_packed_notes
@@ -147,15 +139,11 @@ def convert(
     solved = replace(solved, notes=(*solved.notes, *remarks))
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     solved = with_packed_notes(solved, spec.quantization)
-    if solved.stages is None:
-        write(solved, weights, output, origin, write_options, progress)
-        return solved
 
-    def write_stage(own: Plan, held: Mapping[str, LazyTensor], target: Output) -> bool:
-        return write(own, held, target, origin, write_options, progress)
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output) -> bool:
+        return write(own, held, output, origin, write_options, progress)
 
-    for stage in staged.write(solved, weights, origin.source, write_stage):
-        progress.stage(f"writing stage {stage}")
+    write_to(outputs, solved, weights, origin.source, write_one, progress.stage)
     return solved
 
 

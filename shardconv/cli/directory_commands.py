@@ -20,6 +20,7 @@ from .options import (
     part_options,
     sequence_option,
     size_options,
+    stage_options,
     tokens_option,
     tp_option,
     trust_option,
@@ -179,6 +180,7 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
 @click.argument("out", type=click.Path())
 @click.argument("out2", type=click.Path())
 @tp_option
+@stage_options
 @trust_option("OUT")
 @size_options
 @part_options("OUT2")
@@ -190,7 +192,7 @@ def reshard_command(
     """Convert the converted directory OUT for N ranks, to the directory OUT2.
 
     The weights are read from OUT only and are not cast; the files equal those of a conversion of the
-    original model for N ranks. The same command continues an interrupted run.
+    original model for N ranks. OUT and OUT2 may have stages. The same command continues an interrupted run.
 
     \b
     Example:

@@ -102,8 +102,9 @@ def weights_of(found: Converted) -> dict[str, LazyTensor]:
 
 def identity(found: Converted) -> dict[str, object]:
     """As JSON, a value that differs if any byte of its files should differ; it may be verified meanwhile."""
-    files = manifest_writing.dumps(dataclasses.replace(found.manifest, numerics=None))
-    return {"manifest": hashlib.sha256(files.encode()).hexdigest()}
+    manifests = found.stages or (found.manifest,)
+    files = [manifest_writing.dumps(dataclasses.replace(each, numerics=None)) for each in manifests]
+    return {"manifest": hashlib.sha256("".join(files).encode()).hexdigest()}
 
 
 def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:

@@ -15,6 +15,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
 from ..writing.output import Output, WriteOptions
+from ..writing.stage_outputs import prepared, write_to
 from . import derived
 from .shards import Converted
 
@@ -27,6 +28,8 @@ def reshard(
     out2: str | os.PathLike[str],
     tp: int,
     *,
+    pp: int = 1,
+    stages: str = "",
     max_file_size: int | str = MAX_FILE_SIZE,
     memory: int | str = MEMORY,
     ranks: Collection[int] | str | None = None,
@@ -46,6 +49,7 @@ def reshard(
         out2: directory to make; it must not exist, be empty, or hold the unfinished files of an earlier
             run, unless ``overwrite``.
         tp: number of ranks.
+        pp, stages: stages of a pipeline, and their layers, see ``convert``; ``out`` may have others, or none.
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
         memory: I/O buffer size in bytes, or text.
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. See ``convert``.
@@ -67,7 +71,7 @@ def reshard(
     require_tp(tp)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
     derived.require_apart(out, out2)
-    output = Output.prepare(out2, overwrite=overwrite, source=out, owners=write_options.owners(tp))
+    outputs = prepared(out2, pp, overwrite=overwrite, source=out, options=write_options, tp=tp)
     found = derived.read(out, trust_remote_code=trust_remote_code)
     origin = _origin(found)
 
@@ -83,12 +87,18 @@ def reshard(
 
     spec = derived.spec_of(found)
     has_sequence_form = derived.has_sequence_form(found.plan)
-    options = SolveOptions(tp, found.plan.experts, has_sequence_form, check, measure=True)
+    options = SolveOptions(
+        tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=stages
+    )
     solved: Plan = solve_plan(spec, options, steps=planned_steps(found.plan), progress=progress.stage)
     solved = with_packed_notes(with_packings(solved, packings_of(found.plan)), spec.quantization)
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)
-    write(solved, _gathered(weights, solved), output, origin, write_options, progress)
+
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output) -> bool:
+        return write(own, held, output, origin, write_options, progress)
+
+    write_to(outputs, solved, _gathered(weights, solved), origin.source, write_one, progress.stage)
     return solved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.gathering import gather_index
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
 from shardconv_runtime.format.manifest import FileEntry, Manifest
-from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from shardconv_runtime.format.samples import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, group_of
+from shardconv_runtime.format.staged_names import held_names
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
@@ -45,6 +46,8 @@ class Converted:
     plan: Plan
     tensors: Mapping[int | None, Mapping[str, LazyTensor]]
     """Local tensors in the files of each rank, by FQN; those of ``common/`` under None."""
+    stages: tuple[Manifest, ...] = ()
+    """The manifests of the stages that it was put together of; ``manifest`` is that of the first."""
 
     def weights(self) -> dict[str, LazyTensor]:
         """All stored tensors, global: parameters and persistent buffers by FQN, and factors of blocks."""
@@ -85,7 +88,7 @@ def _owned(dim: Dim, mesh: Mesh) -> dict[int, tuple[list[Range], list[Range]]]:
 
 
 def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> Converted:
-    """Open a converted directory.
+    """Open a converted directory; one of several stages is read as a model without.
 
     Args:
         directory: as ``convert`` writes it.
@@ -93,16 +96,51 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
 
     Raises:
         CheckpointError: it is not complete, or a file is missing, truncated or another conversion's.
-        PlanError: the plan is malformed, or has stages.
+        PlanError: the plan is malformed, or the directory is that of one stage.
     """
     path = Path(directory)
+    if count := manifest.stages_in(path):
+        stages = [path / manifest.stage_directory(stage, count) for stage in range(count)]
+        return _joined([_read(stage, may_be_damaged) for stage in stages])
+    found = _read(path, may_be_damaged)
+    if found.plan.stages is not None:
+        raise PlanError(
+            f"{path} is a stage of {found.plan.stages.count}, with its layers alone; name the directory that "
+            "holds all stages"
+        )
+    return found
+
+
+def _joined(stages: Sequence[Converted]) -> Converted:
+    """The stages of a model as one directory, with the config and the other small files of the first stage.
+
+    Raises:
+        CheckpointError: they are stages of several conversions.
+    """
+    first = stages[0]
+    plans = {_of_all_stages(stage.plan) for stage in stages}
+    if len(plans) > 1 or any(stage.manifest.source != first.manifest.source for stage in stages):
+        raise CheckpointError(f"{first.directory.parent} has stages of several conversions; convert again")
+    plan = plans.pop()
+    names = parameter_plans(plan).keys()
+    tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
+    for number, stage in enumerate(stages):
+        first_names = {held: name for name, held in held_names(plan, number, names).items()}
+        for rank, held in stage.tensors.items():
+            tensors[rank].update({first_names.get(name, name): tensor for name, tensor in held.items()})
+    manifests = tuple(stage.manifest for stage in stages)
+    return Converted(first.directory, first.manifest, plan, tensors, manifests)
+
+
+def _of_all_stages(plan: Plan) -> Plan:
+    assert plan.stages is not None, "it is that of a stage"
+    return replace(plan, stages=replace(plan.stages, own=None))
+
+
+def _read(path: Path, may_be_damaged: bool) -> Converted:
+    """One directory, of a model or of a stage."""
     found = manifest.read(path)
     plan = manifest.read_plan(path, found)
-    if plan.stages is not None:
-        raise PlanError(
-            f"{path} is a stage of {plan.stages.count}; what reads the global weights does not know stages "
-            "yet: convert the model without --pp"
-        )
     for rank in range(found.tp):
         manifest.check_sizes(path, found, rank)
     layout = layout_sha256(plan)

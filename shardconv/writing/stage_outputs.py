@@ -16,9 +16,56 @@ from shardconv_runtime.format.staged_names import held_names
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from .job import PARTIAL
-from .output import Output
+from .output import Output, WriteOptions
 
 Write = Callable[[Plan, Mapping[str, LazyTensor], Output], object]
+
+
+def prepared(
+    out: str | os.PathLike[str],
+    pp: int,
+    *,
+    overwrite: bool,
+    source: str | os.PathLike[str],
+    options: WriteOptions,
+    tp: int,
+) -> Output | StageOutputs:
+    """Check that a model may be written to ``out``, without creating it.
+
+    Args:
+        out: the directory to write.
+        pp: number of stages.
+        overwrite: whether converted directories may be replaced.
+        source: the model; it may not be in ``out``.
+        options: which ranks are written.
+        tp: number of ranks of a stage.
+
+    Raises:
+        ShardconvError: it may not, or some ranks of stages were asked for.
+    """
+    if pp == 1:
+        return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
+    if options.ranks is not None:
+        raise ShardconvError(
+            "ranks= (--ranks) does not know stages yet; leave it out: all stages are written"
+        )
+    return StageOutputs(out, pp, overwrite=overwrite, source=source)
+
+
+def write_to(
+    outputs: Output | StageOutputs,
+    plan: Plan,
+    weights: Mapping[str, LazyTensor],
+    source: Source,
+    write: Write,
+    tell: Callable[[str], object],
+) -> None:
+    """Write a model, or each of its stages that is not complete; ``tell`` is called with what is written."""
+    if isinstance(outputs, Output):
+        write(plan, weights, outputs)
+        return
+    for stage in outputs.write(plan, weights, source, write):
+        tell(f"writing stage {stage}")
 
 
 class StageOutputs:

@@ -260,6 +260,29 @@ def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.
     assert "does not know stages yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])
+def test_stages_are_merged_and_resharded(model_type: str, tmp_path: Path) -> None:
+    source, out = save_causal(model_type, tmp_path / model_type), tmp_path / "out"
+    shardconv.convert(source, out, 2, pp=PP, check=False)
+    shardconv.merge(out, tmp_path / "merged")
+    want = transformers.AutoModelForCausalLM.from_pretrained(source).state_dict()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert want.keys() == merged.keys()
+    assert all(torch.equal(want[name], merged[name]) for name in want)
+    shardconv.reshard(out, tmp_path / "plain", 3, check=False)
+    shardconv.convert(source, tmp_path / "converted", 3, check=False)
+    require_equal_files(tmp_path / "plain", tmp_path / "converted")
+    shardconv.reshard(tmp_path / "plain", tmp_path / "again", 2, pp=PP, check=False)
+    require_equal_files(tmp_path / "again", out)
+
+
+def require_equal_files(one: Path, other: Path) -> None:
+    """Shards of the same names have the same bytes."""
+    shards = sorted(file.relative_to(other) for file in other.rglob("*.safetensors"))
+    assert sorted(file.relative_to(one) for file in one.rglob("*.safetensors")) == shards
+    assert all((one / shard).read_bytes() == (other / shard).read_bytes() for shard in shards)
+
+
 def test_the_directory_of_another_stage_is_refused(tmp_path: Path) -> None:
     source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
     shardconv.convert(source, out, 1, pp=PP, check=False)

@@ -88,6 +88,8 @@ COMMANDS = {
     "merge": {"--max-file-size", "--memory", "--trust-remote-code", "--quiet", "--verbose"},
     "reshard": {
         "--tp",
+        "--pp",
+        "--stages",
         "--max-file-size",
         "--memory",
         "--ranks",
