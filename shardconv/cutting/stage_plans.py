@@ -175,7 +175,8 @@ class _Stages:
         stages = tuple(sorted({self._stage(start) for start in unit.starts}))
         returns, items = self.forms.returned(unit)
         sent = self._sent(unit, stages)
-        return StagedModule((), stages, returns, items, self.forms.cache_calls(unit), sent)
+        takes_cache = any(call in self.units.tape.given_caches for call in unit.calls)
+        return StagedModule((), stages, returns, items, takes_cache, self.forms.cache_calls(unit), sent)
 
     def _stage(self, position: int) -> int:
         return sum(1 for border in self.positions[1:-1] if border <= position)

@@ -36,6 +36,8 @@ class GivenCaches:
     def enter(self, call: int, arguments: Mapping[str, Any]) -> None:
         """A module is called."""
         self._given[call] = list(caches_in(arguments))
+        if self._given[call]:
+            self._recorder.tape.given_caches.add(call)
 
     def note(self, cache: Cache, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A cache is about to be written to."""

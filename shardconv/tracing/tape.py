@@ -168,6 +168,8 @@ class Tape:
     returned: dict[int, Returned] = field(default_factory=dict)
     """Index of a module call -> the form of what it returned."""
     cache_updates: list[CacheUpdate] = field(default_factory=list)
+    given_caches: set[int] = field(default_factory=set)
+    """Indices of the module calls that were given a cache."""
     opaque: dict[tuple[str, int], str] = field(default_factory=dict)
     """(FQN, index) of a module call that could not be traced -> why."""
     not_in_training: frozenset[str] = frozenset()

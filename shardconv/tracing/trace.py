@@ -170,6 +170,7 @@ class _Tracer:
         del self.frames[num_calls:]
         self.recorder.rewind(point)
         tape.cache_updates[:] = [update for update in tape.cache_updates if update.call < num_calls]
+        tape.given_caches = {call for call in tape.given_caches if call < num_calls}
         for call in [call for call in tape.returned if call >= num_calls]:
             del tape.returned[call]
         return tuple(dict.fromkeys(read))

@@ -137,6 +137,24 @@ def generated(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
     return results(shardconv_runtime.load(source, plan=plan), ways)
 
 
+def cast_logits(source: str, plan: str) -> Tensor:
+    """The logits of a model that is loaded in another dtype than it was planned for."""
+    model = shardconv_runtime.load(source, plan=plan, dtype=torch.float64)
+    with torch.inference_mode():
+        logits: Tensor = model(**prompts()).logits
+    return logits
+
+
+def test_parameters_are_cast_on_every_stage(tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).double()
+    with torch.inference_mode():
+        want = whole.eval()(**prompts()).logits
+    for logits in run_processes(PP, cast_logits, str(source), str(planned(source, 1, check=False))):
+        assert logits.dtype == torch.float64
+        torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
+
+
 def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
     """Load a model."""
     shardconv_runtime.load(source, plan=plan, **options)

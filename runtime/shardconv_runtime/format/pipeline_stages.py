@@ -93,6 +93,8 @@ class StagedModule:
     returns: str
     """``tensor``: its one item; ``tuple`` or ``list`` of its items."""
     items: tuple[StandInItem, ...]
+    takes_cache: bool = False
+    """It is given a cache; one that is not was not traced with any."""
     cache: tuple[CacheCall, ...] = ()
     sent: tuple[SentValue, ...] = ()
 

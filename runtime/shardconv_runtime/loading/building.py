@@ -218,7 +218,7 @@ class Building:
             from ..format.stage_part import of_stage
             from .staged_models import keep_own, own_weights
 
-            keep_own(model, plan, place, arguments)
+            keep_own(model, plan, place, wanted.dtype, arguments)
             weights = checked.checkpoint and own_weights(plan, checked.checkpoint, place.number)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
             built = replace(checked.plan, fused=())

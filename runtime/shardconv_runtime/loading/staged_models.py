@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ..comm.mesh import Launch
@@ -53,16 +54,20 @@ def place_of(plan: Plan, start: Launch) -> StageProcesses:
     return place
 
 
-def keep_own(model: nn.Module, plan: Plan, place: StageProcesses, names: ArgumentNames) -> nn.Module:
+def keep_own(
+    model: nn.Module, plan: Plan, place: StageProcesses, dtype: torch.dtype | None, names: ArgumentNames
+) -> nn.Module:
     """Put stand-ins in the place of other stages' modules, in place.
 
     Args:
         model: of one rank, as ``parallelize`` makes it.
         plan: of all stages.
         place: of this process.
+        dtype: that the floating point parameters are cast to; None: they stay as they are stored.
         names: of the unsharded model.
     """
-    return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, names)
+    dtype = dtype or getattr(torch, plan.model.dtype)
+    return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, dtype, names)
 
 
 def own_weights(plan: Plan, weights: Mapping[str, LazyTensor], stage: int) -> dict[str, LazyTensor]:

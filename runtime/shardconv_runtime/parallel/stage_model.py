@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
-from ..format.pipeline_stages import CacheCall, SentValue, StagedModule, StandInDim, StandInTensor
+from ..format.pipeline_stages import CacheCall, StagedModule, StandInDim, StandInTensor
 from ..format.plan import Plan
 from ..format.slices import Mesh, local_size
 from ..format.staged_names import staged_modules
@@ -49,6 +49,7 @@ def keep_stage(
     link: StageLink,
     rank: int,
     device: torch.device,
+    dtype: torch.dtype,
     names: ArgumentNames,
 ) -> nn.Module:
     """Replace the modules of other stages, in place, and have the others send and receive.
@@ -59,6 +60,7 @@ def keep_stage(
         link: to the other stages.
         rank: among those of the stage.
         device: on which the rank computes.
+        dtype: of the model's parameters, when it is called.
         names: of the unsharded model.
 
     Returns:
@@ -69,14 +71,14 @@ def keep_stage(
     """
     for fqn, (entry, position) in staged_modules(plan).items():
         module = submodule(model, fqn)
+        forms = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype)
         if link.stage in entry.stages:
             if entry.sent:
-                module.register_forward_hook(_Sender(link, fqn, entry.sent))
+                module.register_forward_hook(_Sender(link, forms), with_kwargs=True)
             continue
         parent, _, attribute = fqn.rpartition(".")
-        forms = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank)
         submodule(model, parent)._modules[attribute] = _made(module, forms, link, device)
-    _let_go(model, device)
+    _let_go(model, device, dtype)
     attach_stage_guards(model, plan, link)
     model.register_forward_hook(_Sharer(link, _handed_on(plan, link.stage)), with_kwargs=True)
     return model
@@ -97,7 +99,7 @@ def is_stand_in(module: nn.Module) -> bool:
     return isinstance(module, _StandIn)
 
 
-def _let_go(model: nn.Module, device: torch.device) -> None:
+def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Code asks weights for their device and dtype: those of stand-ins become one number in their shape."""
     kept = set(model.modules())
     for module in kept:
@@ -105,23 +107,49 @@ def _let_go(model: nn.Module, device: torch.device) -> None:
             for owner in set(module._module.modules()) - kept:
                 for name, tensor in owner._parameters.items():
                     if tensor is not None:
-                        shown = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+                        own = dtype if tensor.is_floating_point() else tensor.dtype
+                        shown = torch.zeros((), dtype=own, device=device).expand(tensor.shape)
                         owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
 
 
 class _Sender:
-    """A hook that sends results of a module to the stages that need them."""
+    """A hook that sends results of a module to the stages that need them.
 
-    def __init__(self, link: StageLink, fqn: str, sent: Sequence[SentValue]) -> None:
+    Stand-ins expect them in the form that was traced. A call in which the module returns another form is an
+    error here, where the form is known.
+    """
+
+    def __init__(self, link: StageLink, forms: _Forms) -> None:
         self._link = link
-        self._fqn = fqn
-        self._sent = sent
+        self._forms = forms
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Send, in the order of the plan."""
-        for value in self._sent:
-            self._link.send(output if isinstance(output, Tensor) else output[value.item], value.to)
-            self._link.handed_on.add((self._fqn, value.item))
+    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        """Send, in the order of the plan.
+
+        Raises:
+            ShardconvError: the results have another form than the plan says.
+        """
+        forms = self._forms
+        items = [output] if isinstance(output, Tensor) else output
+        given = forms.bound(args, kwargs)
+        planned = [item.tensor is not None for item in forms.entry.items]
+        if [isinstance(item, Tensor) for item in items] != planned:
+            raise _other_form(forms.fqn, "other results")
+        for value in forms.entry.sent:
+            item, tensor = items[value.item], forms.entry.items[value.item].tensor
+            shape, dtype = forms.shape(value.item, given), forms.dtype(tensor)
+            if tuple(item.shape) != shape or item.dtype != dtype:
+                found = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
+                raise _other_form(forms.fqn, found)
+            self._link.send(item, value.to)
+            self._link.handed_on.add((forms.fqn, value.item))
+
+
+def _other_form(fqn: str, what: str) -> ShardconvError:
+    return ShardconvError(
+        f"in this call {fqn} returns {what}: another stage cannot receive it; call the model "
+        "as it was traced, or convert without --pp"
+    )
 
 
 class _Sharer:
@@ -163,16 +191,37 @@ class _Forms:
     """What one stand-in returns, and how it finds the shapes among its arguments."""
 
     def __init__(
-        self, fqn: str, entry: StagedModule, position: int, names: Sequence[str], mesh: Mesh, rank: int
+        self,
+        fqn: str,
+        entry: StagedModule,
+        position: int,
+        names: Sequence[str],
+        mesh: Mesh,
+        rank: int,
+        dtype: torch.dtype,
     ) -> None:
         self.fqn = fqn
         self.entry = entry
         self._names = names
         self._mesh = mesh
         self._rank = rank
+        self._dtype = dtype
         self.shapes = [None if i.tensor is None else self._shape(i.tensor) for i in entry.items]
         self.cache = [self._cache_call(call, position) for call in entry.cache]
         self.received = {value.item: value.to for value in entry.sent}
+
+    def shape(self, index: int, given: Mapping[str, Any]) -> tuple[int, ...]:
+        """The local shape of an item that is a tensor."""
+        find = self.shapes[index]
+        assert find is not None, "it is a tensor"
+        return find(given)
+
+    def dtype(self, tensor: StandInTensor | None) -> torch.dtype:
+        """The dtype of an item."""
+        if tensor is None or not tensor.dtype:
+            return self._dtype
+        # An empty tensor has the dtype that code gets which asks for this one, as in a simulation.
+        return torch.empty(0, dtype=getattr(torch, tensor.dtype)).dtype
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name; further positional ones by number."""
@@ -251,9 +300,7 @@ class _StandIn(nn.Module):
     def stand_in(self, module: nn.Module, forms: _Forms, link: StageLink, device: torch.device) -> None:
         """Set up, in place of the constructor."""
         nn.Module.__init__(self)
-        floating = [p.dtype for p in module.parameters() if p.is_floating_point()]
         self.__dict__.update(_module=module, _forms=forms, _link=link, _device=device)
-        self.__dict__["_dtype"] = max(set(floating), key=floating.count, default=torch.get_default_dtype())
         self.train(module.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -271,6 +318,11 @@ class _StandIn(nn.Module):
                 "results every stage gets"
             )
         given = forms.bound(args, kwargs)
+        if not forms.entry.takes_cache and any(hasattr(value, "get_seq_length") for value in given.values()):
+            raise ShardconvError(
+                f"{forms.fqn} is given a cache, and was traced without one: this call cannot be staged; pass "
+                "use_cache=False"
+            )
         for update in forms.cache:
             update(given, self._empty)
         items = [self._item(index, given) for index in range(len(forms.entry.items))]
@@ -280,19 +332,14 @@ class _StandIn(nn.Module):
 
     def _item(self, index: int, given: Mapping[str, Any]) -> Any:
         forms, link = self._forms, self._link
-        item, shape = forms.entry.items[index], forms.shapes[index]
-        if item.tensor is None or shape is None:
+        item = forms.entry.items[index]
+        if item.tensor is None:
             return given.get(item.argument) if item.argument else None
+        shape, dtype = forms.shape(index, given), forms.dtype(item.tensor)
         if link.stage in forms.received.get(index, ()):
             link.handed_on.add((forms.fqn, index))
-            return link.receive(
-                shape(given), self._own_dtype(item.tensor), self._device, forms.entry.stages[0]
-            )
-        return self._empty(item.tensor, shape(given))
+            return link.receive(shape, dtype, self._device, forms.entry.stages[0])
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _empty(self, tensor: StandInTensor, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, dtype=self._own_dtype(tensor), device=self._device)
-
-    def _own_dtype(self, tensor: StandInTensor) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, tensor.dtype) if tensor.dtype else self._dtype
-        return dtype
+        return torch.zeros(shape, dtype=self._forms.dtype(tensor), device=self._device)

@@ -83,8 +83,13 @@ def stage_of_rank(
     names = argument_names(model, plan)
     local = parallelize(copy.deepcopy(model), plan, comm)
     link = MailLink(stage, num_stages(plan), comm.rank, mail)
-    keep_stage(local, plan, link, comm.rank, torch.device("cpu"), names)
+    keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)
     held = held_names(plan, stage, weights.keys())
     fill(local, {name: weights[first] for first, name in held.items()})
     refresh_fused(local)
     return local
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """Of a model whose floating point parameters have one."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

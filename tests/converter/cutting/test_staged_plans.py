@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
-from shardconv_runtime.errors import PlanError, ShardconvError
+from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.pipeline_stages import StagedModule
+from shardconv_runtime.format.dims import Leaf
+from shardconv_runtime.format.pipeline_stages import StagedModule, StandInDim
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.staged_names import held_names, staged_modules
 from shardconv_runtime.parallel.meta_model import build_model
@@ -110,6 +111,23 @@ def test_a_tied_embedding_is_held_by_both_ends() -> None:
 
 def test_a_tensor_that_is_not_sent_is_missed(plan: Plan) -> None:
     assert simulated(with_module(plan, "model.layers.1", lambda entry: replace(entry, sent=()))) > 1e-3
+
+
+def test_a_cache_that_was_not_traced_is_refused(plan: Plan) -> None:
+    wrong = with_module(plan, "model.layers.2", lambda entry: replace(entry, takes_cache=False, cache=()))
+    with pytest.raises(SolveError, match="is given a cache, and was traced without one"):
+        simulated(wrong)
+
+
+def test_a_result_of_another_shape_is_not_sent(plan: Plan) -> None:
+    def longer(entry: StagedModule) -> StagedModule:
+        item = entry.items[0]
+        assert item.tensor is not None
+        dims = (*item.tensor.dims[:1], StandInDim(size=Leaf(7)), *item.tensor.dims[2:])
+        return replace(entry, items=(replace(item, tensor=replace(item.tensor, dims=dims)),))
+
+    with pytest.raises(SolveError, match=r"model\.layers\.1 returns .* another stage cannot receive it"):
+        simulated(with_module(plan, "model.layers.1", longer))
 
 
 def test_a_module_on_the_wrong_stage_gives_other_numbers(plan: Plan) -> None:
