@@ -103,7 +103,8 @@ def solve(
     first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})
     if pins:
         return best
-    enough = max(MAX_REPLICATED, _unshardable(given) + MIN_GAIN)
+    least = _unshardable(given)
+    enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN
     if best.replicated[0] <= enough:
         return best
     most = _solve(given, tp, SAVING_WEIGHTS[-1])  # no other weight shards more
