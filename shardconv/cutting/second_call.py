@@ -8,6 +8,7 @@ from typing import Any
 
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..dim_analysis.rules import RULES
 from ..tracing.inputs import TraceInputs
@@ -72,7 +73,7 @@ class _Twice(nn.Module):
         given = continuation(self.model, replace(self._inputs, tensors=tensors), first)
         encoded = getattr(first, "encoder_last_hidden_state", None)
         if self._keeps_encoded and encoded is not None:
-            given = {**given, "encoder_outputs": (encoded,)}
+            given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
         return self.model(**given)
 
 
