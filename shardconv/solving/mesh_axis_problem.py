@@ -259,8 +259,16 @@ class AxisProblem(AxisVariables):
             self._charge(v, -1.1 * volume)
 
     def _sequence(self) -> None:
-        """Activations that are sharded over the sequence are worth more than the collectives."""
+        """Activations that are sharded over the sequence are worth more than the collectives.
+
+        What the model returns is replicated where its own code has it: with labels, it computes a loss of it.
+        """
         given = self.given
+        tape = given.analysis.tape
+        returned = set(tape.outputs)
+        for event in tape.events:
+            if isinstance(event, Mark) and event.target in returned and not tape.calls[event.call].fqn:
+                self._must_be_replicated(event.source)
         needed = differentiable(given.analysis)
         for event in given.analysis.tape.events:
             made = (event.target,) if isinstance(event, Mark) else event.outputs

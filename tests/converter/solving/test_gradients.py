@@ -10,6 +10,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, Plan, ReduceScatterStep, parameter_plans
+from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import in_use
 from zoo.models import build
 from zoo.tasks import specification
@@ -56,6 +57,12 @@ def test_sequence_parallelism_moves_what_a_reduction_does(llama: Plan) -> None:
     assert found["self_attn", "all_gather"] == found["mlp", "all_gather"] == LAYERS
     norms = {name for g in llama.training.sequence.gradients for name in expand_all(g.names)}
     assert norms == {n for n in parameter_plans(llama) if "norm" in n}
+
+
+def test_the_model_itself_has_all_positions_of_the_logits_for_its_loss() -> None:
+    plan = solve_plan(specification(build("causal", "roc_bert")), SolveOptions(2, sequence_parallel=True))
+    around = [module for module in of_sequence(plan).modules if "" in module.names]
+    assert [step.op for module in around for step in module.outputs] == []
 
 
 def test_norms_over_split_heads_are_summed() -> None:
