@@ -23,7 +23,7 @@ from shardconv.pipeline import plain_form
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
 
-from .measure import plan_facts
+from .measure import collectives_in_layers, plan_facts
 from .models import is_part
 from .releases import DTYPE, RELEASES, Release
 from .shrink import config_class
@@ -184,7 +184,7 @@ def _describe(plan: Plan, about: Measured) -> None:
     about.replicated = kept / max(1, wide)
     about.rank_excess = rank * plan.tp / max(1, total)
     about.per_layer = facts["per_layer"]
-    about.collectives = dict(list(facts["collectives"].items())[:MOST])
+    about.collectives = dict(list(collectives_in_layers(plan).items())[:MOST])
     about.kept = dict(list(facts["replicated"].items())[:MOST])
     about.notes = all_notes(plan)
 

@@ -119,8 +119,24 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     wide = [n for n, e in entries.items() if len(e.dims) > 1 and n not in unused]
     split = {n for n in wide if any(axes_of(d) for d in entries[n].dims)}
     replicated = {starred(n): entries[n].reason for n in wide if n not in split}
-    layers = {m[0] for n in entries if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
-    found = Counter(
+    layers = _layers(plan)
+    inside = collectives_in_layers(plan).total()
+    total = sum(numel[n] for n in wide)
+    edits = {(starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.edits}
+    return {
+        "parameters": plan.model.num_parameters,
+        "sharded": sum(numel[n] for n in split) / total if total else 1.0,
+        "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
+        "edits": len(edits),
+        "per_layer": inside / len(layers) if layers else float(inside),
+        "replicated": replicated,
+    }
+
+
+def collectives_in_layers(plan: Plan) -> Counter[str]:
+    """Where the collectives inside of layers are, and how many."""
+    layers = _layers(plan)
+    return Counter(
         f"{starred(name)} ({what})"
         for m in plan.modules
         for name in expand_all(m.names, 10**6)
@@ -130,18 +146,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             *(["statistic of a norm"] if m.norm else []),
         )
     )
-    inside = found.total()
-    total = sum(numel[n] for n in wide)
-    edits = {(starred(x), e.attribute) for m in plan.modules for x in expand_all(m.names) for e in m.edits}
-    return {
-        "parameters": plan.model.num_parameters,
-        "sharded": sum(numel[n] for n in split) / total if total else 1.0,
-        "unused": sum(numel[n] for n in unused) / max(1, sum(numel.values())),
-        "edits": len(edits),
-        "per_layer": inside / len(layers) if layers else float(inside),
-        "collectives": dict(found),
-        "replicated": replicated,
-    }
+
+
+def _layers(plan: Plan) -> set[str]:
+    """FQNs of the repeated layers."""
+    return {m[0] for n in parameter_plans(plan) if (m := re.match(r"(.*?\.)?\d+(?=\.)", n))}
 
 
 def shares(plan: Plan) -> tuple[float, dict[str, str]]:

@@ -630,7 +630,7 @@ def test_placed_files_were_synced(model: Model, directory: Path, monkeypatch: py
 )
 def test_missing_parts_in_short(ranks: list[int], common: bool, text: str) -> None:
     owners = [rank_directory(rank, 64) for rank in ranks] + [COMMON_DIRECTORY] * common
-    assert writer._listed(owners, 64) == text
+    assert writer.listed_owners(owners, 64) == text
 
 
 def test_differences_of_jobs() -> None:
