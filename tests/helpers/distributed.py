@@ -8,6 +8,7 @@ import os
 import pickle
 import pkgutil
 import socket
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -117,6 +118,14 @@ def torchrun_env(rank: int, num_processes: int, port: int) -> dict[str, str]:
     }
 
 
+def _without_log_threads() -> None:
+    """Have the logger of gptqmodel write anew: the thread that wrote in the parent is not in a fork, and a
+    flush would wait for it."""
+    buffer = sys.modules.get("logbar.buffer")
+    if buffer is not None:
+        buffer._CACHED_WRAPPERS.clear()
+
+
 def _child(
     writer: Connection,
     env: dict[str, str],
@@ -125,6 +134,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(env)
+    _without_log_threads()
     import torch
     import torch.distributed as dist
 
