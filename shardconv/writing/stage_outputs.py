@@ -12,7 +12,7 @@ from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source, stage_directory
 from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.format.staged_names import held_by
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from .job import PARTIAL
@@ -124,8 +124,7 @@ class StageOutputs:
         for stage, (own, output) in enumerate(zip(plans, self._outputs, strict=True)):
             if output is not None:
                 yield stage
-                held = held_names(plan, stage, weights.keys())
-                write(own, {name: weights[first] for first, name in held.items()}, output)
+                write(own, held_by(plan, stage, weights), output)
 
 
 def _is_complete(directory: Path) -> bool:

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import host_agents
 import pytest
 import stages_on_hosts
 import torch
@@ -14,7 +15,6 @@ import transformers
 from checkpoints import save_causal
 from distributed import free_port
 from forked import Forked
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import shardconv
 
@@ -24,19 +24,7 @@ SOON_S = 60
 
 def fork_agent(port: int, out: Path, result: Path, *, dies: bool) -> Forked:
     """An agent as torchrun starts it on each host, and its ranks, which are forked."""
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=2,
-        run_id="test",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        local_addr="127.0.0.1",
-        start_method="fork",
-        monitor_interval=0.1,
-        max_restarts=0,
-    )
-    return Forked(elastic_launch(config, stages_on_hosts.main), out, result, dies)
+    return host_agents.fork_agent(stages_on_hosts.main, port, out, result, dies, max_restarts=0)
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import host_agents
 import pytest
 import train_on_hosts
 from distributed import free_port
 from forked import Forked
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import adamw, load_unsharded, save_model, train_unsharded
 
 import shardconv
@@ -30,18 +30,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "train_on_hosts.py"
 
 def fork_agent(port: int, out: Path, result: Path) -> Forked:
     """An agent as torchrun starts it on each host, and its ranks, which are forked."""
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=2,
-        run_id="test",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        local_addr="127.0.0.1",
-        start_method="fork",
-        monitor_interval=0.1,
-    )
-    return Forked(elastic_launch(config, train_on_hosts.main), out, result, NUM_STEPS)
+    return host_agents.fork_agent(train_on_hosts.main, port, out, result, NUM_STEPS)
 
 
 def start_torchrun(port: int, out: Path, result: Path) -> subprocess.Popen[str]:

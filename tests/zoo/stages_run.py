@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.staged_names import held_names, num_stages
+from shardconv_runtime.format.staged_names import held_by, num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.parallel.stage_model import argument_names, keep_stage, returned_tensors
@@ -184,8 +184,7 @@ def _stages_differ(
         link = _Replayed(stage, count, comm.rank, mail, made)
         keep_stage(local, plan, link, comm.rank, torch.device("cpu"), dtype, argument_names(whole, plan))
         parts = local_weights(weights, plan, comm.rank)
-        held = held_names(plan, stage, parts.keys())
-        fill(local, {name: parts[first] for first, name in held.items()})
+        fill(local, held_by(plan, stage, parts))
         link.depth += 1  # ``generate`` may call an encoder by itself
         tokens = _tokens(local.eval(), dtype, beams)
         if link.worst > tolerance:

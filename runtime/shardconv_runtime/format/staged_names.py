@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from ..errors import PlanError
 from .names import expand_all
 from .pipeline_stages import StagedModule
 from .plan import ParameterPlan, Plan, parameter_plans
+
+T = TypeVar("T")
 
 
 def num_stages(plan: Plan) -> int:
@@ -55,6 +58,18 @@ def held_names(plan: Plan, stage: int, names: Collection[str]) -> dict[str, str]
         if held is not None:
             found[name] = held
     return found
+
+
+def held_by(plan: Plan, stage: int, tensors: Mapping[str, T]) -> dict[str, T]:
+    """What a stage holds, by the names in its model.
+
+    Args:
+        plan: with stages.
+        stage: its number.
+        tensors: of all stages, by the first of their names.
+    """
+    held = held_names(plan, stage, tensors.keys())
+    return {name: tensors[first] for first, name in held.items()}
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:

@@ -216,10 +216,11 @@ class Building:
             parallelize(model, built, comm, wanted.gather_logits, packed)
         if place is not None:
             from ..format.stage_part import of_stage
-            from .staged_models import keep_own, own_weights
+            from ..format.staged_names import held_by
+            from .staged_models import keep_own
 
             keep_own(model, plan, place, wanted.dtype, arguments)
-            weights = checked.checkpoint and own_weights(plan, checked.checkpoint, place.number)
+            weights = checked.checkpoint and held_by(plan, place.number, checked.checkpoint)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
             built = replace(checked.plan, fused=())
         if wanted.verify:

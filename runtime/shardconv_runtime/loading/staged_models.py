@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,11 +11,8 @@ from ..comm.mesh import Launch
 from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
-from ..format.staged_names import held_names, num_stages
+from ..format.staged_names import num_stages
 from ..parallel.stage_model import ArgumentNames, keep_stage
-
-if TYPE_CHECKING:
-    from ..tensors.lazy_tensor import LazyTensor
 
 
 def require_known(plan: Plan, unknown: Mapping[str, bool], *, dequantize: bool) -> None:
@@ -68,14 +64,3 @@ def keep_own(
     """
     dtype = dtype or getattr(torch, plan.model.dtype)
     return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, dtype, names)
-
-
-def own_weights(plan: Plan, weights: Mapping[str, LazyTensor], stage: int) -> dict[str, LazyTensor]:
-    """The global weights of one stage, by their names in its model.
-
-    Args:
-        plan: of all stages.
-        weights: of all stages.
-        stage: its number.
-    """
-    return {name: weights[first] for first, name in held_names(plan, stage, weights.keys()).items()}

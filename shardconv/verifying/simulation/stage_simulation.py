@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from shardconv_runtime.comm.stage_link import StageLink
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.staged_names import held_names, num_stages
+from shardconv_runtime.format.staged_names import held_by, num_stages
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
@@ -84,8 +84,7 @@ def stage_of_rank(
     local = parallelize(copy.deepcopy(model), plan, comm)
     link = MailLink(stage, num_stages(plan), comm.rank, mail)
     keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)
-    held = held_names(plan, stage, weights.keys())
-    fill(local, {name: weights[first] for first, name in held.items()})
+    fill(local, held_by(plan, stage, weights))
     refresh_fused(local)
     return local
 
