@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from .training.checkpointing import checkpoint_activations
     from .training.clipping import clip_grad_norm, grad_norm
     from .training.fsdp import DataParallel, data_parallel
+    from .training.pipeline import Pipeline
 
 __all__ = [
     "CheckpointError",
     "CodeMismatchError",
     "DataParallel",
     "LaunchError",
+    "Pipeline",
     "PlanError",
     "ShardconvError",
     "SolveError",
@@ -56,6 +58,7 @@ __all__ = [
 _MODULES = {
     "add_adapter": "loading.adapted_models",
     "DataParallel": "training.fsdp",
+    "Pipeline": "training.pipeline",
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",

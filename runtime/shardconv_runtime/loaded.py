@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,22 @@ class Loaded:
     """The ``loading.building.Building`` that made it."""
     attached: Any = field(default=None, repr=False)
     """The ``adapters.attaching.Attached`` of its adapters, without their tensors; None without adapters."""
+    stage: Any = field(default=None, repr=False)
+    """The ``parallel.stage_model.StageModel`` of this process; None for a model without stages."""
+
+    @property
+    def rank(self) -> int:
+        """Of the plan; the ranks of stages have the same numbers."""
+        return self.launch.rank % self.plan.tp
+
+    @cached_property
+    def held_plan(self) -> Plan:
+        """Of what this process holds: all, or a stage's parameters by their names in its model."""
+        if self.stage is None:
+            return self.plan
+        from .format.stage_part import of_stage
+
+        return of_stage(self.plan, self.stage.link.stage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

@@ -11,7 +11,6 @@ from torch import nn
 from ..cutting.second_call import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
 from ..dim_analysis.rules import RULES
-from ..planning.inference_only import inference_only
 from ..planning.solution import Solution
 from ..tracing.inputs import EXTRA_OUTPUTS, TraceInputs
 from ..tracing.tape import Tape
@@ -19,7 +18,6 @@ from ..tracing.trace import trace
 from .problem import PlanProblem
 
 NOT_MEASURED = "caches and activations of stages are not measured"
-NOT_TRAINED = "models with stages cannot be trained yet"
 
 
 def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
@@ -55,7 +53,7 @@ def with_stages(problem: PlanProblem, plan: Plan, solution: Solution, tape: Tape
         second_call(problem.model, inputs),
     )
     notes = (*plan.notes, NOT_MEASURED) if problem.options.measure else plan.notes
-    return inference_only(replace(plan, stages=stages, memory=None, notes=notes), NOT_TRAINED)
+    return replace(plan, stages=stages, memory=None, notes=notes)
 
 
 def stored_bytes(model: nn.Module, plan: Plan) -> dict[str, int]:

@@ -3,10 +3,59 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from ..errors import ShardconvError
+
+Crossing = tuple[str, int]
+"""A value that other stages need: the FQN of the module that returns it, and its place among its results."""
+
+
+class Handover:
+    """What one pass of a stage takes from the stages before it, and leaves for those behind it, while another
+    one than the stage itself sends and receives.
+
+    Args:
+        received: local tensors of the stages before.
+    """
+
+    takes_all = False
+    """Whether a pass takes what its own stage makes, too."""
+
+    def __init__(self, received: Mapping[Crossing, Tensor]) -> None:
+        self.values = dict(received)
+
+    def take(
+        self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A value that was received.
+
+        Raises:
+            ShardconvError: it was not, or has another form.
+        """
+        found = self.values.get(crossing)
+        if found is None or tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+            raise ShardconvError(
+                f"{crossing[0]}, of another stage, is called otherwise than in the first microbatch; give "
+                "all microbatches the same arguments, in the same shapes"
+            )
+        return found
+
+    def leave(self, crossing: Crossing, x: Tensor) -> None:
+        """Leave a value for other stages.
+
+        Raises:
+            ShardconvError: there is one already.
+        """
+        if crossing in self.values:
+            raise ShardconvError(
+                f"{crossing[0]} is called more than once, and another stage needs its results: such a model "
+                "cannot be trained in stages; convert it without --pp"
+            )
+        self.values[crossing] = x
 
 
 class StageLink(ABC):
@@ -24,8 +73,10 @@ class StageLink(ABC):
         self.count = count
         self.depth = 0
         """How many calls are running in which all stages take part: of the model, or of ``generate``."""
-        self.handed_on: set[tuple[str, int]] = set()
-        """(module, item) of what this rank sent or received in the running call of the model."""
+        self.handed_on: set[Crossing] = set()
+        """What this rank sent or received in the running call of the model."""
+        self.handover: Handover | None = None
+        """Set while a schedule of microbatches sends and receives in place of the running calls."""
         self.shares_results = True
         """Whether each call of the model gives its results to all stages; else only the last one has them."""
 
@@ -33,6 +84,36 @@ class StageLink(ABC):
     def is_last(self) -> bool:
         """Whether the model's results are computed here."""
         return self.stage == self.count - 1
+
+    def is_scheduled(self) -> bool:
+        """Whether a schedule sends and receives in place of the running calls."""
+        return self.handover is not None
+
+    def pass_on(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
+        """Give a result, local of any shape, to later stages."""
+        self.handed_on.add(crossing)
+        if self.handover is None:
+            self.send(x, stages)
+        else:
+            self.handover.leave(crossing, x)
+
+    def takes(self, stages: Sequence[int]) -> bool:
+        """Whether this rank needs the value of a result that goes to these stages."""
+        return self.stage in stages or (self.handover is not None and self.handover.takes_all)
+
+    def take(
+        self,
+        crossing: Crossing,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: int,
+    ) -> Tensor:
+        """The result, of this (local) shape, that an earlier stage passes on next."""
+        self.handed_on.add(crossing)
+        if self.handover is not None:
+            return self.handover.take(crossing, shape, dtype, device)
+        return self.receive(shape, dtype, device, source)
 
     @abstractmethod
     def send(self, x: Tensor, stages: Sequence[int]) -> None:

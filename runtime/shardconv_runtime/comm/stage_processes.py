@@ -65,7 +65,7 @@ class ProcessLink(StageLink):
 
     def __init__(self, stage: int, count: int, group: dist.ProcessGroup) -> None:
         super().__init__(stage, count)
-        self._group = group
+        self.group = group
         self.sent_bytes = 0
         """So far, to other stages, results that are shared left out."""
 
@@ -73,19 +73,19 @@ class ProcessLink(StageLink):
         """Send to each stage; returns when the tensor may be changed."""
         x = x.detach().contiguous()
         for stage in stages:
-            dist.send(x, group=self._group, group_dst=stage)
+            dist.send(x, group=self.group, group_dst=stage)
             self.sent_bytes += x.nbytes
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
         found = torch.empty(tuple(shape), dtype=dtype, device=device)
-        dist.recv(found, group=self._group, group_src=source)
+        dist.recv(found, group=self.group, group_src=source)
         return found
 
     def share(self, results: Sequence[Tensor]) -> None:
         """Broadcast each from the last stage."""
         for result in results:
             whole = result.contiguous()
-            dist.broadcast(whole, group=self._group, group_src=self.count - 1)
+            dist.broadcast(whole, group=self.group, group_src=self.count - 1)
             if not self.is_last and whole is not result:
                 result.copy_(whole)

@@ -8,14 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import LaunchError
 from .mesh import Launch
-from .process_groups import control_group
+from .process_groups import axes_group, control_group
 
 TP = "tp"
-"""Name of the dim of a device mesh that loads one model together."""
+"""Name of the dim of a device mesh over which one model is tensor-parallel."""
+PP = "pp"
+"""Name of the dim over which a model is cut into stages."""
 
 
-def tp_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """The processes of a device mesh that load one model together.
+def data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The dims of a mesh along which processes hold copies of one model, or parts of its tensors."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name not in (TP, PP))
+
+
+def model_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """The processes of a device mesh that load one model together: the ranks of all of its stages.
 
     Raises:
         LaunchError: the mesh has no dim of that name, or a group was given as well.
@@ -27,7 +34,12 @@ def tp_group(mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> dist.P
             f"the mesh has the dims {mesh.mesh_dim_names}, and none of them is named {TP!r}; make it with "
             'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
         )
-    return mesh.get_group(TP)
+    if PP not in (mesh.mesh_dim_names or ()):
+        return mesh.get_group(TP)
+    world = dist.group.WORLD
+    assert world is not None, "the mesh has started it"
+    along = tuple(name for name in mesh.mesh_dim_names or () if name in (TP, PP))
+    return axes_group(world, tuple(mesh[along].mesh.flatten().tolist()))
 
 
 def mesh_processes(mesh: DeviceMesh, device: torch.device) -> Launch:

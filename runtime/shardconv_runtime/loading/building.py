@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..adapters.attaching import Attached
     from ..comm.stage_processes import StageProcesses
     from ..hub.fetch import Repository
+    from ..parallel.stage_model import StageModel
     from ..tensors.lazy_tensor import LazyTensor
     from .data_sharding import DataSharding
 
@@ -74,16 +75,19 @@ class Wanted:
     def unknown_to_stages(self) -> dict[str, bool]:
         """The arguments that a model with stages cannot be loaded with, and whether they were given."""
         return {
-            "training=True": self.training,
             "sequence_parallel=True": self.sequence_parallel,
-            "data_parallel=": self.data_parallel is not None,
-            "mesh=": self.over_mesh,
             "adapter=": self.adapter is not None,
             "compile=True": self.compiled,
             "fuse=True": self.fuse,
             "gather_logits=False": self.gather_logits is False,
             "all_reduce=": self.all_reduce is not None,
         }
+
+    @property
+    def computed_dtype(self) -> torch.dtype | None:
+        """In which modules compute; None: that of the parameters."""
+        settings = None if self.data_parallel is None else self.data_parallel.settings
+        return (settings and settings.param_dtype) or self.dtype
 
     @property
     def form(self) -> dict[str, bool]:
@@ -194,10 +198,13 @@ class Building:
         built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
         config, model = _unsharded(checked, wanted)
         arguments: Mapping[str, Sequence[str]] = {}
+        absent: Collection[str] = ()
         if place is not None:
+            from ..format.staged_names import absent_modules
             from ..parallel.stage_model import argument_names
 
-            arguments = argument_names(model, plan)
+            arguments, absent = argument_names(model, plan), absent_modules(plan, place.number)
+        stage: StageModel | None = None
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         packed = None
         if stays_packed(plan, wanted):
@@ -210,7 +217,14 @@ class Building:
             from ..training.prepare import parallelize_for_training
 
             parallelize_for_training(
-                model, built, comm, wanted.gather_logits, packed, **wanted.form, regather=wanted.regather
+                model,
+                built,
+                comm,
+                wanted.gather_logits,
+                packed,
+                **wanted.form,
+                regather=wanted.regather,
+                absent=absent,
             )
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
@@ -219,7 +233,7 @@ class Building:
             from ..format.staged_names import held_by
             from .staged_models import keep_own
 
-            keep_own(model, plan, place, wanted.dtype, arguments)
+            stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, training=wanted.training)
             weights = checked.checkpoint and held_by(plan, place.number, checked.checkpoint)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
             built = replace(checked.plan, fused=())
@@ -244,7 +258,7 @@ class Building:
         is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
         about = directory.absolute(), checked.manifest, plan, self.start
-        remember(model, Loaded(*about, is_packed, self, names))
+        remember(model, Loaded(*about, is_packed, self, names, stage))
         return (model if attached is None else attached.wrapper).eval()
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..comm.mesh import Launch
-from ..comm.tp_dim import TP, mesh_processes
+from ..comm.tp_dim import data_dims, mesh_processes
 from ..errors import LaunchError, PlanError
 from ..format.header import ShardFile
 from ..format.plan import Plan
@@ -55,7 +55,7 @@ class DataSharding:
 
         Before there is a model it is not known which tensors are buffers: of those this is a part.
         """
-        along = [name for name in self.mesh.mesh_dim_names or () if name != TP][-1]
+        along = data_dims(self.mesh)[-1]
         part, parts = self.mesh.get_local_rank(along), self.mesh[along].size()
         found = []
         for shard in shards:

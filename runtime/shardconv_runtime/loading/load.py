@@ -82,8 +82,9 @@ def load(
             ``cuda:LOCAL_RANK``, else the CPU. Over nccl each rank needs a GPU of its own.
         dtype: for the floating-point parameters; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
-        mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together; the
-            other dims are for data parallelism, see ``shardconv_runtime.data_parallel``.
+        mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together, of
+            a model with stages those along "pp" (an outer one) and "tp"; the other dims are for data
+            parallelism, see ``shardconv_runtime.data_parallel``.
         training: with the backward collectives of the plan: parameters require gradients as in the unsharded
             model, and their gradients are those of the unsharded model. Call ``train()`` for dropout.
         data_parallel: shard the model as ``shardconv_runtime.data_parallel`` does, by its defaults or by a
@@ -145,9 +146,9 @@ def load(
 
         refuse_options(other)
     if mesh is not None:
-        from ..comm.tp_dim import tp_group
+        from ..comm.tp_dim import model_group
 
-        group = tp_group(mesh, group)
+        group = model_group(mesh, group)
     sharding: DataSharding | None = None
     if data_parallel:
         from .data_sharding import data_sharding

@@ -8,7 +8,7 @@ draws for itself in the second or soon after. To compare all calls is an option.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -35,17 +35,20 @@ _REMEDY = (
 )
 
 
-def compare_inputs(model: nn.Module, start: Launch, *, always: bool) -> None:
+def compare_inputs(
+    model: nn.Module, start: Launch, *, always: bool, unless: Callable[[], bool] | None = None
+) -> None:
     """Compare the inputs of a model's calls between its ranks, in place.
 
     Args:
         model: of this rank, complete.
         start: the ranks.
         always: compare those of every call; the environment variable has the same effect.
+        unless: tells of a call that its ranks do not make it at about the same time.
 
     A call that Dynamo traces compares nothing, except that of ``load(compile=True)``.
     """
-    comparison = _Comparison(start, always or os.environ.get(VARIABLE, "0") not in ("", "0"))
+    comparison = _Comparison(start, always or os.environ.get(VARIABLE, "0") not in ("", "0"), unless)
     compiled = model._compiled_call_impl
     if compiled is None:
         model.register_forward_pre_hook(comparison, prepend=True, with_kwargs=True)
@@ -61,9 +64,10 @@ def compare_inputs(model: nn.Module, start: Launch, *, always: bool) -> None:
 class _Comparison:
     """Forward pre-hook of a model."""
 
-    def __init__(self, start: Launch, always: bool) -> None:
+    def __init__(self, start: Launch, always: bool, unless: Callable[[], bool] | None) -> None:
         self._start = start
         self._always = always
+        self._unless = unless
         self._num_calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -71,7 +75,7 @@ class _Comparison:
         return self
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or PAGED.get():
+        if torch.compiler.is_compiling() or PAGED.get() or (self._unless is not None and self._unless()):
             return
         self._num_calls += 1
         if self._always or self._num_calls & (self._num_calls - 1) == 0:

@@ -12,7 +12,7 @@ from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.staged_names import num_stages
-from ..parallel.stage_model import ArgumentNames, keep_stage
+from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
 
 
 def require_known(plan: Plan, unknown: Mapping[str, bool], *, dequantize: bool) -> None:
@@ -51,16 +51,27 @@ def place_of(plan: Plan, start: Launch) -> StageProcesses:
 
 
 def keep_own(
-    model: nn.Module, plan: Plan, place: StageProcesses, dtype: torch.dtype | None, names: ArgumentNames
-) -> nn.Module:
+    model: nn.Module,
+    plan: Plan,
+    place: StageProcesses,
+    dtype: torch.dtype | None,
+    names: ArgumentNames,
+    *,
+    training: bool,
+) -> StageModel:
     """Put stand-ins in the place of other stages' modules, in place.
 
     Args:
         model: of one rank, as ``parallelize`` makes it.
         plan: of all stages.
         place: of this process.
-        dtype: that the floating point parameters are cast to; None: they stay as they are stored.
+        dtype: that modules compute in; None: that of the parameters as they are stored.
         names: of the unsharded model.
+        training: the model is to be trained.
     """
     dtype = dtype or getattr(torch, plan.model.dtype)
+    if training:
+        from ..training.stage_training import prepare_stage
+
+        prepare_stage(model, place.link)
     return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, dtype, names)

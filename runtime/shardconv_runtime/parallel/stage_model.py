@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..comm.stage_link import StageLink
+from ..comm.stage_link import Crossing, StageLink
 from ..errors import PlanError, ShardconvError
 from ..format.pipeline_stages import CacheCall, StagedModule, StandInDim, StandInTensor
 from ..format.plan import Plan
@@ -51,7 +53,7 @@ def keep_stage(
     device: torch.device,
     dtype: torch.dtype,
     names: ArgumentNames,
-) -> nn.Module:
+) -> StageModel:
     """Replace the modules of other stages, in place, and have the others send and receive.
 
     Args:
@@ -64,39 +66,71 @@ def keep_stage(
         names: of the unsharded model.
 
     Returns:
-        The model. Its parameters are those of this stage.
+        What was done. The parameters of the model are those of this stage.
 
     Raises:
         PlanError: the plan does not fit the model.
     """
+    forms: dict[str, _Forms] = {}
     for fqn, (entry, position) in staged_modules(plan).items():
         module = submodule(model, fqn)
-        forms = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype)
+        forms[fqn] = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype)
         if link.stage in entry.stages:
             if entry.sent:
-                module.register_forward_hook(_Sender(link, forms), with_kwargs=True)
+                module.register_forward_hook(_Sender(link, forms[fqn]), with_kwargs=True)
             continue
         parent, _, attribute = fqn.rpartition(".")
-        submodule(model, parent)._modules[attribute] = _made(module, forms, link, device)
+        submodule(model, parent)._modules[attribute] = _made(module, forms[fqn], link, device)
     _let_go(model, device, dtype)
     attach_stage_guards(model, plan, link)
     model.register_forward_hook(_Sharer(link, _handed_on(plan, link.stage)), with_kwargs=True)
-    return model
+    return StageModel(link, device, forms)
 
 
-def _handed_on(plan: Plan, stage: int) -> frozenset[tuple[str, int]]:
-    """(module, item) of what a stage sends or receives in each call of the model."""
+@dataclass(frozen=True)
+class StageModel:
+    """The model of a stage of a pipeline: its link to the others, and the forms of what modules return."""
+
+    link: StageLink
+    device: torch.device
+    _forms: Mapping[str, _Forms]
+
+    def crossings(self) -> dict[Crossing, tuple[int, int]]:
+        """All values that stages hand on: from which stage, and the last one that needs them; in the order of
+        the plan."""
+        return {
+            (fqn, value.item): (forms.entry.stages[0], max(value.to))
+            for fqn, forms in self._forms.items()
+            for value in forms.entry.sent
+        }
+
+    @contextmanager
+    def without_units(self, model: nn.Module) -> Iterator[None]:
+        """Put stand-ins in the place of this stage's modules too, while a call runs that sends nothing."""
+        kept: list[tuple[nn.Module, str, nn.Module]] = []
+        try:
+            for fqn, forms in self._forms.items():
+                if self.link.stage not in forms.entry.stages or not forms.entry.items:
+                    continue  # it is one already, or nothing can stand in for it
+                path, _, attribute = fqn.rpartition(".")
+                parent = submodule(model, path)
+                module = submodule(parent, attribute)
+                kept.append((parent, attribute, module))
+                parent._modules[attribute] = _made(module, forms, self.link, self.device)
+            yield
+        finally:
+            for parent, attribute, module in reversed(kept):
+                parent._modules[attribute] = module
+
+
+def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:
+    """What a stage sends or receives in each call of the model."""
     return frozenset(
         (fqn, value.item)
         for fqn, (entry, _) in staged_modules(plan).items()
         for value in entry.sent
         if value.each_call and (stage in value.to or stage in entry.stages)
     )
-
-
-def is_stand_in(module: nn.Module) -> bool:
-    """Whether a module only stands in for one of another stage."""
-    return isinstance(module, _StandIn)
 
 
 def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -141,8 +175,7 @@ class _Sender:
             if tuple(item.shape) != shape or item.dtype != dtype:
                 found = f"{item.dtype} {list(item.shape)}, where {dtype} {list(shape)} was expected"
                 raise _other_form(forms.fqn, found)
-            self._link.send(item, value.to)
-            self._link.handed_on.add((forms.fqn, value.item))
+            self._link.pass_on((forms.fqn, value.item), item, value.to)
 
 
 def _other_form(fqn: str, what: str) -> ShardconvError:
@@ -160,7 +193,7 @@ class _Sharer:
         expected: what this stage sends or receives in each call.
     """
 
-    def __init__(self, link: StageLink, expected: frozenset[tuple[str, int]]) -> None:
+    def __init__(self, link: StageLink, expected: frozenset[Crossing]) -> None:
         self.link = link
         self._expected = expected
 
@@ -336,9 +369,8 @@ class _StandIn(nn.Module):
         if item.tensor is None:
             return given.get(item.argument) if item.argument else None
         shape, dtype = forms.shape(index, given), forms.dtype(item.tensor)
-        if link.stage in forms.received.get(index, ()):
-            link.handed_on.add((forms.fqn, index))
-            return link.receive(shape, dtype, self._device, forms.entry.stages[0])
+        if index in forms.received and link.takes(forms.received[index]):
+            return link.take((forms.fqn, index), shape, dtype, self._device, forms.entry.stages[0])
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _empty(self, tensor: StandInTensor, shape: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
 from ..comm.mesh import Launch
-from ..comm.tp_dim import TP, mesh_processes, tp_group
+from ..comm.tp_dim import PP, TP, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_forms import of_sequence
@@ -103,17 +103,16 @@ def require_data_dims(mesh: DeviceMesh) -> None:
     Raises:
         LaunchError: it has not.
     """
-    tp_group(mesh)
-    names = mesh.mesh_dim_names or ()
-    if not 1 <= len(names) - 1 <= MAX_DIMS:
+    model_group(mesh)
+    if not 1 <= len(data_dims(mesh)) <= MAX_DIMS:
         raise LaunchError(
-            f"the mesh has the dims {names}; beside {TP!r} it should have one for data parallelism, or two "
-            "(replicas, shards)"
+            f"the mesh has the dims {mesh.mesh_dim_names}; beside {TP!r} (and {PP!r}) it should have one for "
+            "data parallelism, or two (replicas, shards)"
         )
 
 
 def _shard(units: list[nn.Module], mesh: DeviceMesh, settings: DataParallel) -> None:
-    others = tuple(name for name in mesh.mesh_dim_names or () if name != TP)
+    others = data_dims(mesh)
     along = mesh[others if len(others) > 1 else others[0]]
     for unit in units:
         policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
@@ -129,13 +128,15 @@ def _shard(units: list[nn.Module], mesh: DeviceMesh, settings: DataParallel) -> 
 
 def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     source = loaded(model)
+    if source.stage is not None:
+        raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
     _check_mesh(mesh, source.launch)
     return _units(unwrapped(model), source.plan)
 
 
 def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
     require_data_dims(mesh)
-    found = dist.get_process_group_ranks(tp_group(mesh))
+    found = dist.get_process_group_ranks(model_group(mesh))
     own = [dist.get_rank()] if start.group is None else dist.get_process_group_ranks(start.group)
     if found != own:
         raise LaunchError(

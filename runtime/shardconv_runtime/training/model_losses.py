@@ -34,6 +34,11 @@ def has_parallel_loss(loss_type: str | None) -> bool:
     return _maker(loss_type) is not None
 
 
+def predicts_next(loss_type: str | None) -> bool:
+    """Whether the labels of this kind of model are those of the next positions."""
+    return _maker(loss_type) is causal_lm_loss
+
+
 def _maker(loss_type: str | None) -> Callable[[VocabParallelCrossEntropy], Loss] | None:
     from transformers.loss import loss_utils
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -10,6 +11,7 @@ from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.plan import AllGatherStep, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from ..format.plan_forms import of_sequence, require_training
+from ..format.staged_names import is_inside
 from ..parallel.boundary import attach_output
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.local_logits import WHY_NO_LABELS, without_logits_gather
@@ -40,6 +42,7 @@ def parallelize_for_training(
     training: bool = True,
     sequence_parallel: bool = False,
     regather: bool | None = False,
+    absent: Collection[str] = (),
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
@@ -53,6 +56,7 @@ def parallelize_for_training(
             the number of ranks divides.
         regather: keep parts of what is gathered along the sequence, and gather it again in the backward pass;
             None: of large activations.
+        absent: FQNs of modules that will be replaced by stand-ins, as they are on other stages.
 
     Raises:
         PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
@@ -77,10 +81,10 @@ def parallelize_for_training(
         assert plan.training is not None
         entries = parameter_plans(plan)
         trained = entries if packed is None else {n: e for n, e in entries.items() if n not in packed.names}
-        _attach_gates(model, plan, trained, comm)
+        _attach_gates(model, plan, trained, comm, absent)
         attach_random_streams(model, plan.training.draws, comm)
-        watch_first_pass(model, modules)
-    if gather is not None:
+        watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, absent)})
+    if gather is not None and not is_inside(_head(plan), absent):
         _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
         head = None if plan.logits is None else submodule(model, plan.logits.module)
@@ -96,6 +100,12 @@ def _attach_loss(model: nn.Module, plan: Plan, gather: LogitsGather, gather_logi
     if gather_logits is not False:
         attach_output(submodule(model, plan.logits.module), plan.logits.slot, gather)
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+
+
+def _head(plan: Plan) -> str:
+    """FQN of the module that computes the logits."""
+    assert plan.logits is not None
+    return plan.logits.module
 
 
 def _refuse_states(model: nn.Module, plan: Plan, *, unless_inference: bool) -> None:
@@ -127,16 +137,20 @@ def _logits_gather(plan: Plan, modules: dict[str, ModulePlan], comm: Communicato
 
 
 def _attach_gates(
-    model: nn.Module, plan: Plan, parameters: dict[str, ParameterPlan], comm: Communicator
+    model: nn.Module,
+    plan: Plan,
+    parameters: dict[str, ParameterPlan],
+    comm: Communicator,
+    absent: Collection[str],
 ) -> None:
-    """Sum the gradients of parameters that ranks share."""
+    """Sum the gradients of parameters that ranks share, but for those in modules that are elsewhere."""
     gated: dict[str, list[Gated]] = {}
     tied = [(alias, name) for alias, name in plan.tied if name in parameters]
     for name, source in [(name, name) for name in parameters] + tied:
         entry = parameters[source]
         gate = GradientGate(comm, entry, entry.grad_axes)
         owner, attribute = owner_of(model, name)
-        if not gate.is_open and attribute in owner._parameters:
+        if not gate.is_open and attribute in owner._parameters and not is_inside(name, absent):
             around = ".".join(name.split(".")[: -1 - entry.grad_levels])
             gated.setdefault(around, []).append(Gated(owner, attribute, name, gate))
     for module, found in gated.items():

@@ -1,0 +1,107 @@
+"""What crosses the borders of a stage in the pass of a microbatch: found by a pass of stand-ins alone.
+
+Every stage finds it by itself, without a message: in the place of its own modules too, stand-ins return
+tensors of the shapes that the plan says, and the code around them runs as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.stage_link import Crossing, Handover
+from ..errors import ShardconvError
+from ..parallel.stage_model import StageModel
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape, local, and dtype of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """On meta; it requires a gradient if it can have one."""
+        return torch.empty(
+            self.shape, dtype=self.dtype, device="meta", requires_grad=self.dtype.is_floating_point
+        )
+
+
+@dataclass(frozen=True)
+class Border:
+    """What a stage receives from the one before, and leaves for the next one, in order."""
+
+    received: Mapping[Crossing, Form]
+    left: Mapping[Crossing, Form]
+
+    @classmethod
+    def of(cls, stage: StageModel, forms: Mapping[Crossing, Form]) -> Border:
+        """The borders of a stage; a value for a later stage crosses all borders on its way."""
+        number, crossings = stage.link.stage, stage.crossings()
+        ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
+        return cls(
+            {c: forms[c] for c, (source, last) in ways.items() if source < number <= last},
+            {c: forms[c] for c, (source, last) in ways.items() if source <= number < last},
+        )
+
+    def handover(self, received: Sequence[Tensor]) -> Handover:
+        """For a pass that received these."""
+        return Handover(dict(zip(self.received, received, strict=True)))
+
+    def leaving(self, handover: Handover) -> tuple[Tensor, ...]:
+        """What the pass leaves for the next stage.
+
+        Raises:
+            ShardconvError: it did not compute it.
+        """
+        if missing := [crossing for crossing in self.left if crossing not in handover.values]:
+            raise ShardconvError(
+                f"{missing[0][0]} was not called for this microbatch, and was for the first one; give all "
+                "microbatches the same arguments"
+            )
+        return tuple(handover.values[crossing].contiguous() for crossing in self.left)
+
+
+class _Measuring(Handover):
+    """Records what passes would take, and gives zeros."""
+
+    takes_all = True
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.forms: dict[Crossing, Form] = {}
+
+    def take(
+        self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Zeros of this form."""
+        found = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        self.forms[crossing] = Form(tuple(shape), found.dtype)
+        self.leave(crossing, found)
+        return found
+
+
+def measured_forms(model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]) -> dict[Crossing, Form]:
+    """The forms of all values that stages hand on in a call.
+
+    Args:
+        model: of this stage. Its own hooks do not run.
+        stage: its link and the forms of its modules.
+        inputs: of the model, by name.
+    """
+    link, measuring = stage.link, _Measuring()
+    link.handover = measuring
+    link.depth += 1
+    devices = [stage.device] if stage.device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices), stage.without_units(model):
+            model.forward(**inputs)
+    finally:
+        link.handover = None
+        link.depth -= 1
+    return measuring.forms

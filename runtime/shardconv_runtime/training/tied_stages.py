@@ -1,0 +1,57 @@
+"""Parameters that several stages hold, as an embedding that is the head too: their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.process_groups import axes_group
+from ..comm.stage_processes import ProcessLink
+from ..format.plan import parameter_plans
+from ..format.staged_names import held_names, num_stages
+from ..loaded import loaded
+from ..saving.local_windows import local_tensor
+from ..saving.stored_model import named_tensors
+
+
+class TiedGradients:
+    """Sums the gradients of a step over the stages that hold a parameter; every process makes one.
+
+    Args:
+        model: with stages.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        source = loaded(model)
+        link: ProcessLink = source.stage.link
+        tensors = named_tensors(model)
+        held = [
+            held_names(source.plan, stage, parameter_plans(source.plan).keys())
+            for stage in range(num_stages(source.plan))
+        ]
+        self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for first in parameter_plans(source.plan):
+            stages = tuple(stage for stage, names in enumerate(held) if first in names)
+            if len(stages) < 2 or link.stage not in stages:
+                continue
+            tensor = tensors[held[link.stage][first]]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                self._tied.append((tensor, axes_group(link.group, stages)))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Sum the gradients that come about inside, and add them to those that were there."""
+        before: list[Tensor | None] = [parameter.grad for parameter, _ in self._tied]
+        for parameter, _ in self._tied:
+            parameter.grad = None
+        yield
+        for (parameter, group), earlier in zip(self._tied, before, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local_tensor(parameter.grad), group=group)
+            if earlier is not None:
+                parameter.grad += earlier
