@@ -126,21 +126,29 @@ class NumericCheck:
             return "the model's results change where no cache is filled, which that form does not do"
         return simulate(case, gradients=True).gradients
 
-    def require_right_stages(self, plan: Plan) -> None:
-        """Compare what the last of the stages returns, in a prefill and a step of decoding.
+    def with_right_stages(self, plan: Plan) -> Plan:
+        """The plan, of whose stages the last one returned what it should in a prefill and a step of decoding;
+        for inference only if a gradient is not that of the unsharded model.
 
         Raises:
-            SolveError: it is not what the unsharded model returns.
+            SolveError: the last stage returned something else.
         """
         case = self._case_that_fits(plan)
-        if case is not None:
-            self.tell("stages")
-            outcome = case.simulation.evaluate_stages(without_extra_outputs(case.inputs))
-            if not outcome.agrees:
-                raise SolveError(
-                    "the model cannot be cut into stages: the last stage's results differ from the unsharded "
-                    f"model's by {outcome.worst:.1e} of the largest (allowed: {outcome.tolerance:.0e})"
-                )
+        if case is None:
+            return plan
+        self.tell("stages")
+        inputs = without_extra_outputs(case.inputs)
+        outcome = case.simulation.evaluate_stages(inputs)
+        if not outcome.agrees:
+            raise SolveError(
+                "the model cannot be cut into stages: the last stage's results differ from the unsharded "
+                f"model's by {outcome.worst:.1e} of the largest (allowed: {outcome.tolerance:.0e})"
+            )
+        if plan.training is None:
+            return plan
+        self.tell("gradients of stages")
+        problem = case.simulation.wrong_stage_gradient(inputs)
+        return inference_only(plan, f"with stages, {problem}") if problem else plan
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""

@@ -148,12 +148,12 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
         full = FullModel(model, inputs, traced, inside)
         check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
         plan = check.checked(plan)
-        if plan.inference_only and plan.stages is None and not tape.not_in_training:
+        if plan.inference_only and not tape.not_in_training:
             other = run.as_in_training()
             if other.tape.not_in_training:
                 return _solved_run(spec, options, steps, other, tell)
         if plan.stages is not None:
-            check.require_right_stages(plan)
+            plan = check.with_right_stages(plan)
         if adapted is not None and not adapted.replaces_modules:
             check.require_right_when_disabled(plan)
     if options.sequence_parallel:

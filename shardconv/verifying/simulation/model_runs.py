@@ -140,13 +140,16 @@ def _usable(gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     return gradients, ""
 
 
-def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) -> dict[str, Tensor]:
+def gradients_of(
+    model: nn.Module, inputs: TraceInputs, precision: Precision, call: Callable[..., Any] | None = None
+) -> dict[str, Tensor]:
     """Run forward in training mode, without noise, and backward from a random gradient of every output.
 
     Args:
         model: unsharded, or of one rank.
         inputs: global.
         precision: to compute in.
+        call: in place of the model, with its arguments.
 
     Returns:
         By FQN, in the shapes of the model's parameters: local ones of a rank.
@@ -156,7 +159,7 @@ def gradients_of(model: nn.Module, inputs: TraceInputs, precision: Precision) ->
     with torch.enable_grad(), precision.computing(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with WithoutNoise():
-            outputs = results(model, model(**inputs.tensors, **inputs.options))
+            outputs = results(model, (call or model)(**inputs.tensors, **inputs.options))
         torch.manual_seed(1)
         terms = [
             (torch.where(t.isfinite(), t, 0.0) * torch.randn(t.shape, dtype=t.dtype)).sum()

@@ -37,7 +37,7 @@ from .model_runs import (
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
 from .reused_model import ReusedModel
 from .simulated_weights import RandomWeights, fill
-from .stage_simulation import Mail, stage_of_rank
+from .stage_simulation import Mail, MailLink, gradients_of_stages, stage_of_rank
 
 T = TypeVar("T")
 Parallelize = Callable[[nn.Module, Plan, Communicator], nn.Module]
@@ -149,7 +149,8 @@ class Simulation:
 
             def run(comm: ThreadCommunicator, stage: int = stage) -> float:
                 weights = self.weights.local(comm.rank, precision.dtype)
-                local = stage_of_rank(model, self.plan, comm, stage, weights, mail)
+                link = MailLink(stage, num_stages(self.plan), comm.rank, mail)
+                local = stage_of_rank(model, self.plan, comm, stage, weights, link)
                 found = outputs_of_calls(local, inputs, precision, len(want))
                 return _largest(found, want) if stage == num_stages(self.plan) - 1 else 0.0
 
@@ -170,6 +171,24 @@ class Simulation:
         Args:
             inputs: of the call; without a cache, if the unsharded model has no backward pass with one.
         """
+        return self._wrong_gradient(inputs, self._gradient_distance)
+
+    def wrong_stage_gradient(self, inputs: TraceInputs) -> str:
+        """What is wrong with the gradients of the ranks of all stages; otherwise as ``wrong_gradient``."""
+        model = copy.deepcopy(self.model).to(self._precision.dtype)
+
+        def distance(comm: ThreadCommunicator, inputs: TraceInputs, want: _Gradients) -> _GradientDifference:
+            weights = self.weights.local(comm.rank, self._precision.dtype)
+            found = gradients_of_stages(model, self.plan, comm, weights, inputs, self._precision)
+            return self._compare_gradients(found, want, comm.rank)
+
+        return self._wrong_gradient(inputs, distance)
+
+    def _wrong_gradient(
+        self,
+        inputs: TraceInputs,
+        distance: Callable[[ThreadCommunicator, TraceInputs, _Gradients], _GradientDifference],
+    ) -> str:
         inputs, gradients, problem = usable_gradients(
             lambda: self._unsharded_model(self._precision), inputs, self._precision
         )
@@ -178,7 +197,7 @@ class Simulation:
         scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
         want = _Gradients(gradients, scales)
         try:
-            found = self._run_ranks(lambda comm: self._gradient_distance(comm, inputs, want))
+            found = self._run_ranks(lambda comm: distance(comm, inputs, want))
         except Exception as error:
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
         return max(found).text(self._precision.tolerance)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from shardconv_runtime.comm.stage_link import StageLink
-from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.staged_names import held_by, num_stages
+from shardconv_runtime.comm.stage_link import Handover, StageLink
+from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.staged_names import absent_modules, held_by, held_names, num_stages
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
 from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
+from shardconv_runtime.training.prepare import parallelize_for_training
 from torch import Tensor, nn
 
+from ...tracing.inputs import TraceInputs
+from .model_runs import Precision, gradients_of
 from .rank_threads import RanksDisagree, ThreadCommunicator
 from .simulated_weights import fill
 
@@ -68,7 +72,9 @@ def stage_of_rank(
     comm: ThreadCommunicator,
     stage: int,
     weights: Mapping[str, Tensor],
-    mail: Mail,
+    link: StageLink,
+    *,
+    training: bool = False,
 ) -> nn.Module:
     """The model of one rank of a stage, on numbers.
 
@@ -78,15 +84,59 @@ def stage_of_rank(
         comm: this rank among those of the stage.
         stage: its number.
         weights: local ones of the rank, of all stages.
-        mail: of the stages.
+        link: to the other stages.
+        training: with a backward pass.
     """
-    names = argument_names(model, plan)
-    local = parallelize(copy.deepcopy(model), plan, comm)
-    link = MailLink(stage, num_stages(plan), comm.rank, mail)
+    names, local = argument_names(model, plan), copy.deepcopy(model)
+    if training:
+        absent = absent_modules(plan, stage)
+        parallelize_for_training(local, plan, comm, gather_logits=True, absent=absent)
+    else:
+        parallelize(local, plan, comm)
     keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)
-    fill(local, held_by(plan, stage, weights))
+    fill(local, held_by(plan, stage, weights), gradients=training)
     refresh_fused(local)
     return local
+
+
+def gradients_of_stages(
+    model: nn.Module,
+    plan: Plan,
+    comm: ThreadCommunicator,
+    weights: Mapping[str, Tensor],
+    inputs: TraceInputs,
+    precision: Precision,
+) -> dict[str, Tensor]:
+    """The gradients of one rank's parameters, by the first of their names: those of all stages, of which each
+    is given the results of the ones before.
+
+    Args:
+        model, plan, comm: as for ``stage_of_rank``.
+        weights: see there.
+        inputs: of the call, see ``gradients_of``.
+        precision: to compute in.
+    """
+    handover, stages = Handover({}), range(num_stages(plan))
+    models = []
+    for stage in stages:
+        link = MailLink(stage, len(stages), comm.rank, Mail())
+        link.handover = handover
+        models.append(stage_of_rank(model, plan, comm, stage, weights, link, training=True))
+
+    def run(**arguments: Any) -> Any:
+        for local in models[:-1]:
+            local.train()(**arguments)
+        return models[-1](**arguments)
+
+    found = gradients_of(models[-1], inputs, precision, run)
+    held = [held_names(plan, stage, parameter_plans(plan).keys()) for stage in stages]
+    total: dict[str, Tensor] = {}
+    for local, names in zip(models, held, strict=True):
+        found = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
+        for first, name in names.items():
+            if name in found:
+                total[first] = total[first] + found[name] if first in total else found[name]
+    return total
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
