@@ -43,17 +43,32 @@ def _section(title: str, rows: Sequence[Row]) -> Iterable[str]:
     yield (
         f"{len(good)} of {len(rows)} types are cut and equal; {one} of these send one tensor across each "
         f"cut. {len(same)} generate the same tokens; of the others, {_count(good, 'unsupported')} cannot "
-        f"generate so by themselves, and {_count(good, 'different')} are refused or differ."
+        f"generate so by themselves, and {_count(good, 'different')} are refused or differ. "
+        f"{sum(not r['untrained'] for r in good)} can be trained: the gradients of all stages are equal."
     )
     fewer = sum(r["pp"] != r["asked_pp"] for r in rows)
     if fewer:
         yield f"{fewer} were cut into two stages, since the model of the type has two layers."
-    others = [r for r in rows if r["status"] != "equal" or not r["generated"].startswith(("same", "unsup"))]
+    others = [r for r in rows if _why_not(r)]
     if others:
         yield from ("", "| type | why not |", "|---|---|")
     for row in others:
-        reason = (row["message"] or row["generated"]).replace("|", "\\|")
+        reason = _why_not(row).replace("|", "\\|")
         yield f"| `{row['type']}` | {reason} |"
+
+
+def _why_not(row: Row) -> str:
+    generates = row["generated"].startswith(("same", "unsupported"))
+    untrained = row.get("untrained", "")
+    return "; ".join(
+        part
+        for part in (
+            row["message"],
+            "" if generates else row["generated"],
+            f"not trained: {untrained}" if untrained else "",
+        )
+        if part
+    )
 
 
 def _count(rows: Sequence[Row], status: str) -> int:

@@ -51,6 +51,8 @@ class StagesResult:
     """``from-to`` -> number of tensors."""
     generated: str = ""
     """``same``, ``different: ...``, ``unsupported: ...`` where the unsharded model itself cannot."""
+    untrained: str = ""
+    """Why the stages are for inference only; empty where the proof found their gradients equal."""
     seconds: float = 0.0
 
 
@@ -68,7 +70,13 @@ def run(family: str, model_type: str, pp: int, tp: int) -> StagesResult:
     generated = generates(plan, model) if family in ("causal", "seq2seq") else ""
     seconds = time.perf_counter() - start
     return StagesResult(
-        **about, pp=pp, status="equal", sent=_sent(plan), generated=generated, seconds=seconds
+        **about,
+        pp=pp,
+        status="equal",
+        sent=_sent(plan),
+        generated=generated,
+        untrained="" if plan.training is not None else plan.inference_only or "for inference only",
+        seconds=seconds,
     )
 
 
