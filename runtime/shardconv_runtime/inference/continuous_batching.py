@@ -17,9 +17,9 @@ from torch import nn
 
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
+from ..comm.same_calls import require_same_call
 from ..errors import PlanError, ShardconvError
 from .paged_model import PagedModel, attempt, cached_heads
-from .same_calls import require_same_call
 
 if TYPE_CHECKING:
     from .batching_manager import RankBatchingManager

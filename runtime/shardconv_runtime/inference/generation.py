@@ -135,8 +135,8 @@ def _check_same_call(
     Raises:
         LaunchError: the calls differ, or a rank was not called.
     """
+    from ..comm.same_calls import compare_calls, digest
     from .assisted import ARGUMENT, vocabulary_of_draft
-    from .same_calls import compare_calls, digest
 
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None

@@ -8,31 +8,21 @@ draws for itself in the second or soon after. To compare all calls is an option.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # Private, but nothing public keeps these messages out of the counts of CommDebugMode and its kin.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..comm.agreement import exchange
 from ..comm.mesh import Launch
+from ..comm.same_calls import require_same_inputs
 from ..inference.paged_model import PAGED
-from ..inference.same_calls import digest, require_alike
-
-CALL_TIMEOUT_S = 1800
-"""How long a rank waits for the others to call the model: one of them may prepare data."""
 
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
 """Environment variable that has all calls compared."""
-
-
-_REMEDY = (
-    "its ranks compute one result together: give all of them the same (a sampler shares data out over "
-    "replicas, not over the ranks of one; shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
-)
 
 
 def compare_inputs(
@@ -79,23 +69,6 @@ class _Comparison:
             return
         self._num_calls += 1
         if self._always or self._num_calls & (self._num_calls - 1) == 0:
-            _compare(self._start, args, kwargs)
-
-
-def _summary(value: Any) -> str:
-    """What should be equal on all ranks: whole numbers exactly, and of computed values the kind and shape.
-
-    Floating-point values may differ in their last bits, and parts of an encoder's output may be this rank's.
-    """
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return f"{value.dtype} {list(value.shape)}"
-    return digest(value) if isinstance(value, (Tensor, int, float, str, bool)) else type(value).__name__
-
-
-def _compare(start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ``LaunchError``, on all ranks, if the arguments differ or a rank did not come."""
-    given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
-    digests = {name: _summary(value) for name, value in given.items()}
-    with _disable_current_modes():
-        calls = exchange(start, digests, CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s)
-    require_alike("the model was called", calls, _REMEDY)
+            given = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
+            with _disable_current_modes():
+                require_same_inputs(self._start, given)

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ..comm.same_calls import require_same_inputs
 from ..comm.stage_link import Crossing
 from ..comm.stage_processes import ProcessLink
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
 from .microbatches import count_labels, divide, require_alike
+from .model_losses import has_parallel_loss
 from .stage_forms import Border, Form, measured_forms
 from .stage_training import StageLoss
 from .tied_stages import TiedGradients
@@ -89,6 +91,8 @@ class Pipeline:
         self._pass = _Pass(self.model, stage, loss)
         self._tied = TiedGradients(model)
         self._prepared: tuple[object, Any] | None = None
+        self._start = source.launch
+        self._num_steps = 0
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """Run a batch forward and backward on all stages.
@@ -113,6 +117,7 @@ class Pipeline:
         if len(parts) != self.microbatches:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._pass.begin(parts)
+        self._compare(parts)
         schedule = self._prepare(require_alike(parts), parts[0])
         losses: list[Tensor] = []
         with self._tied.apart():
@@ -122,6 +127,13 @@ class Pipeline:
             finally:
                 self._link.handover, self._link.shares_results = None, True
         return self._shared(losses)
+
+    def _compare(self, parts: Sequence[Batch]) -> None:
+        """Whether all ranks of all stages were given the same, in the steps 1, 2, 4, 8 ..."""
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:
+            given = {f"{n} of microbatch {i}": v for i, part in enumerate(parts) for n, v in part.items()}
+            require_same_inputs(self._start, given)
 
     def _prepare(self, forms: object, first: Batch) -> Any:
         """The schedule for microbatches of these forms; that of the last step is kept."""
@@ -180,25 +192,35 @@ class _Pass(nn.Module):
         self._stage = stage
         self._loss = loss
         self._parts: Sequence[Batch] = ()
-        self._weights: Sequence[float] = ()
+        self._num_items: float | None = None
 
     def begin(self, parts: Sequence[Batch]) -> None:
         """The microbatches of the next step."""
-        self._parts = parts
+        self._parts, self._num_items = parts, None
         if self._loss is not None:
-            self._weights = [1.0] * len(parts)
+            return
+        if self._own_function is not None and all("num_items_in_batch" in part for part in parts):
             return
         if any(part.get("labels") is None for part in parts):
             raise PlanError("the batch has no labels: give them, or a loss= to Pipeline")
         counts = count_labels(self._model[0], parts)
-        is_weighted = isinstance(getattr(self._model[0], "loss_function", None), StageLoss)
-        if len(set(counts)) > 1 and not is_weighted:
-            raise PlanError(
-                f"microbatches with {counts} labels: a {type(self._model[0]).__name__} averages its loss "
-                "itself, and the mean of such means is not that of the batch; give equally many to each"
-            )
-        total = sum(counts)
-        self._weights = [count * len(parts) / total if total else 1.0 for count in counts]
+        if len(set(counts)) == 1:
+            return  # the mean of means over as many tokens
+        own_loss, kind = self._own_function, getattr(self._model[0], "loss_type", None)
+        if own_loss is None or not has_parallel_loss(kind):
+            raise self._uneven(counts)
+        self._num_items = sum(counts) / len(counts)
+
+    @property
+    def _own_function(self) -> StageLoss | None:
+        found = getattr(self._model[0], "loss_function", None)
+        return found if isinstance(found, StageLoss) else None
+
+    def _uneven(self, counts: Sequence[int]) -> PlanError:
+        return PlanError(
+            f"microbatches with {list(counts)} labels: a {type(self._model[0]).__name__} averages its loss "
+            "itself, and the mean of such means is not that of the batch; give equally many to each"
+        )
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """The values for the next stage, or on the last one the loss.
@@ -209,30 +231,31 @@ class _Pass(nn.Module):
         """
         index, link = int(number), self._stage.link
         part = self._parts[index]
-        own_loss = getattr(self._model[0], "loss_function", None)
-        if isinstance(own_loss, StageLoss):
-            own_loss.weight, own_loss.was_called = self._weights[index], False
+        own_loss = self._own_function
+        if own_loss is not None:
+            own_loss.num_items, own_loss.was_called = self._num_items, False
+            own_loss.num_parts = len(self._parts)
         handover = self.border.handover(received)
         link.handover, link.shares_results = handover, False
         try:
             output = self._model[0](**part)
         finally:
             link.handover, link.shares_results = None, True
+            if own_loss is not None:
+                own_loss.num_items, own_loss.num_parts = None, 1
         if not link.is_last:
             return self.border.leaving(handover)
         if self._loss is not None:
             return self._loss(output, part) / len(self._parts)
-        return self._own_loss(output, own_loss, index) / len(self._parts)
+        return self._own_loss(output) / len(self._parts)
 
-    def _own_loss(self, output: Any, own_loss: Any, index: int) -> Tensor:
+    def _own_loss(self, output: Any) -> Tensor:
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if not isinstance(loss, Tensor) or loss.dim():
             raise ShardconvError(
                 f"a {type(self._model[0]).__name__} returns no loss for labels; give a loss= to Pipeline"
             )
-        if isinstance(own_loss, StageLoss) and not own_loss.was_called and self._weights[index] != 1.0:
-            raise ShardconvError(
-                f"a {type(self._model[0]).__name__} computes its loss itself, as a mean over the labels of a "
-                "microbatch; give microbatches of equally many labels"
-            )
+        own_function = self._own_function
+        if self._num_items is not None and own_function is not None and not own_function.was_called:
+            raise self._uneven(count_labels(self._model[0], self._parts))
         return loss

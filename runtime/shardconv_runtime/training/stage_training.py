@@ -16,8 +16,9 @@ from ..errors import ShardconvError
 class StageLoss:
     """Replaces the loss function of a model with stages.
 
-    The last stage weights the mean over the tokens of a microbatch by its share of all tokens; the others,
-    which have no logits, return zero.
+    The last stage divides the sum over the tokens of a microbatch by the mean number of tokens of all
+    microbatches, so that the mean of their losses is that of all tokens. The others, which have no logits,
+    return zero.
 
     Args:
         own: the model's loss function.
@@ -27,16 +28,22 @@ class StageLoss:
     def __init__(self, own: Any, link: StageLink) -> None:
         self._own = own
         self._link = link
-        self.weight = 1.0
-        """Of the microbatch that runs."""
+        self.num_items: float | None = None
+        """By which the sum over the tokens of a microbatch is divided; None: by their number."""
+        self.num_parts = 1
+        """Over how many microbatches the losses are averaged; a caller who gives ``num_items_in_batch`` wants
+        their sum."""
         self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, a scalar; arguments as of the model's loss function."""
         self.was_called = True
         if self._link.is_last:
+            is_sum = kwargs.get("num_items_in_batch") is not None
+            if self.num_items is not None and not is_sum:
+                kwargs["num_items_in_batch"] = self.num_items
             loss: Tensor = self._own(*args, **kwargs)
-            return loss if self.weight == 1.0 else loss * self.weight
+            return loss * self.num_parts if is_sum else loss
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         wide = any(value.dtype == torch.float64 for value in given)
         device = given[0].device if given else None

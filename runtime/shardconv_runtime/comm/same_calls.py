@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import exchange
-from ..comm.mesh import Launch
 from ..errors import LaunchError
+from .agreement import exchange
+from .mesh import Launch
+
+CALL_TIMEOUT_S = 1800
+"""How long a rank waits for the others to call the model: one of them may prepare data."""
 
 
 def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> None:
@@ -22,6 +25,31 @@ def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> N
     """
     digests = {name: digest(value) for name, value in given.items()}
     compare_calls(method, exchange(start, digests, start.timeout_s))
+
+
+def require_same_inputs(start: Launch, given: Mapping[str, Any]) -> None:
+    """Check that all ranks call their model, at about the same time, with the same inputs.
+
+    Raises:
+        LaunchError: on all ranks; they do not, or a rank does not call it.
+    """
+    digests = {name: _summary(value) for name, value in given.items()}
+    calls = exchange(start, digests, CALL_TIMEOUT_S if start.timeout_s is None else start.timeout_s)
+    remedy = (
+        "its ranks compute one result together: give all of them the same (a sampler shares data out over "
+        "replicas, not over the ranks of one; shardconv_runtime.from_rank_0 sends a value of rank 0 to all)"
+    )
+    require_alike("the model was called", calls, remedy)
+
+
+def _summary(value: Any) -> str:
+    """What should be equal on all ranks: whole numbers exactly, and of computed values the kind and shape.
+
+    Floating-point values may differ in their last bits, and parts of an encoder's output may be this rank's.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return f"{value.dtype} {list(value.shape)}"
+    return digest(value) if isinstance(value, (Tensor, int, float, str, bool)) else type(value).__name__
 
 
 def compare_calls(method: str, calls: Sequence[Mapping[str, str]]) -> None:

@@ -1,0 +1,180 @@
+"""Stages that are trained, in real processes: loss, gradients, norm and steps are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardconv_runtime
+import torch
+import transformers
+from checkpoints import save_causal
+from distributed import run_processes
+from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.parallel.local_tensor import local_view
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardconv
+
+PP = 2
+NUM_STEPS = 50
+EXACT = {"rtol": 0.0, "atol": 1e-9}
+WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a job trains."""
+
+    tp: int = 1
+    dp: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    steps: int = 1
+    recompute: bool = False
+
+
+def batch(step: int = 0) -> dict[str, Tensor]:
+    """Eight sequences, of which some tokens have no label, and one none."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 250, (8, 6), generator=generator)
+    labels = ids.clone()
+    labels[0, 3:] = labels[5] = labels[6, :2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gpt2(path: Path) -> tuple[Path, nn.Module]:
+    """A model with a tied head, in float64 and without dropout, and its checkpoint."""
+    source = save_causal("gpt2", path / "model", **WITHOUT_DROPOUT)
+    return source, transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).train()
+
+
+def planned(source: Path, tp: int) -> str:
+    """A plan in two stages beside a model."""
+    path = source / f"staged-{tp}.json"
+    if not path.exists():
+        plan_json.write(shardconv.plan(source, tp, pp=PP, dtype="float64"), path)
+    return str(path)
+
+
+@contextmanager
+def loss_in_float64() -> Iterator[None]:
+    """transformers computes a loss in float32."""
+    upcast = Tensor.float
+    kept = {torch.float64: lambda x: x}
+    Tensor.float = lambda x, *args, **kwargs: kept.get(x.dtype, upcast)(x)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Tensor.float = upcast  # type: ignore[method-assign]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that FSDP2 shards."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
+    """What a process finds: the losses, the norms, its gradients of the last step, and its parameters."""
+    mesh = None
+    if run.dp > 1:
+        mesh = init_device_mesh("cpu", (PP, run.dp, run.tp), mesh_dim_names=("pp", "dp", "tp"))
+    model = shardconv_runtime.load(
+        source, plan=plan, training=True, mesh=mesh, data_parallel=run.dp > 1
+    ).train()
+    if run.recompute:
+        shardconv_runtime.checkpoint_activations(model)
+    pipeline = shardconv_runtime.Pipeline(model, microbatches=run.microbatches, schedule=run.schedule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: dict[str, Any] = {"losses": [], "norms": [], "plan": plan}
+    with loss_in_float64():
+        for step in range(run.steps):
+            given = batch(step)
+            if mesh is not None:
+                number = mesh.get_local_rank("dp")
+                given = {n: v.chunk(run.dp)[number] for n, v in equal_labels(given).items()}
+            found["losses"].append(pipeline.step(given).item())
+            found["gradients"] = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            found["norms"].append(shardconv_runtime.clip_grad_norm(model, 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found["logits"] = model(batch()["input_ids"]).logits
+    found["parameters"] = {n: whole(p) for n, p in model.named_parameters()}
+    return found
+
+
+def equal_labels(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels for all tokens: replicas average their means."""
+    return {"input_ids": given["input_ids"], "labels": given["input_ids"]}
+
+
+def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
+    """The same by one process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    with loss_in_float64():
+        for step in range(run.steps):
+            given = batch(step) if run.dp == 1 else equal_labels(batch(step))
+            loss = model(**given).loss
+            loss.backward()
+            found["losses"].append(loss.item())
+            found["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters()}
+            found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found["logits"] = model(batch()["input_ids"]).logits
+    found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
+    return found
+
+
+def require_same(found: list[dict[str, Any]], want: dict[str, Any], run: Run) -> None:
+    """What a process has is its part of what one process has; replicas average their losses."""
+    plan = plan_json.read(found[0]["plan"])
+    entries = parameter_plans(plan)
+    aliases = {"lm_head.weight": "transformer.wte.weight"}
+    losses = torch.tensor([process["losses"] for process in found])
+    torch.testing.assert_close(losses.mean(0), torch.tensor(want["losses"]), rtol=0.0, atol=1e-6)
+    for number, process in enumerate(found):
+        if run.dp == 1:
+            assert process["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert process["norms"] == pytest.approx(want["norms"], abs=1e-8)
+        torch.testing.assert_close(process["logits"], want["logits"], rtol=0.0, atol=1e-7)
+        for kind in ("gradients", "parameters"):
+            for name, value in process[kind].items():
+                first = aliases.get(name, name)
+                right = local_view(entries[first], want[kind][first], plan.mesh, number % run.tp)
+                torch.testing.assert_close(value, right, rtol=0.0, atol=1e-8, msg=name)
+    names = {aliases.get(n, n) for process in found for n in process["parameters"]}
+    assert names == want["parameters"].keys()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(steps=3),
+        Run(tp=2, schedule="gpipe", microbatches=2, steps=2, recompute=True),
+    ],
+    ids=["1f1b", "tp 2, gpipe, recomputed"],
+)
+def test_stages_train_as_one_process(run: Run, tmp_path: Path) -> None:
+    source, model = gpt2(tmp_path)
+    found = run_processes(PP * run.tp, trained, str(source), planned(source, run.tp), run)
+    require_same(found, trained_alone(model, run), run)
+
+
+def test_fifty_steps_of_eight_processes(tmp_path: Path) -> None:
+    source, model = gpt2(tmp_path)
+    run = Run(tp=2, dp=2, microbatches=2, steps=NUM_STEPS)
+    found = run_processes(PP * run.tp * run.dp, trained, str(source), planned(source, run.tp), run)
+    require_same(found, trained_alone(model, run), run)
