@@ -44,6 +44,11 @@ class Loaded:
         """Of the plan; the ranks of stages have the same numbers."""
         return self.launch.rank % self.plan.tp
 
+    @property
+    def stage_number(self) -> int:
+        """Of this process."""
+        return 0 if self.stage is None else int(self.stage.link.stage)
+
     @cached_property
     def held_plan(self) -> Plan:
         """Of what this process holds: all, or a stage's parameters by their names in its model."""
@@ -51,7 +56,7 @@ class Loaded:
             return self.plan
         from .format.stage_part import of_stage
 
-        return of_stage(self.plan, self.stage.link.stage)
+        return of_stage(self.plan, self.stage_number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

@@ -39,6 +39,7 @@ class Run:
     microbatches: int = 4
     steps: int = 1
     recompute: bool = False
+    clip: bool = True
 
 
 def batch(step: int = 0) -> dict[str, Tensor]:
@@ -112,6 +113,40 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     return found
 
 
+def interrupted(source: str, plan: str, out: str) -> None:
+    """Train for two steps, and save."""
+    model = shardconv_runtime.load(source, plan=plan, training=True).train()
+    pipeline = shardconv_runtime.Pipeline(model, microbatches=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with loss_in_float64():
+        for step in range(2):
+            pipeline.step(batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    shardconv_runtime.save(model, f"{out}/model")
+    shardconv_runtime.save_optimizer(model, optimizer, f"{out}/optimizer")
+    model.save_pretrained(f"{out}/plain")
+
+
+def resumed(out: str, converted: str, staged: bool) -> float:
+    """The loss of the fourth step, with stages or without."""
+    model = shardconv_runtime.load(converted, training=True).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shardconv_runtime.load_optimizer(model, optimizer, f"{out}/optimizer")
+    pipeline = shardconv_runtime.Pipeline(model, microbatches=4) if staged else None
+    loss = torch.zeros(())
+    with loss_in_float64():
+        for step in (2, 3):
+            optimizer.zero_grad()
+            if pipeline is not None:
+                loss = pipeline.step(batch(step))
+            else:
+                loss = model(**batch(step)).loss
+                loss.backward()
+            optimizer.step()
+    return loss.item()
+
+
 def equal_labels(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Labels for all tokens: replicas average their means."""
     return {"input_ids": given["input_ids"], "labels": given["input_ids"]}
@@ -128,7 +163,8 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
             loss.backward()
             found["losses"].append(loss.item())
             found["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters()}
-            found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            if run.clip:
+                found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
@@ -178,3 +214,17 @@ def test_fifty_steps_of_eight_processes(tmp_path: Path) -> None:
     run = Run(tp=2, dp=2, microbatches=2, steps=NUM_STEPS)
     found = run_processes(PP * run.tp * run.dp, trained, str(source), planned(source, run.tp), run)
     require_same(found, trained_alone(model, run), run)
+
+
+def test_a_job_with_stages_is_resumed_with_stages_and_without(tmp_path: Path) -> None:
+    source, model = gpt2(tmp_path)
+    out = tmp_path / "trained"
+    run_processes(2 * PP, interrupted, str(source), planned(source, 2), str(out))
+    want = trained_alone(model, Run(steps=4, clip=False))
+    shardconv.reshard(out / "model", tmp_path / "plain-1", 1)
+    (alone,) = run_processes(1, resumed, str(out), str(tmp_path / "plain-1"), False)
+    for found in [alone, *run_processes(2 * PP, resumed, str(out), str(out / "model"), True)]:
+        assert found == pytest.approx(want["losses"][3], abs=1e-8)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(out / "plain", dtype=torch.float64)
+    with loss_in_float64():
+        assert plain(**batch(2)).loss.item() == pytest.approx(want["losses"][2], abs=1e-8)

@@ -72,6 +72,13 @@ def held_by(plan: Plan, stage: int, tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: tensors[first] for first, name in held.items()}
 
 
+def held_before(plan: Plan, stage: int) -> dict[str, str]:
+    """Of the parameters that a stage holds and an earlier one too, the first name -> that in its model."""
+    names = parameter_plans(plan).keys()
+    earlier = {name for number in range(stage) for name in held_names(plan, number, names)}
+    return {first: held for first, held in held_names(plan, stage, names).items() if first in earlier}
+
+
 def is_inside(name: str, modules: Collection[str]) -> bool:
     """Whether a parameter or module is in one of these modules, or is one."""
     while name:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, PlanError
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
+from ..format.staged_names import held_before, held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
 from .dcp_boxes import BoxedTensor
@@ -57,7 +58,8 @@ class HeldState:
     windows: dict[str, tuple[Range, ...]]
     """The local positions of the rank's shard that this process holds, one range for each dim."""
     is_first: dict[str, bool]
-    """Whether this process is the first of the data-parallel processes that hold the same window."""
+    """Whether this process is the first of the data-parallel processes, and of the stages, that hold the same
+    window."""
     holding: frozenset[str]
     """See ``OptimizerSummary``."""
     entries: Mapping[str, ParameterPlan]
@@ -118,8 +120,12 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     Raises:
         PlanError: the model is not as it was loaded, or the optimizer has parameters of another model.
     """
-    plan = loaded(model).plan
-    tensors = stored_model(model).tensors
+    source = loaded(model)
+    plan, stage = source.plan, source.stage_number
+    stored = stored_model(model).tensors
+    firsts = {held: first for first, held in held_names(plan, stage, parameter_plans(plan).keys()).items()}
+    tensors = {firsts[name]: tensor for name, tensor in stored.items()}
+    elsewhere = held_before(plan, stage)
     entries = parameter_plans(plan)
     parameters = _named_parameters(optimizer, tensors)
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
@@ -128,7 +134,9 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
         parameters,
         {name: window for name, (window, _) in windows.items()},
         {
-            name: first and (replicas.is_first or isinstance(parameters[name], DTensor))
+            name: first
+            and (replicas.is_first or isinstance(parameters[name], DTensor))
+            and name not in elsewhere
             for name, (_, first) in windows.items()
         },
         frozenset(

@@ -38,11 +38,13 @@ class Replicas:
     """Of the plan."""
     is_first: bool
     """This process is in the first replica, which writes."""
+    stage: int = 0
+    """Of a model with stages."""
 
     @property
     def is_leader(self) -> bool:
         """This process does what is done once."""
-        return self.is_first and self.rank == 0
+        return self.is_first and self.rank == 0 and self.stage == 0
 
     def agree(self, error: Exception | None, timeout_s: float | None = None) -> None:
         """Return only if no process has an error, see ``agreement.agree``."""
@@ -85,13 +87,14 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
         LaunchError: the data parallelism mixes ranks of the model, or another process did not come.
         PlanError: ``load`` did not return the model.
     """
-    start = loaded(model).launch
+    source = loaded(model)
+    start, place = source.launch, {"rank": source.rank, "stage": source.stage_number}
     for module in unwrapped(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     groups = [group] if group is not None else _data_parallel_groups(model)
     if not groups:
-        return Replicas(start, start.rank, True)
+        return Replicas(start, is_first=True, **place)
     me = dist.get_rank()
     own = (me,) if start.group is None else tuple(dist.get_process_group_ranks(start.group))
     ranks = set(own)
@@ -107,7 +110,7 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
     assert world is not None, "its subgroups exist"
     control = control_group(world, ordered)
     launch = Launch(ordered.index(me), len(ordered), start.device, control, control)
-    return Replicas(launch, start.rank, all(dist.get_rank(along) == 0 for along in groups))
+    return Replicas(launch, is_first=all(dist.get_rank(along) == 0 for along in groups), **place)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,11 +30,12 @@ from ..format.plan import Plan, parameter_plans
 from ..format.samples import sample_checksum
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
+from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded
 from .replicas import Replicas, full_tensor, replicas_of
 from .staging import Staging, staged
-from .stored_model import StoredModel, stored_model
+from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
 TOOLS = ("shardconv", "torch", "transformers", "safetensors")
 """Whose versions the manifest records."""
@@ -80,17 +81,21 @@ def save(
         return
     holders = replicas_of(model, replicas)
     found = holders.together(lambda: stored_model(model))
-    _require_one_plan(holders, found.plan)
+    plan = _common_plan(holders, loaded(model), found)
     source, target = loaded(model), Path(out).expanduser().resolve()
     apart_from = source.directory.resolve()
     with staged(
         holders, target, overwrite=overwrite, known=converted_files, apart_from=apart_from
     ) as staging:
-        entries, error = _write_shards(found, holders, staging.path, max_file_size)
+        directory = _directory(staging.path, plan, holders.stage)
+        ranks = (None, 0) if holders.rank == 0 else (holders.rank,)
+        files = shard_files(_of_stage(plan, holders.stage), ranks, max_file_size)
+        entries, error = _write_shards(found, holders, directory, files)
         holders.agree(error, agreement.READ_TIMEOUT_S)
-        shards = [entry for part in agreement.exchange(holders.launch, entries) for entry in part]
+        written = agreement.exchange(holders.launch, (holders.stage, entries))
         if holders.is_leader:
-            error = _finish(staging, source, found.plan, shards)
+            shards = [[e for of, part in written if of == s for e in part] for s in range(num_stages(plan))]
+            error = _finish(staging, source, plan, shards)
         holders.agree(error, agreement.READ_TIMEOUT_S)
 
 
@@ -100,22 +105,49 @@ def converted_files(directory: Path) -> Collection[str]:
     Raises:
         CheckpointError: the directory is not a converted one.
     """
+    if count := manifest.stages_in(directory):
+        names = [manifest.stage_directory(stage, count) for stage in range(count)]
+        return {f"{name}/{file}" for name in names for file in converted_files(directory / name)}
     return {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.read(directory).files)}
 
 
-def _require_one_plan(holders: Replicas, plan: Plan) -> None:
-    """Check that tensors have the same dtypes on all ranks, as the plan has one dtype for each."""
-    dtypes = {name: entry.dtype for name, entry in parameter_plans(plan).items()}
-    digests = agreement.exchange(holders.launch, plan_json.sha256(repr((plan.model.dtype, dtypes))))
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise PlanError(
-            f"processes 0 and {other} hold parameters in different dtypes; cast the model alike on all ranks"
-        )
+def _directory(path: Path, plan: Plan, stage: int) -> Path:
+    """The directory of a stage, or of a model without any."""
+    return path if plan.stages is None else path / manifest.stage_directory(stage, plan.stages.count)
+
+
+def _of_stage(plan: Plan, stage: int) -> Plan:
+    """The plan that is stored in the directory of a stage."""
+    return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=stage))
+
+
+def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
+    """The plan of the whole model with the dtypes of the tensors, which has one for each on all ranks.
+
+    Raises:
+        PlanError: some ranks hold a parameter in another dtype; on all of them.
+    """
+    held = held_names(source.plan, holders.stage, parameter_plans(source.plan).keys())
+    present = dtypes_of(found.tensors)
+    mine = {first: present[name] for first, name in held.items()}
+    everyone: Sequence[dict[str, str] | None]
+    if source.plan.stages is None:
+        digests = agreement.exchange(holders.launch, plan_json.sha256(repr(mine)))
+        everyone = [mine if digest == digests[0] else None for digest in digests]
+    else:
+        everyone = agreement.exchange(holders.launch, mine)
+    common: dict[str, str] = {}
+    for number, theirs in enumerate(everyone):
+        if theirs is None or any(common.setdefault(name, dtype) != dtype for name, dtype in theirs.items()):
+            raise PlanError(
+                f"processes 0 and {number} hold parameters in different dtypes; cast the model alike on all "
+                "ranks"
+            )
+    return with_dtypes(source.plan, common)
 
 
 def _write_shards(
-    found: StoredModel, holders: Replicas, directory: Path, max_file_size: int
+    found: StoredModel, holders: Replicas, directory: Path, files: Iterable[PlannedShard]
 ) -> tuple[list[FileEntry], Exception | None]:
     """Write the files of this rank, and on rank 0 those of replicated tensors.
 
@@ -126,8 +158,7 @@ def _write_shards(
     """
     entries: list[FileEntry] = []
     error: Exception | None = None
-    ranks = (None, 0) if holders.rank == 0 else (holders.rank,)
-    for file in shard_files(found.plan, ranks, max_file_size):
+    for file in files:
         values = _values(found, file, holders.rank)
         if holders.is_first and error is None:
             try:
@@ -155,7 +186,7 @@ def _values(found: StoredModel, file: PlannedShard, rank: int) -> Generator[Tens
 
 def _write(directory: Path, file: PlannedShard, values: Iterator[Tensor]) -> FileEntry:
     path = directory / file.path
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     crc = zlib.crc32(file.layout.header)
     with path.open("xb") as target:
         target.write(file.layout.header)
@@ -175,26 +206,34 @@ def _bytes(tensor: Tensor) -> Any:
     return tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _finish(staging: Staging, source: Loaded, plan: Plan, shards: list[FileEntry]) -> Exception | None:
-    """Write the other files and commit the directory, on one process; return the error."""
+def _finish(
+    staging: Staging, source: Loaded, plan: Plan, shards: Sequence[list[FileEntry]]
+) -> Exception | None:
+    """Write the other files, of each stage, and commit the directory, on one process; return the error."""
     try:
-        _require_seen(staging.path, shards)
-        entries = [*shards, *_copy_small_files(source, staging.path)]
-        digest = plan_json.write(plan, staging.path / PLAN_NAME)
-        made = Manifest(
-            plan.tp,
-            digest,
-            replace(source.manifest.source, files=()),
-            {**source.manifest.tools, **{name: version(name) for name in TOOLS}},
-            tuple(sorted(entries, key=lambda entry: entry.path)),
-        )
-        manifest_writing.write(made, staging.path)
+        for stage, entries in enumerate(shards):
+            _complete(_directory(staging.path, plan, stage), source, _of_stage(plan, stage), entries)
         staging.commit()
     except OSError as failure:
         return CheckpointError(f"{staging.out} cannot be written: {failure.strerror or failure}")
     except Exception as failure:
         return failure
     return None
+
+
+def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntry]) -> None:
+    """Write the files of a converted directory that are not shards."""
+    _require_seen(directory, shards)
+    entries = [*shards, *_copy_small_files(source, directory)]
+    digest = plan_json.write(plan, directory / PLAN_NAME)
+    made = Manifest(
+        plan.tp,
+        digest,
+        replace(source.manifest.source, files=()),
+        {**source.manifest.tools, **{name: version(name) for name in TOOLS}},
+        tuple(sorted(entries, key=lambda entry: entry.path)),
+    )
+    manifest_writing.write(made, directory)
 
 
 def _require_seen(directory: Path, shards: list[FileEntry]) -> None:

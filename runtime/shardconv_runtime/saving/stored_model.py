@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +14,7 @@ from ..errors import PlanError, missing
 from ..format.header import STORED_NAME
 from ..format.name_patterns import compress
 from ..format.names import expand_all
-from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
 from ..parallel.build import stored_tensors
 
@@ -25,7 +27,7 @@ class StoredModel:
     """One rank's tensors, and their layout."""
 
     plan: Plan
-    """With the present dtypes of the tensors, and without packings."""
+    """Of what this process holds, with the present dtypes of the tensors, and without packings."""
     tensors: dict[str, Tensor]
     """Local, by FQN, each parameter and persistent buffer once. The shape of a DTensor, which is sharded over
     data-parallel processes, is local to the rank too."""
@@ -42,17 +44,15 @@ def stored_model(model: nn.Module) -> StoredModel:
             that files cannot store, or no longer tied.
     """
     source = loaded(model)
-    if source.plan.stages is not None:
-        raise PlanError(f"save does not know stages yet; copy {source.directory}")
     if source.packed:
         raise PlanError(
             "the model's weights are packed, and are not saved out of the modules of their format; copy "
             f"{source.directory}, or load it with dequantize=True"
         )
-    tensors = named_tensors(model)
-    _check_tied(source.plan, tensors)
-    aliases = dict(source.plan.tied)
-    entries = parameter_plans(source.plan)
+    tensors, plan = named_tensors(model), source.held_plan
+    _check_tied(plan, tensors)
+    aliases = dict(plan.tied)
+    entries = parameter_plans(plan)
     found = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     sides = [("the plan", entries.keys()), ("the model", found.keys())]
     for (owner, present), (holder, others) in (sides, sides[::-1]):
@@ -62,8 +62,8 @@ def stored_model(model: nn.Module) -> StoredModel:
                 "(e.g. merge adapters)"
             )
     for name, entry in entries.items():
-        _check(name, found[name], entry, source.plan, source.launch.rank)
-    return StoredModel(_with_dtypes(source.plan, found), {name: found[name] for name in entries})
+        _check(name, found[name], entry, plan, source.rank)
+    return StoredModel(with_dtypes(plan, dtypes_of(found)), {name: found[name] for name in entries})
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -101,18 +101,23 @@ def _check(name: str, tensor: Tensor, entry: ParameterPlan, plan: Plan, rank: in
         raise PlanError(f"{name} is {_name(tensor.dtype)}, which safetensors cannot store; cast it first")
 
 
-def _with_dtypes(plan: Plan, tensors: dict[str, Tensor]) -> Plan:
-    """The plan with the dtypes of these tensors, and without packings."""
-    parameters = [part for entry in plan.parameters for part in _parts(entry, tensors)]
-    dtype = _model_dtype(plan, tensors)
+def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of the dtypes of tensors."""
+    return {name: _name(tensor.dtype) for name, tensor in tensors.items()}
+
+
+def with_dtypes(plan: Plan, dtypes: Mapping[str, str]) -> Plan:
+    """The plan with these dtypes of its parameters, by name, and without packings."""
+    parameters = [part for entry in plan.parameters for part in _parts(entry, dtypes)]
+    dtype = _model_dtype(plan, dtypes)
     return replace(plan, model=replace(plan.model, dtype=dtype), parameters=tuple(parameters))
 
 
-def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPlan]:
+def _parts(entry: ParameterPlan, dtypes: Mapping[str, str]) -> list[ParameterPlan]:
     """One entry for each dtype among the names of an entry."""
     kinds: dict[str, list[str]] = {}
     for name in expand_all(entry.names):
-        kinds.setdefault(_name(tensors[name].dtype), []).append(name)
+        kinds.setdefault(dtypes[name], []).append(name)
     if kinds.keys() == {entry.dtype} and entry.packing is None:
         return [entry]
     return [
@@ -120,12 +125,12 @@ def _parts(entry: ParameterPlan, tensors: dict[str, Tensor]) -> list[ParameterPl
     ]
 
 
-def _model_dtype(plan: Plan, tensors: dict[str, Tensor]) -> str:
+def _model_dtype(plan: Plan, dtypes: Mapping[str, str]) -> str:
     """The dtype of most elements among the tensors that had the model's own dtype."""
     counts: Counter[str] = Counter()
     for name, entry in parameter_plans(plan).items():
-        if entry.dtype == plan.model.dtype and tensors[name].is_floating_point():
-            counts[_name(tensors[name].dtype)] += 1 + tensors[name].numel()
+        if entry.dtype == plan.model.dtype and getattr(torch, dtypes[name]).is_floating_point:
+            counts[dtypes[name]] += 1 + math.prod(global_shape(entry))
     return counts.most_common(1)[0][0] if counts else plan.model.dtype
 
 

@@ -22,8 +22,8 @@ from ..errors import PlanError, missing
 from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
-from ..format.staged_names import held_names
-from ..loaded import Loaded, loaded
+from ..format.staged_names import held_before
+from ..loaded import loaded
 from ..saving.local_windows import local_tensor, local_window
 from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
@@ -162,7 +162,7 @@ def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
     entries, aliases = parameter_plans(plan), dict(plan.tied)
     mesh = mesh_of(model)
     first = mesh is None or not any(mesh.get_coordinate() or ())
-    elsewhere = _counted_elsewhere(source)
+    elsewhere = set(held_before(source.plan, source.stage_number).values())
     for name, parameter in named_tensors(model).items():
         if not isinstance(parameter, nn.Parameter) or name in aliases:
             continue
@@ -177,15 +177,6 @@ def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
             counts = counts and name not in elsewhere
             cells = owned_cells(entries[name], plan.mesh, source.rank, window) if counts else ()
             yield _Share(local_tensor(parameter.grad.detach()), cells)
-
-
-def _counted_elsewhere(source: Loaded) -> Collection[str]:
-    """The parameters of this stage, by their names in its model, that an earlier stage holds too."""
-    if source.stage is None:
-        return ()
-    names, stage = parameter_plans(source.plan).keys(), source.stage.link.stage
-    earlier = {name for number in range(stage) for name in held_names(source.plan, number, names)}
-    return {held for name, held in held_names(source.plan, stage, names).items() if name in earlier}
 
 
 @lru_cache(maxsize=4096)
