@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .training.checkpointing import checkpoint_activations
     from .training.clipping import clip_grad_norm, grad_norm
     from .training.fsdp import DataParallel, data_parallel
-    from .training.pipeline import Pipeline
+    from .training.stage_schedules import Pipeline
 
 __all__ = [
     "CheckpointError",
@@ -58,7 +58,7 @@ __all__ = [
 _MODULES = {
     "add_adapter": "loading.adapted_models",
     "DataParallel": "training.fsdp",
-    "Pipeline": "training.pipeline",
+    "Pipeline": "training.stage_schedules",
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
