@@ -81,7 +81,8 @@ def convert(
         max_file_size: bytes of a shard file, or text as ``"5GB"``; a tensor is never split.
         memory: I/O buffer size in bytes, or text as ``"512MiB"``.
         ranks: the ranks to write, or text as ``"0-3,6"``; by default all. Several machines may write
-            different ranks to one directory; the last one completes it.
+            different ranks to one directory; the last one completes it. Those of stages are counted through:
+            of two stages of 8, the second one has the ranks 8 to 15.
         stream: request the needed bytes of a Hub repository only, and keep none in the cache; if False,
             download its files to the cache. By default stream if ``ranks`` are given. Cached files are not
             downloaded again, and files that are not safetensors are always downloaded.
@@ -106,7 +107,7 @@ def convert(
     progress = progress or Silent()
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     require_seed(seed, random_init=random_init)
-    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
+    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
     from .writing.stage_outputs import prepared, write_to
 
     outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
@@ -140,10 +141,10 @@ def convert(
     solved, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     solved = with_packed_notes(solved, spec.quantization)
 
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output) -> bool:
-        return write(own, held, output, origin, write_options, progress)
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+        return write(own, held, output, origin, part, progress)
 
-    write_to(outputs, solved, weights, origin.source, write_one, progress.stage)
+    write_to(outputs, solved, weights, origin.source, write_options, write_one, progress.stage)
     return solved
 
 

@@ -13,7 +13,7 @@ from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..engines.state_manifest import is_engine_state
 from ..verifying.directories.verify import DamagedError, describe, verify
-from .opening import opened, require_local
+from .opening import opened_stages, require_local
 from .options import (
     hub_options,
     loudness_options,
@@ -38,20 +38,23 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
     """Show the plan and the files of the converted directory OUT.
 
     OUT may also be the id of a repository on the Hub: only its plan and manifest are downloaded, and the
-    sizes of all files are checked.
+    sizes of all files are checked. Of a directory that holds stages, all are shown.
 
     \b
     Examples:
       shardconv inspect out/
       shardconv inspect user/model-tp --tp 8
     """
-    found = opened(out, tp, hub)
-    found.check_sizes()
-    print_plan(found.plan, as_json, tokens)
+    parts = opened_stages(out, tp, hub)
+    for found in parts:
+        found.check_sizes()
+    print_plan(parts[0].plan, as_json, tokens)
     if not as_json:
         from ..reporting.report import files_report
 
-        click.echo(printable("\n" + files_report(found.manifest)), nl=False)
+        for found in parts:
+            title = f"{found.directory.name}\n" if len(parts) > 1 else ""
+            click.echo(printable("\n" + title + files_report(found.manifest)), nl=False)
 
 
 @click.command("replan")
@@ -201,7 +204,7 @@ def reshard_command(
     from ..reporting.human_numbers import human_bytes
     from ..reporting.summary import summarize
 
-    parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     with working(quiet, verbose) as progress:
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)
     if not quiet and (Path(out2) / "manifest.json").is_file():

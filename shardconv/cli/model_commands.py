@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from shardconv_runtime.format.manifest import MANIFEST_NAME, stage_directory
+from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
 
 from ..arguments import parse_ranks, parse_size, require_seed
@@ -60,6 +60,7 @@ def convert_command(
       shardconv convert org/mixture --tp 8 --experts ep out/
       shardconv convert org/name --tp 8 --sequence-parallel out/
       shardconv convert org/large --tp 8 --pp 2 out/         # two hosts of 8
+      shardconv convert org/large --tp 8 --pp 2 --ranks 8-15 out/  # on the second one
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
@@ -67,7 +68,7 @@ def convert_command(
     from ..reporting.stage_lines import stage_bytes
     from ..reporting.summary import summarize
 
-    parse_ranks(options["ranks"], tp)  # here too, before the libraries are imported
+    parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     require_seed(options["seed"], random_init=options["random_init"])
     with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
@@ -75,7 +76,7 @@ def convert_command(
         most = human_bytes(max(n for ranks in stage_bytes(solved) for n in ranks))
         click.echo(
             f"{out}: at most {most} on each of {tp} ranks of {solved.stages.count} stages; "
-            f"shardconv inspect {Path(out) / stage_directory(0, solved.stages.count)} shows the first"
+            f"shardconv inspect {out} shows the plan"
         )
     elif not quiet and (Path(out) / MANIFEST_NAME).is_file():
         summary = summarize(solved)

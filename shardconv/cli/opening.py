@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,26 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
             f"{out} is converted for {found.tp} ranks, not for {tp}; leave out --tp, or convert it again"
         )
     return Opened(directory, found, manifest.read_plan(directory, found), repository)
+
+
+def opened_stages(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
+    """The converted directories of all stages in OUT, with the plan of all; else that which OUT is or has.
+
+    Raises:
+        ShardconvError: see ``opened``; or OUT has stages of several conversions.
+    """
+    from shardconv_runtime.format.manifest import stage_directories
+
+    directories = [] if is_on_hub(out) else stage_directories(Path(out))
+    if not directories:
+        return [opened(out, tp, hub)]
+    from ..converted.shards import of_all_stages
+
+    found = [opened(str(directory), tp, hub) for directory in directories]
+    found = [replace(each, plan=of_all_stages(each.plan)) for each in found]
+    if any(each.plan != found[0].plan for each in found):
+        raise CheckpointError(f"{out} has stages of several conversions; convert again")
+    return found
 
 
 def is_on_hub(out: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from shardconv_runtime.errors import CheckpointError
 
-from .opening import is_on_hub, opened
+from .opening import is_on_hub, opened_stages
 from .options import tokens_option, where_options
 
 
@@ -46,7 +46,7 @@ def report_command(
     from ..reporting.html_report import html_report
 
     path = Path(out)
-    found = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else None
+    found = opened_stages(out, tp, hub)[0] if path.is_dir() or is_on_hub(out) else None
     about = path if found is None else found.directory
     if output is not None:
         target = None if output == "-" else Path(output)

@@ -69,7 +69,7 @@ def reshard(
     """
     progress = progress or Silent()
     require_tp(tp)
-    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp))
+    write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
     derived.require_apart(out, out2)
     outputs = prepared(out2, pp, overwrite=overwrite, source=out, options=write_options, tp=tp)
     found = derived.read(out, trust_remote_code=trust_remote_code)
@@ -95,10 +95,11 @@ def reshard(
     weights = derived.weights_of(found)
     _require_same_tensors(found, weights, solved)
 
-    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output) -> bool:
-        return write(own, held, output, origin, write_options, progress)
+    def write_one(own: Plan, held: Mapping[str, LazyTensor], output: Output, part: WriteOptions) -> bool:
+        return write(own, held, output, origin, part, progress)
 
-    write_to(outputs, solved, _gathered(weights, solved), origin.source, write_one, progress.stage)
+    gathered_weights = _gathered(weights, solved)
+    write_to(outputs, solved, gathered_weights, origin.source, write_options, write_one, progress.stage)
     return solved
 
 

@@ -99,9 +99,8 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
         PlanError: the plan is malformed, or the directory is that of one stage.
     """
     path = Path(directory)
-    if count := manifest.stages_in(path):
-        stages = [path / manifest.stage_directory(stage, count) for stage in range(count)]
-        return _joined([_read(stage, may_be_damaged) for stage in stages])
+    if manifest.stage_directories(path):
+        return _joined(read_stages(path, may_be_damaged=may_be_damaged))
     found = _read(path, may_be_damaged)
     if found.plan.stages is not None:
         raise PlanError(
@@ -111,30 +110,52 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
     return found
 
 
-def _joined(stages: Sequence[Converted]) -> Converted:
-    """The stages of a model as one directory, with the config and the other small files of the first stage.
+def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
+    """Open the directories of all stages, each with the plan of all, and tensors by the first of their names.
+
+    Args:
+        path: that holds them; of a model without stages, this one alone is opened.
+        may_be_damaged: see ``read``.
 
     Raises:
-        CheckpointError: they are stages of several conversions.
+        CheckpointError: see ``read``; or they are stages of several conversions.
+        PlanError: see ``read``.
     """
-    first = stages[0]
-    plans = {_of_all_stages(stage.plan) for stage in stages}
-    if len(plans) > 1 or any(stage.manifest.source != first.manifest.source for stage in stages):
-        raise CheckpointError(f"{first.directory.parent} has stages of several conversions; convert again")
+    directories = manifest.stage_directories(path)
+    if not directories:
+        return [read(path, may_be_damaged=may_be_damaged)]
+    stages = [_read(directory, may_be_damaged) for directory in directories]
+    plans = {of_all_stages(stage.plan) for stage in stages}
+    source = stages[0].manifest.source
+    if len(plans) > 1 or any(stage.manifest.source != source for stage in stages):
+        raise CheckpointError(f"{path} has stages of several conversions; convert again")
     plan = plans.pop()
     names = parameter_plans(plan).keys()
-    tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
+    found = []
     for number, stage in enumerate(stages):
-        first_names = {held: name for name, held in held_names(plan, number, names).items()}
+        firsts = {held: name for name, held in held_names(plan, number, names).items()}
+        tensors = {
+            rank: {firsts.get(name, name): tensor for name, tensor in held.items()}
+            for rank, held in stage.tensors.items()
+        }
+        found.append(replace(stage, plan=plan, tensors=tensors))
+    return found
+
+
+def _joined(stages: Sequence[Converted]) -> Converted:
+    """The stages of a model as one directory, with the config and other small files of the first one."""
+    first = stages[0]
+    tensors: dict[int | None, dict[str, LazyTensor]] = {rank: {} for rank in first.tensors}
+    for stage in stages:
         for rank, held in stage.tensors.items():
-            tensors[rank].update({first_names.get(name, name): tensor for name, tensor in held.items()})
+            tensors[rank].update(held)
     manifests = tuple(stage.manifest for stage in stages)
-    return Converted(first.directory, first.manifest, plan, tensors, manifests)
+    return Converted(first.directory, first.manifest, first.plan, tensors, manifests)
 
 
-def _of_all_stages(plan: Plan) -> Plan:
-    assert plan.stages is not None, "it is that of a stage"
-    return replace(plan, stages=replace(plan.stages, own=None))
+def of_all_stages(plan: Plan) -> Plan:
+    """The plan of a stage's directory as one of all of them; without stages, the plan itself."""
+    return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=None))
 
 
 def _read(path: Path, may_be_damaged: bool) -> Converted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError
@@ -24,7 +24,14 @@ class WriteOptions:
     memory: int
     """I/O buffer size in bytes."""
     ranks: Collection[int] | None = None
-    """The ranks to write; None: all."""
+    """The ranks to write, of stages counted through; None: all."""
+
+    def of_stage(self, stage: int, tp: int) -> WriteOptions | None:
+        """Those of a stage of ``tp`` ranks; None if none of its ranks are written."""
+        if self.ranks is None:
+            return self
+        own = [rank - stage * tp for rank in self.ranks if rank // tp == stage]
+        return replace(self, ranks=own) if own else None
 
     def owners(self, tp: int) -> set[str] | None:
         """Directories of the ranks to write; None: all."""

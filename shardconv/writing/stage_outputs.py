@@ -18,7 +18,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from .job import PARTIAL
 from .output import Output, WriteOptions
 
-Write = Callable[[Plan, Mapping[str, LazyTensor], Output], object]
+Write = Callable[[Plan, Mapping[str, LazyTensor], Output, WriteOptions], object]
 
 
 def prepared(
@@ -41,15 +41,11 @@ def prepared(
         tp: number of ranks of a stage.
 
     Raises:
-        ShardconvError: it may not, or some ranks of stages were asked for.
+        ShardconvError: it may not.
     """
     if pp == 1:
         return Output.prepare(out, overwrite=overwrite, source=source, owners=options.owners(tp))
-    if options.ranks is not None:
-        raise ShardconvError(
-            "ranks= (--ranks) does not know stages yet; leave it out: all stages are written"
-        )
-    return StageOutputs(out, pp, overwrite=overwrite, source=source)
+    return StageOutputs(out, pp, overwrite=overwrite, source=source, options=options, tp=tp)
 
 
 def write_to(
@@ -57,12 +53,13 @@ def write_to(
     plan: Plan,
     weights: Mapping[str, LazyTensor],
     source: Source,
+    options: WriteOptions,
     write: Write,
     tell: Callable[[str], object],
 ) -> None:
     """Write a model, or each of its stages that is not complete; ``tell`` is called with what is written."""
     if isinstance(outputs, Output):
-        write(plan, weights, outputs)
+        write(plan, weights, outputs, options)
         return
     for stage in outputs.write(plan, weights, source, write):
         tell(f"writing stage {stage}")
@@ -76,13 +73,22 @@ class StageOutputs:
         count: of stages, 2 or more.
         overwrite: whether converted directories may be replaced.
         source: the model; it may not be in ``out``.
+        options: which ranks are written: stages without any are left out.
+        tp: number of ranks of a stage.
 
     Raises:
         ShardconvError: ``out`` holds something else, or all stages already.
     """
 
     def __init__(
-        self, out: str | os.PathLike[str], count: int, *, overwrite: bool, source: str | os.PathLike[str]
+        self,
+        out: str | os.PathLike[str],
+        count: int,
+        *,
+        overwrite: bool,
+        source: str | os.PathLike[str],
+        options: WriteOptions,
+        tp: int,
     ) -> None:
         path = Path(out).expanduser().absolute()
         names = [stage_directory(stage, count) for stage in range(count)]
@@ -91,15 +97,18 @@ class StageOutputs:
                 f"OUT {out} holds {others[0]}, which is none of {count} stages; name another directory"
             )
         directories = [path / name for name in names]
-        complete = [directory for directory in directories if not overwrite and _is_complete(directory)]
-        self._complete = complete if len(complete) < count else []
+        wanted = {d: own for s, d in enumerate(directories) if (own := options.of_stage(s, tp)) is not None}
+        complete = [directory for directory in wanted if not overwrite and _is_complete(directory)]
+        self._complete = complete if len(complete) < len(wanted) else []
         """Those that an interrupted run has completed."""
-        self._outputs = [
-            None
-            if directory in self._complete
-            else Output.prepare(directory, overwrite=overwrite, source=source)
-            for directory in directories
-        ]
+        self._outputs = {
+            directory: (
+                Output.prepare(directory, overwrite=overwrite, source=source, owners=own.owners(tp)),
+                own,
+            )
+            for directory, own in wanted.items()
+            if directory not in self._complete
+        }
         self._directories = directories
 
     def write(
@@ -121,10 +130,10 @@ class StageOutputs:
         for own, directory in zip(plans, self._directories, strict=True):
             if directory in self._complete:
                 _require_same(directory, own, source)
-        for stage, (own, output) in enumerate(zip(plans, self._outputs, strict=True)):
-            if output is not None:
+        for stage, (own, directory) in enumerate(zip(plans, self._directories, strict=True)):
+            if directory in self._outputs:
                 yield stage
-                write(own, held_by(plan, stage, weights), output)
+                write(own, held_by(plan, stage, weights), *self._outputs[directory])
 
 
 def _is_complete(directory: Path) -> bool:

@@ -13,8 +13,8 @@ import torch
 import transformers
 from checkpoints import HIDDEN, save, save_causal
 from distributed import run_errors, run_processes
-from shardconv_runtime import LaunchError, PlanError, ShardconvError
-from shardconv_runtime.format import plan_json
+from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.manifest import stage_directory
 from shardconv_runtime.format.plan import parameter_plans
@@ -24,6 +24,7 @@ from torch import Tensor
 import shardconv
 from shardconv import cli
 from shardconv.reporting.stage_lines import stage_bytes
+from shardconv.verifying.directories.verify import DamagedError
 
 PP = 2
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -266,12 +267,45 @@ def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.
     ):
         assert cli.run([str(part) for part in command]) != 0
         assert "stage of 2" in capsys.readouterr().err
-    assert cli.run(["verify", str(out)]) != 0
-    assert "holds 2 stages; name the directory of one" in capsys.readouterr().err
-    assert (
-        cli.run(["convert", str(source), str(tmp_path / "x"), "--tp", "2", "--pp", "2", "--ranks", "0"]) != 0
-    )
-    assert "does not know stages yet" in capsys.readouterr().err
+
+
+def test_all_stages_are_inspected_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = save_causal("gpt2", tmp_path / "gpt2"), tmp_path / "out"
+    shardconv.convert(source, out, 2, pp=PP, check=False)
+    assert cli.run(["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "STAGES  2, each of 2 ranks" in shown
+    assert "\nstage-00001-of-00002\nFILES" in shown
+    assert shardconv.verify(out, against=source, numerics=True).num_tensors == 28
+    for stage in range(PP):
+        found = manifest.read(out / stage_directory(stage, PP)).numerics
+        assert found is not None
+        assert found.worst < 1e-9
+    damaged = max((out / stage_directory(1, PP)).rglob("*.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(DamagedError) as error:
+        shardconv.verify(out, against=source)
+    first, second = error.value.problems
+    assert first.startswith("stage-00001-of-00002: rank-00001-of-00002/")
+    assert second.startswith("transformer.h.1.mlp.c_proj.bias: differs from")
+    shutil.rmtree(out / stage_directory(0, PP))
+    with pytest.raises(CheckpointError, match="stage-00000-of-00002"):
+        shardconv.verify(out)
+
+
+def test_some_ranks_of_stages_are_written(tmp_path: Path) -> None:
+    source, out = save_causal("llama", tmp_path / "llama"), tmp_path / "out"
+    first, last = (out / stage_directory(stage, PP) for stage in range(PP))
+    for ranks in ("2-3", [0], "1"):
+        shardconv.convert(source, out, 2, pp=PP, check=False, ranks=ranks)
+        assert (last / "manifest.json").is_file()
+        assert (first / "manifest.json").is_file() == (ranks == "1")
+    shardconv.convert(source, tmp_path / "whole", 2, pp=PP, check=False)
+    require_equal_files(out, tmp_path / "whole")
+    with pytest.raises(ShardconvError, match="not ranks of 4"):
+        shardconv.convert(source, tmp_path / "x", 2, pp=PP, ranks="0-4")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])

@@ -211,6 +211,16 @@ def stages_in(path: Path) -> int:
     return counts.pop() if counts else 0
 
 
+def stage_directories(path: Path) -> list[Path]:
+    """The directories of the stages in a directory, in order, there or missing; none if it holds no stages.
+
+    Raises:
+        CheckpointError: they are of several numbers of stages.
+    """
+    count = stages_in(path)
+    return [path / stage_directory(stage, count) for stage in range(count)]
+
+
 def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
     """The converted directory of the stage of a rank, in a directory of several stages; else the path itself.
 

@@ -105,9 +105,8 @@ def converted_files(directory: Path) -> Collection[str]:
     Raises:
         CheckpointError: the directory is not a converted one.
     """
-    if count := manifest.stages_in(directory):
-        names = [manifest.stage_directory(stage, count) for stage in range(count)]
-        return {f"{name}/{file}" for name in names for file in converted_files(directory / name)}
+    if stages := manifest.stage_directories(directory):
+        return {f"{stage.name}/{file}" for stage in stages for file in converted_files(stage)}
     return {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.read(directory).files)}
 
 

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.fingerprint import check_code
-from shardconv_runtime.format.manifest import MANIFEST_NAME, Manifest
+from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub_options import Hub
 
+from ...converted.shards import of_all_stages
 from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress, Silent
 from ...reporting.report import numerics_text
-from .intact import Contents, check, one_line, open_contents
+from .intact import Contents, Findings, check, one_line, open_contents
 
 if TYPE_CHECKING:
     from .against import Reference
@@ -73,10 +74,11 @@ def verify(
     """Check a converted directory.
 
     Every file of the manifest is there, of its size and checksum; the plan and the manifest are as they were
-    written; each shard holds the tensors that the plan says; no other file of tensors is there.
+    written; each shard holds the tensors that the plan says; no other file of tensors is there. Where a
+    directory holds those of stages, each is checked.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, or one that holds those of all stages.
         against: directory or Hub id of the model that it should be: every byte of every rank's shard of every
             tensor is compared, cast as the plan says.
         numerics: run all ranks in this process, on their real weights, and compare with the unsharded model,
@@ -97,14 +99,15 @@ def verify(
     progress, directory = progress or Silent(), Path(out)
     hub = Hub(revision, cache_dir, local_files_only, token)
     _require_model(against, hub)
-    contents = open_contents(directory)
-    if contents.plan is not None and (numerics or against is not None):
-        _require_usable(directory, contents.plan, numerics, trust_remote_code)
+    parts = [open_contents(part) for part in manifest.stage_directories(directory) or [directory]]
+    plan = parts[0].plan and of_all_stages(parts[0].plan)
+    if plan is not None and (numerics or against is not None):
+        _require_usable(directory, plan, numerics, trust_remote_code)
     reference = None
     if against is not None:
-        _require_source(directory, contents)
-        reference = _reference(against, contents, hub, trust_remote_code, progress)
-    found = check(contents, progress)
+        _require_source(directory, parts[0])
+        reference = _reference(against, plan, hub, trust_remote_code, progress)
+    found = _checked(directory, parts, progress)
     problems, remarks, num_tensors = list(found.problems), list(found.remarks), None
     if reference is not None:
         num_tensors = _compare(directory, reference, problems, remarks, progress)
@@ -116,9 +119,28 @@ def verify(
         raise DamagedError(directory, problems, remarks)
     outcome = None
     if numerics:
-        outcome = _measured(directory, contents.manifest, reference, trust_remote_code, progress)
-        remarks += _record(directory, contents.manifest, outcome)
+        outcome = _measured(directory, parts, reference, trust_remote_code, progress)
+        remarks += [remark for part in parts for remark in _record(part, outcome)]
     return Verified(found.num_files, found.num_bytes, tuple(remarks), num_tensors, outcome)
+
+
+def _checked(directory: Path, parts: Sequence[Contents], progress: Progress) -> Findings:
+    """What was found in a directory, or in those of all stages, which say whose it is."""
+    found = [check(part, progress) for part in parts]
+    if len(parts) == 1:
+        return found[0]
+    problems, remarks = (
+        [
+            f"{part.directory.name}: {line}"
+            for part, each in zip(parts, found, strict=True)
+            for line in getattr(each, kind)
+        ]
+        for kind in ("problems", "remarks")
+    )
+    if len({part.plan and of_all_stages(part.plan) for part in parts}) > 1:
+        problems.append(f"{directory} has stages of several conversions, or of damaged plans")
+    counts = sum(each.num_files for each in found), sum(each.num_bytes for each in found)
+    return Findings(tuple(problems), tuple(remarks), *counts)
 
 
 def describe(out: str | os.PathLike[str], found: Verified, against: str | None) -> list[str]:
@@ -160,18 +182,18 @@ def _require_source(directory: Path, contents: Contents) -> None:
 
 def _reference(
     model: str | os.PathLike[str],
-    contents: Contents,
+    plan: Plan | None,
     hub: Hub,
     trust_remote_code: bool,
     progress: Progress,
 ) -> Reference | None:
     """The model to compare with; None if the plan cannot be used."""
-    if contents.plan is None:
+    if plan is None:
         return None
     from .against import read_reference
 
     progress.stage(f"reading {os.fspath(model)}")
-    return read_reference(model, contents.plan, hub, trust_remote_code=trust_remote_code)
+    return read_reference(model, plan, hub, trust_remote_code=trust_remote_code)
 
 
 def _compare(
@@ -185,49 +207,56 @@ def _compare(
     from .against import compare, compare_small_files
 
     try:
-        opened = shards.read(directory, may_be_damaged=True)
-        comparison = compare(opened, reference, progress)
+        opened = shards.read_stages(directory, may_be_damaged=True)
+        compared = [compare(each, reference, progress) for each in opened]
     except (CheckpointError, SourceError) as error:
         if not problems:
             raise
         remarks.append(one_line(f"not compared with {reference.spec.name}: {error}"))
         return None
-    problems.extend(map(one_line, comparison.problems))
-    remarks.extend(map(one_line, compare_small_files(opened.manifest, reference.spec)))
-    return comparison.num_tensors
+    problems.extend(map(one_line, dict.fromkeys(line for each in compared for line in each.problems)))
+    for each in opened:
+        remarks.extend(map(one_line, compare_small_files(each.manifest, reference.spec)))
+    return compared[0].num_tensors
 
 
 def _measured(
     directory: Path,
-    verified: Manifest,
+    parts: Sequence[Contents],
     reference: Reference | None,
     trust_remote_code: bool,
     progress: Progress,
 ) -> Numerics:
     """Run the ranks; an earlier result does not stay if they differ."""
     try:
-        return _run(directory, reference, trust_remote_code, progress)
+        return _run(directory, parts[0].directory, reference, trust_remote_code, progress)
     except CheckpointError:
-        if verified.numerics is not None:
-            _record(directory, verified, None)
+        for part in parts:
+            if part.manifest.numerics is not None:
+                _record(part, None)
         raise
 
 
 def _run(
-    directory: Path, reference: Reference | None, trust_remote_code: bool, progress: Progress
+    directory: Path,
+    first: Path,
+    reference: Reference | None,
+    trust_remote_code: bool,
+    progress: Progress,
 ) -> Numerics:
     from shardconv_runtime.checkpoint.resolve import resolve
 
     from ...converted import shards
     from .numerics import run_numerics
 
-    spec = resolve(directory, trust_remote_code=trust_remote_code, need_weights=False)
+    spec = resolve(first, trust_remote_code=trust_remote_code, need_weights=False)
     weights = None if reference is None else reference.weights
     return run_numerics(shards.read(directory), spec, weights, progress)
 
 
-def _record(directory: Path, verified: Manifest, outcome: Numerics | None) -> list[str]:
+def _record(part: Contents, outcome: Numerics | None) -> list[str]:
     """Write a result to the manifest of the files that it was measured on; remarks if that cannot be done."""
+    directory, verified = part.directory, part.manifest
     path = directory / MANIFEST_NAME
     if path.is_symlink():
         return [f"the result was not written to {MANIFEST_NAME}, which is a link (to a cache of the Hub?)"]
