@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardconv_runtime.format.plan import AllGatherStep, AllReduceStep, Boundary, Plan, SliceStep
-from shardconv_runtime.parallel.boundary import in_use
+from shardconv_runtime.parallel.plan_steps import in_use
 
 
 def inference_only(plan: Plan, why: str = "") -> Plan:

@@ -17,8 +17,8 @@ from shardconv_runtime import CheckpointError, PlanError, ShardconvError
 from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import parse
-from shardconv_runtime.parallel.boundary import RowIds
 from shardconv_runtime.parallel.edits import raise_flags
+from shardconv_runtime.parallel.row_ids import RowIds
 
 import shardconv
 

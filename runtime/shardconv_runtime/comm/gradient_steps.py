@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .collectives import Communicator, apply, unchanged
+from .collectives import Communicator
+from .tensor_steps import apply, unchanged
 
 
 class GradReduce:

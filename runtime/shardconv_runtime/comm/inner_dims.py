@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..format.dims import Dim, axes_of, size
 from ..format.slices import local_size
-from .collectives import Axes, Communicator, Gather, Resharding
+from .collectives import Axes, Communicator
+from .tensor_steps import Gather, Resharding
 
 
 class Inner:

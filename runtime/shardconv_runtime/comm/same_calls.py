@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from .mesh import Launch
 
 CALL_TIMEOUT_S = 1800
 """How long a rank waits for the others to call the model: one of them may prepare data."""
+
+PAGED: ContextVar[bool] = ContextVar("PAGED", default=False)
+"""Whether this thread calls a model for continuous batching: its inputs are the same on all ranks by how they
+are made, and no control message may come between those of another thread."""
 
 
 def require_same_call(start: Launch, method: str, given: Mapping[str, Any]) -> None:

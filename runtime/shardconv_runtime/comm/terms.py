@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .collectives import Communicator, apply, unchanged
+from .collectives import Communicator
+from .tensor_steps import apply, unchanged
 
 
 class KeepOnFirst:

@@ -17,9 +17,10 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
 from ..comm.rng_states import share_rng_state
+from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
 from .lost_ranks import raise_lost_rank
-from .paged_model import PAGED, PagedModel, attempt
+from .paged_model import PagedModel, attempt
 from .step_coordinator import StepCoordinator
 
 _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()

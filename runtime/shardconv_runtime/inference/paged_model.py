@@ -10,20 +10,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.same_calls import PAGED
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import forward_signature
 from .paged_check import PagedCheck, ordinary_attention
-
-PAGED: ContextVar[bool] = ContextVar("PAGED", default=False)
-"""Whether this thread calls a model for continuous batching: its inputs are the same on all ranks by how they
-are made, and no control message may come between those of another thread."""
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def _stored(checked: Checked, plan: Plan, start: Launch, rows: Rows) -> Generato
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()
     if plan.fused:
-        from ..format.fused_groups import adjacent_tensors
+        from ..format.adjacent_tensors import adjacent_tensors
 
         adjacent = adjacent_tensors(plan)
     shards: Sequence[ShardFile] = checked.files.shards

@@ -17,7 +17,7 @@ from ..checkpoint.rank_tensors import as_planned, shard
 from ..checkpoint.resolve import resolve
 from ..errors import PlanError
 from ..format import plan_json as codec
-from ..format.fused_groups import adjacent_tensors, in_units
+from ..format.adjacent_tensors import adjacent_tensors, in_units
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows

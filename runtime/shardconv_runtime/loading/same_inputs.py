@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.mesh import Launch
-from ..comm.same_calls import require_same_inputs
-from ..inference.paged_model import PAGED
+from ..comm.same_calls import PAGED, require_same_inputs
 
 VARIABLE = "SHARDCONV_CHECK_INPUTS"
 """Environment variable that has all calls compared."""

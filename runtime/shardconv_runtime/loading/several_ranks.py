@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,6 @@ from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
-from ..saving.ordinary_checkpoint import save_pretrained
-from ..saving.stored_model import named_tensors
 from .same_inputs import compare_inputs
 
 
@@ -29,7 +28,7 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
         check_inputs: compare the inputs of each call.
     """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = MethodType(save_pretrained, model)  # type: ignore[assignment]
+        model.save_pretrained = MethodType(_save_pretrained, model)  # type: ignore[assignment]
     if start.world_size == 1:
         return
     assert start.group is not None, "several ranks have one"
@@ -42,6 +41,13 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     if training:
         _watch_training(model)
+
+
+def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In place of transformers' method; few inference jobs save."""
+    from ..saving.ordinary_checkpoint import save_pretrained
+
+    save_pretrained(model, *args, **kwargs)
 
 
 def _watch_training(model: nn.Module) -> None:
@@ -62,6 +68,8 @@ def _watch_training(model: nn.Module) -> None:
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Of the full model; arguments as of transformers' method."""
+    from ..saving.stored_model import named_tensors
+
     if loaded(model).plan.stages is not None:
         if only_trainable or exclude_embeddings:
             raise PlanError(

@@ -10,164 +10,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import Communicator, Gather, Reduce, ReduceScatter, Resharding, Slice
+from ..comm.collectives import Communicator
 from ..errors import PlanError
-from ..format.dims import Dim, open_parts, size
-from ..format.plan import (
-    AllGatherStep,
-    AllReduceStep,
-    Boundary,
-    GradAllReduceStep,
-    GradDivideStep,
-    KeepOnFirstStep,
-    LocalRowsOrEndStep,
-    LocalRowsStep,
-    ModulePlan,
-    ReduceScatterStep,
-    ReshardingStep,
-    SliceStep,
-    ZeroOutOfShardStep,
-)
-from ..format.slices import ranges
-
-TensorStep = Callable[[Tensor], Tensor]
-"""A step on a local tensor; the classes of ``comm`` say the shapes and the backward of each."""
+from ..format.plan import Boundary, LocalRowsOrEndStep, LocalRowsStep, ModulePlan, ZeroOutOfShardStep
+from .plan_steps import TensorStep, in_use, step
+from .row_ids import RowIds, zero_out_of_shard
 
 _Path = tuple[str, ...]
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 """Prefixes of the attributes of a module that hold its forward hooks."""
-
-GRADIENT_STEPS = (GradAllReduceStep, GradDivideStep)
-"""Steps that change the gradient alone."""
-
-_RESHARDING: Mapping[type[ReshardingStep], type[Resharding]] = {
-    AllGatherStep: Gather,
-    SliceStep: Slice,
-    ReduceScatterStep: ReduceScatter,
-}
-
-
-def step(boundary: Boundary, comm: Communicator, training: bool = False) -> TensorStep:
-    """The operation of a step that needs only the tensor.
-
-    Args:
-        boundary: the step of the plan.
-        comm: the ranks.
-        training: give it a backward.
-
-    Raises:
-        PlanError: the step needs more than the tensor.
-    """
-    match boundary:
-        case AllReduceStep():
-            return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
-        case KeepOnFirstStep():
-            from ..comm.terms import KeepOnFirst
-
-            return KeepOnFirst(comm, boundary.axes, training)
-        case GradAllReduceStep() | GradDivideStep():
-            from ..comm.gradient_steps import GradDivide, GradReduce
-
-            kind = GradReduce if isinstance(boundary, GradAllReduceStep) else GradDivide
-            return kind(comm, boundary.axes)
-        case AllGatherStep() | SliceStep():
-            grad_axes = boundary.grad_axes if training else None
-            return _resharding(boundary, comm, grad_axes, boundary.local_grad_axes)
-        case ReduceScatterStep():
-            return _resharding(boundary, comm, () if training else None, ())
-        case _:
-            raise PlanError(f"{boundary.slot}: the step {boundary.op!r} is not allowed here")
-
-
-def _resharding(
-    boundary: ReshardingStep,
-    comm: Communicator,
-    grad_axes: tuple[int, ...] | None,
-    local_grad_axes: tuple[int, ...],
-) -> TensorStep:
-    kind = _RESHARDING[type(boundary)]
-    parts = open_parts(boundary.layout)
-    if parts is not None:
-        from ..comm.inner_dims import Inner
-
-        return Inner(kind, comm, boundary.dim, *parts, grad_axes, local_grad_axes)
-    return kind(comm, boundary.dim, boundary.layout, grad_axes, local_grad_axes)
-
-
-MAX_TABLE_ROWS = 2**26
-"""Most rows of a table whose local ids are looked up: 8 bytes for each."""
-
-
-class RowIds:
-    """Global row ids of a table to local ones, for any layout of its rows.
-
-    Args:
-        comm: this rank.
-        layout: of the rows.
-        past_end: out-of-shard ids become ``num_rows``, one past the last local row, instead of 0.
-
-    Attributes:
-        num_rows: local number of rows.
-        num_global_rows: global number of rows.
-
-    Raises:
-        PlanError: the rank's rows are not one range, and the table is too large for a lookup.
-    """
-
-    def __init__(self, comm: Communicator, layout: Dim, *, past_end: bool = False) -> None:
-        held = ranges(layout, comm.mesh, comm.rank)
-        self.num_rows = sum(stop - start for start, stop in held)
-        self.num_global_rows = size(layout)
-        self._out_of_shard_id = self.num_rows if past_end else 0
-        self._range = held[0] if len(held) == 1 else None
-        if len(held) > 1 and size(layout) > MAX_TABLE_ROWS:
-            raise PlanError(f"local ids cannot be looked up among more than {MAX_TABLE_ROWS} rows")
-        self._held = held
-        self._table = _row_table(size(layout), held).to(comm.device) if len(held) > 1 else None
-
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Local ids of ``ids``' dtype, and the bool mask of out-of-shard ones; both of ``ids``' shape."""
-        if self._table is not None:
-            local = self._table_on(ids.device)[ids]
-            out_of_shard = local < 0
-        else:
-            start, stop = self._range or (0, 0)
-            local = ids - start
-            out_of_shard = (ids < start) | (ids >= stop)
-        return local.masked_fill(out_of_shard, self._out_of_shard_id).to(ids.dtype), out_of_shard
-
-    def local(self, row: int) -> int | None:
-        """The local id of one row; None if another rank holds it."""
-        before = 0
-        for start, stop in self._held:
-            if start <= row < stop:
-                return before + row - start
-            before += stop - start
-        return None
-
-    def _table_on(self, device: torch.device) -> Tensor:
-        assert self._table is not None
-        if self._table.device != device:
-            self._table = self._table.to(device)
-        return self._table
-
-
-def zero_out_of_shard(x: Tensor, out_of_shard: Tensor) -> Tensor:
-    """``x`` with zeros where ids were out-of-shard; its gradient is zero there, too.
-
-    Args:
-        x: local ``[*out_of_shard.shape, ...]``.
-        out_of_shard: bool mask, from ``RowIds``.
-    """
-    return x.masked_fill(out_of_shard.reshape(out_of_shard.shape + (1,) * (x.dim() - out_of_shard.dim())), 0)
 
 
 def attach(
@@ -220,11 +78,6 @@ def renumber(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
 def attach_output(module: nn.Module, slot: str, function: TensorStep) -> None:
     """Run one more step on the output of a module at a slot."""
     renumber(module, module.register_forward_hook(_After([(_output_path(slot), function)])))
-
-
-def in_use(steps: Iterable[Boundary], training: bool) -> list[Boundary]:
-    """The steps to run: without training, those that change the gradient alone are left out."""
-    return [b for b in steps if training or not isinstance(b, GRADIENT_STEPS)]
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:
@@ -395,13 +248,3 @@ def _copy_with(value: Any, key: Any, new: Any) -> Any:
     out = copy.copy(value)
     out[key] = new
     return out
-
-
-def _row_table(num_rows: int, held: tuple[tuple[int, int], ...]) -> Tensor:
-    """Local id of each global row, -1 for out-of-shard ones: int64 ``[num_rows]``."""
-    table = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
-    local = 0
-    for start, stop in held:
-        table[start:stop] = torch.arange(local, local + stop - start, device="cpu")
-        local += stop - start
-    return table

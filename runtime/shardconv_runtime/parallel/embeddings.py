@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Communicator, Gather, Reduce, Slice
+from ..comm.collectives import Communicator
+from ..comm.tensor_steps import Gather, Reduce, Slice
 from ..errors import PlanError
 from ..format.dims import Dim, Leaf, axes_of, size
 from ..format.plan import (
@@ -27,7 +28,8 @@ from ..format.plan import (
     ReduceScatterStep,
     SliceStep,
 )
-from .boundary import RowIds, forward_signature, renumber, zero_out_of_shard
+from .boundary import forward_signature, renumber
+from .row_ids import RowIds, zero_out_of_shard
 
 ARGUMENT = "inputs_embeds"
 """What the modules of transformers' models call embeddings that are given in place of ids."""

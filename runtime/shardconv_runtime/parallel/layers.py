@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm.collectives import Reduce, ReduceScatter, refuse_gradient
-from .boundary import RowIds, TensorStep, zero_out_of_shard
+from ..comm.collectives import refuse_gradient
+from ..comm.tensor_steps import Reduce, ReduceScatter
+from .plan_steps import TensorStep
+from .row_ids import RowIds, zero_out_of_shard
 
 
 class ColumnParallelLinear(nn.Linear):

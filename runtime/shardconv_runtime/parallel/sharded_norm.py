@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..comm.collectives import Communicator, Reduce
+from ..comm.collectives import Communicator
+from ..comm.tensor_steps import Reduce
 from ..errors import PlanError
 from ..format.norm_checks import GATE_ACTIVATIONS
 from ..format.plan import NormInfo

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Communicator, apply, unchanged
+from ..comm.collectives import Communicator
+from ..comm.tensor_steps import apply, unchanged
 from ..errors import PlanError
 from ..format.grad_sums import GradSum, sums
 from ..format.plan import ParameterPlan

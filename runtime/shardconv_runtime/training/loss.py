@@ -19,7 +19,7 @@ from torch import Tensor
 from ..comm.collectives import Communicator
 from ..format.dims import Dim, size, to_text
 from ..format.slices import local_size
-from ..parallel.boundary import RowIds
+from ..parallel.row_ids import RowIds
 from .label_checks import LabelCheck
 from .token_losses import LossInputError, TokenLosses, VocabColumns
 

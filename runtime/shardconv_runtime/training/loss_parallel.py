@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.collectives import Communicator, Gather
+from ..comm.collectives import Communicator
+from ..comm.tensor_steps import Gather
 from ..errors import PlanError
 from ..format.dims import Dim
-from ..parallel.boundary import TensorStep, forward_signature, replace_at
+from ..parallel.boundary import forward_signature, replace_at
+from ..parallel.plan_steps import TensorStep
 from .loss import VocabParallelCrossEntropy
 from .model_losses import Loss, parallel_loss
 

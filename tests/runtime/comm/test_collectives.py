@@ -11,15 +11,16 @@ import torch.distributed as dist
 from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.comm.collectives import CPU, Communicator, Gather, ProcessCommunicator, Reduce, Slice
+from shardconv_runtime.comm.collectives import CPU, Communicator, ProcessCommunicator
 from shardconv_runtime.comm.inner_dims import Inner
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.comm.parts import KnownParts, Select
 from shardconv_runtime.comm.process_groups import axes_group
+from shardconv_runtime.comm.tensor_steps import Gather, Reduce, Slice
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges
-from shardconv_runtime.parallel.boundary import RowIds
+from shardconv_runtime.parallel.row_ids import RowIds
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
@@ -62,7 +63,7 @@ def test_gather_undoes_slice(mesh: Mesh, text: str, dim: int) -> None:
 
     def rank(comm: Communicator) -> tuple[Tensor, Tensor]:
         local = Slice(comm, dim, layout)(full)
-        return local, comm.all_gather(local, dim, layout)
+        return local, Gather(comm, dim, layout)(local)
 
     for index, (local, gathered) in enumerate(run_ranks(mesh, rank)):
         assert torch.equal(local, local_part(full, dim, layout, mesh, index))
@@ -88,7 +89,7 @@ def test_any_layout_is_gathered_in_global_order(layout: Dim) -> None:
     full = a_tensor((2, size(layout)))
 
     def rank(comm: Communicator) -> Tensor:
-        return comm.all_gather(local_part(full, 1, layout, mesh, comm.rank), 1, layout)
+        return Gather(comm, 1, layout)(local_part(full, 1, layout, mesh, comm.rank))
 
     assert all(torch.equal(gathered, full) for gathered in run_ranks(mesh, rank))
 
@@ -154,7 +155,7 @@ def test_without_axes_nothing_is_communicated() -> None:
 
 def test_a_wrong_extent_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"dim 1 laid out as 8@0: expected 4 .* shape \(2, 3\)"):
-        run_ranks((2,), lambda comm: comm.all_gather(torch.zeros(2, 3), -1, Leaf(8, (0,))))
+        run_ranks((2,), lambda comm: Gather(comm, -1, Leaf(8, (0,)))(torch.zeros(2, 3)))
 
 
 @pytest.mark.parametrize("kind", ["reduce", "gather", "slice"])
@@ -241,7 +242,7 @@ def gather_and_reduce(mesh: Mesh, text: str) -> None:
     for dtype in DTYPES:
         full = (a_tensor((2, size(layout)), torch.float32) % 7).to(dtype)
         local = Slice(comm, 1, layout)(full)
-        assert torch.equal(comm.all_gather(local, 1, layout), full)
+        assert torch.equal(Gather(comm, 1, layout)(local), full)
         total = comm.all_reduce(full, (0,))
         assert total.dtype == dtype
         assert torch.equal(total, (full.to(torch.float32) * mesh[0]).to(dtype))

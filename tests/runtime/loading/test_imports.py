@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from converted import llama_plan, random_llama, write_directory
+from distributed import free_port, torchrun_env
+
+import shardconv
 
 MODULES = """
     shardconv_runtime errors hub_options loaded
@@ -19,12 +23,11 @@ MODULES = """
     format.stored_layout format.typed_json
     inference inference.generation
     loading loading.building loading.load loading.rank_files loading.read_ahead loading.reading
-    parallel parallel.boundary parallel.build parallel.layers parallel.meta_model parallel.model_config
-    parallel.shared_storage
+    parallel parallel.build parallel.meta_model parallel.model_config parallel.shared_storage
 """
 """Of the runtime: those that one rank imports that loads a local directory, and generates."""
 
-MAX_MODULES, MAX_LINES = 37, 6700
+MAX_MODULES, MAX_LINES = 35, 6000
 FORBIDDEN = ("training", "saving", "hub", "tensors", "checkpoint")
 
 CODE = """
@@ -59,9 +62,25 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Imported:
     """Load for one rank, generate, and look."""
     model = random_llama()
     out = write_directory(tmp_path_factory.mktemp("imports") / "out", model, llama_plan(model.config, (1,)))
-    command = [sys.executable, "-c", CODE, str(out)]
-    done = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
-    return Imported(*json.loads(done.stdout.splitlines()[-1]))
+    (found,) = imported_by(out, 1)
+    return found
+
+
+def imported_by(out: Path, tp: int) -> list[Imported]:
+    """By each rank, in interpreters of their own."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(out)],
+            env=os.environ | (torchrun_env(rank, tp, port) if tp > 1 else {}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(tp)
+    ]
+    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks)
+    return [Imported(*json.loads(text.splitlines()[-1])) for text in printed]
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers(imported: Imported) -> None:
@@ -71,12 +90,32 @@ def test_importing_the_package_imports_neither_torch_nor_transformers(imported: 
 def test_one_rank_imports_what_it_uses(imported: Imported) -> None:
     """Each module that is added here is read and imported by every inference job."""
     assert imported.num_tokens == 4 + 3
-    rooms = {name.removeprefix("shardconv_runtime.").partition(".")[0] for name in imported.files}
-    assert not rooms & set(FORBIDDEN)
+    assert not rooms(imported) & set(FORBIDDEN)
     assert {name.removeprefix("shardconv_runtime.") for name in imported.files} == set(MODULES.split())
 
 
+def rooms(imported: Imported) -> set[str]:
+    return {name.removeprefix("shardconv_runtime.").partition(".")[0] for name in imported.files}
+
+
+def num_lines(imported: Imported) -> int:
+    return sum(len(Path(file).read_text().splitlines()) for file in imported.files.values())
+
+
 def test_what_one_rank_imports_is_small(imported: Imported) -> None:
-    lines = sum(len(Path(file).read_text().splitlines()) for file in imported.files.values())
     assert len(imported.files) <= MAX_MODULES
-    assert lines <= MAX_LINES
+    assert num_lines(imported) <= MAX_LINES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "max_modules", "max_lines"), [(1, 38, 6000), (2, 64, 9000)])
+def test_what_ranks_of_a_conversion_import_is_small(
+    tp: int, max_modules: int, max_lines: int, saved_llama: Path, tmp_path: Path
+) -> None:
+    """With all that a converter adds to a plan; several ranks communicate, and compare their calls."""
+    shardconv.convert(saved_llama, tmp_path / "out", tp=tp)
+    for imported in imported_by(tmp_path / "out", tp):
+        assert imported.num_tokens == 4 + 3
+        assert not rooms(imported) & set(FORBIDDEN)
+        assert len(imported.files) <= max_modules
+        assert num_lines(imported) <= max_lines

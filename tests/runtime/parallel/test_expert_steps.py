@@ -16,8 +16,9 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import CodeInfo, Edit, ModelInfo, ModulePlan, ParameterPlan, Plan
 from shardconv_runtime.format.slices import Mesh, local_size, ranges
-from shardconv_runtime.parallel.boundary import RowIds, attach, forward_signature
+from shardconv_runtime.parallel.boundary import attach, forward_signature
 from shardconv_runtime.parallel.edits import apply_edits, raise_flags
+from shardconv_runtime.parallel.row_ids import RowIds
 from torch import Tensor, nn
 
 from shardconv.verifying.simulation.rank_threads import run_ranks

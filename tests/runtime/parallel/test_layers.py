@@ -24,9 +24,10 @@ from shardconv_runtime.format.plan import (
     Plan,
 )
 from shardconv_runtime.format.slices import Mesh, ranges
-from shardconv_runtime.parallel.boundary import RowIds, attach, forward_signature, replace_at
+from shardconv_runtime.parallel.boundary import attach, forward_signature, replace_at
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from shardconv_runtime.parallel.row_ids import RowIds
 from shardconv_runtime.parallel.sharded_norm import ShardedNorm
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
