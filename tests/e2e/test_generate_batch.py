@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,17 +14,13 @@ import pytest
 import shardconv_runtime
 import torch
 import transformers
+from batches import SOON_S, after, batch, config, fail, kill, one_by_one, pages, prompts
 from checkpoints import VOCAB, save_causal
 from distributed import run_errors, run_outcomes, run_processes
 from shardconv_runtime import LaunchError, PlanError, ShardconvError
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import shardconv
-
-NEW = 8
-SOON_S = 20
-"""Well under any timeout of torch; these machines are slow."""
 
 CASES = {
     "even": ("llama", 2, {}),
@@ -75,46 +70,9 @@ def save_mamba(path: Path) -> Path:
     return path
 
 
-def prompts(number: int = 9, longest: int = 12) -> list[list[int]]:
-    """Of different lengths; some begin alike."""
-    generator = torch.Generator().manual_seed(3)
-    drawn = torch.randint(3, VOCAB, (number, longest), generator=generator).tolist()
-    return [drawn[i % 4][:3] + ids[3 : 1 + (5 * i) % longest] for i, ids in enumerate(drawn)]
-
-
-def config(**options: Any) -> GenerationConfig:
-    return GenerationConfig(
-        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0} | options
-    )
-
-
-def pages(**options: Any) -> ContinuousBatchingConfig:
-    """A small cache: prompts are divided over steps, and requests wait for each other."""
-    sizes = {"page_size": 16, "num_blocks": 24, "max_batch_tokens": 40, "cpu_group_timeout": 60.0}
-    return ContinuousBatchingConfig(**sizes | options)
-
-
-def one_by_one(model: Any, inputs: list[list[int]]) -> list[list[int]]:
-    return [after(model, ids) for ids in inputs]
-
-
-def after(model: Any, ids: list[int]) -> list[int]:
-    tokens: Tensor = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-        generation_config=config(),
-    )
-    return tokens[0, len(ids) :].tolist()
-
-
 def load(path: Path, **options: Any) -> Any:
     """A hang would be an error after a minute."""
     return shardconv_runtime.load(path, timeout_s=60, **options)
-
-
-def batch(model: Any, inputs: list[list[int]], **options: Any) -> list[list[int]]:
-    given = {"generation_config": config(), "continuous_batching_config": pages()} | options
-    return [answer.generated_tokens for answer in model.generate_batch(inputs, **given).values()]
 
 
 def batch_on_rank(
@@ -345,14 +303,6 @@ class Fatal(transformers.LogitsProcessor):
         if self._steps == 4 and os.environ["RANK"] == "1":
             self._action()
         return scores
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail() -> None:
-    raise ValueError("only here")
 
 
 def end(path: Path, action: Callable[[], object], way: str) -> None:

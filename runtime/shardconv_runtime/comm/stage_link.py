@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,8 @@ class StageLink(ABC):
         """Set while a schedule of microbatches sends and receives in place of the running calls."""
         self.shares_results = True
         """Whether each call of the model gives its results to all stages; else only the last one has them."""
+        self.outgoing: list[Any] | None = None
+        """What ``send`` has begun, to be waited for by whoever set this to a list; None: it waits itself."""
 
     @property
     def is_last(self) -> bool:

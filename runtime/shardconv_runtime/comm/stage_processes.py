@@ -71,9 +71,14 @@ class ProcessLink(StageLink):
 
     def send(self, x: Tensor, stages: Sequence[int]) -> None:
         """Send to each stage; returns when the tensor may be changed."""
-        x = x.detach().contiguous()
+        sends, x = self.outgoing, x.detach().contiguous()
+        if sends is not None:
+            x = x.clone()  # the model may change it before it is sent
         for stage in stages:
-            dist.send(x, group=self.group, group_dst=stage)
+            if sends is None:
+                dist.send(x, group=self.group, group_dst=stage)
+            else:
+                sends.append((dist.isend(x, group=self.group, group_dst=stage), x))
             self.sent_bytes += x.nbytes
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:

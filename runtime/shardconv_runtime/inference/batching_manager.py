@@ -34,6 +34,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     and ``stop`` waits until rank 0 stops.
     """
 
+    num_microbatches = 1
     batch_processor: Any
     _start: Launch
     _model: PagedModel

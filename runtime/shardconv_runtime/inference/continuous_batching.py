@@ -10,7 +10,8 @@ import copy
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
-from types import MethodType
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 from ..comm.agreement import agree, exchange
 from ..comm.mesh import Launch
 from ..comm.same_calls import require_same_call
+from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .paged_model import PagedModel, attempt, cached_heads
 
@@ -36,27 +38,48 @@ NOT_IN_BATCHES = {
 }
 """Options that transformers' continuous batching ignores, with the values that ask for nothing."""
 
+NOT_ON_STAGES = (
+    "use_cuda_graph",
+    "use_async_batching",
+    "varlen_compile_config",
+    "decode_compile_config",
+    "default_compile_level",
+)
+"""Options of transformers' continuous batching that record or compile a call, and what a stage sends in it."""
 
-def prepare_batches(model: nn.Module, start: Launch, gather_logits: bool) -> None:
+
+def prepare_batches(
+    model: nn.Module, start: Launch, gather_logits: bool, link: StageLink | None = None
+) -> None:
     """Have continuous batching know that the model is one of several ranks, in place.
 
     Args:
         model: of this rank; unchanged if its class has no continuous batching.
         start: the ranks.
         gather_logits: if False, it is refused.
+        link: to the other stages of a pipeline; None where there is one stage.
     """
     if hasattr(model, "init_continuous_batching"):
-        make = MethodType(_manager_of_rank(start, gather_logits), model)
+        make = MethodType(_manager_of_rank(start, gather_logits, link), model)
         model.init_continuous_batching = make  # type: ignore[assignment]
+        model.continuous_batching_context_manager = MethodType(_context, model)  # type: ignore[assignment]
         model.generate_batch = MethodType(_generate_batch(start), model)  # type: ignore[assignment]
 
 
-def _manager_of_rank(start: Launch, gather_logits: bool) -> Callable[..., Any]:
+def _context(self: Any, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
+    """transformers' context of a manager, which makes one by the model's ``init_continuous_batching``."""
+    make = partial(self.init_continuous_batching, num_microbatches=num_microbatches)
+    maker = SimpleNamespace(init_continuous_batching=make)
+    return type(self).continuous_batching_context_manager(maker, *args, **kwargs)
+
+
+def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     def init_continuous_batching(
         self: Any,
         generation_config: Any | None = None,
         continuous_batching_config: Any | None = None,
         workload_hints: Any | None = None,
+        num_microbatches: int | None = None,
     ) -> RankBatchingManager:
         from .batching_manager import RankBatchingManager, require_idle
 
@@ -66,16 +89,22 @@ def _manager_of_rank(start: Launch, gather_logits: bool) -> Callable[..., Any]:
         generation_config = copy.deepcopy(generation_config or self.generation_config)
         config = _with_memory_of_rank(continuous_batching_config, start)
         given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
-        require_same_call(start, "init_continuous_batching", given)
-        heads, error = attempt(lambda: cached_heads(self))
+        require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
+        in_flight = _microbatches(num_microbatches, link, config)
+        heads, error = attempt(lambda: cached_heads(self, link))
         agree(start, error)
-        paged = PagedModel(self, heads)
+        paged = PagedModel(self, heads, link)
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):
-            error = _other_config(manager, generation_config)
+            error = _other_config(manager, generation_config, in_flight)
         elif manager is not None:
-            manager = RankBatchingManager.adopt(manager, start)
+            if link is None:
+                manager = RankBatchingManager.adopt(manager, start)
+            else:
+                from .staged_batching import StagedBatchingManager
+
+                manager = StagedBatchingManager.on_stage(manager, start, link, in_flight)
             error = _dropped(manager, self, generation_config)
         agree(start, error)
         adopted: RankBatchingManager = manager
@@ -95,6 +124,7 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
         persistent_manager: bool = False,
         warmup: bool = True,
         max_new_tokens: int | None = None,
+        num_microbatches: int | None = None,
         **others: Any,
     ) -> dict[str, Any]:
         if others:
@@ -115,6 +145,7 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             persistent_manager=persistent_manager,
             warmup=warmup,
             workload_hints=_hints(prompts, limit, config.num_return_sequences or 1),
+            num_microbatches=num_microbatches,
         )
         with managing as manager:
             manager.answer_on_all_ranks()
@@ -176,13 +207,33 @@ def _with_memory_of_rank(config: Any | None, start: Launch) -> Any:
     return config
 
 
-def _other_config(manager: RankBatchingManager, config: Any) -> PlanError | None:
+def _microbatches(number: int | None, link: StageLink | None, config: Any) -> int:
+    """How many groups of requests are computed at a time, on different stages.
+
+    Raises:
+        PlanError: an option does not go with stages, or only with them.
+    """
+    if link is None:
+        if number is not None:
+            raise PlanError("num_microbatches is about the stages of a pipeline; leave it out")
+        return 1
+    if number is not None and number < 1:
+        raise PlanError(f"num_microbatches={number}: at least one group of requests is computed at a time")
+    for name in NOT_ON_STAGES:
+        if getattr(config, name, None) not in (None, False, 0, (False, False)):
+            raise PlanError(f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out")
+    config.use_cuda_graph = config.use_async_batching = False
+    return link.count if number is None else number
+
+
+def _other_config(manager: RankBatchingManager, config: Any, num_microbatches: int) -> PlanError | None:
     """The error if a manager that was kept generates otherwise than is asked for now."""
-    if manager.generation_config.to_dict() == config.to_dict():
+    asked = config.to_dict(), num_microbatches
+    if (manager.generation_config.to_dict(), manager.num_microbatches) == asked:
         return None
     return PlanError(
-        "the manager of an earlier call was kept (persistent_manager=True), with another generation config; "
-        "call model.destroy_cached_continuous_batching_manager() first"
+        "the manager of an earlier call was kept (persistent_manager=True), with another generation config "
+        "or num_microbatches; call model.destroy_cached_continuous_batching_manager() first"
     )
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""
 
+BATCHED = ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
+"""Methods of continuous batching."""
+
 
 def prepare_generation(
     model: nn.Module, config: Any | None, start: Launch, gather_logits: bool, link: StageLink | None = None
@@ -51,23 +54,18 @@ def prepare_generation(
             candidates = MethodType(candidates_of_rank_0(start), model)
             model._get_candidate_generator = candidates  # type: ignore[assignment]
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
-    if link is not None:
-        from .staged_generation import refuse_batches
-
-        refuse_batches(model)
-        return
-    for name in ("init_continuous_batching", "generate_batch"):
+    for name in BATCHED:
         if hasattr(model, name):
-            setattr(model, name, MethodType(_batched(name, start, gather_logits), model))
+            setattr(model, name, MethodType(_batched(name, start, gather_logits, link), model))
 
 
-def _batched(name: str, start: Launch, gather_logits: bool) -> Callable[..., Any]:
+def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     """A method of continuous batching, whose code is imported when it is called."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         from .continuous_batching import prepare_batches
 
-        prepare_batches(self, start, gather_logits)
+        prepare_batches(self, start, gather_logits, link)
         return getattr(self, name)(*args, **kwargs)
 
     return method

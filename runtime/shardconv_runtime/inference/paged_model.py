@@ -8,6 +8,7 @@ read from the ordinary cache of a call of one token.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..comm.same_calls import PAGED
 from ..errors import PlanError, ShardconvError, brief
+from ..comm.stage_link import StageLink
 from ..parallel.boundary import forward_signature
 from .paged_check import PagedCheck, ordinary_attention
 
@@ -26,7 +28,8 @@ from .paged_check import PagedCheck, ordinary_attention
 class CachedHeads:
     """What each layer of a rank's model caches for a token."""
 
-    num_layers: int
+    layers: tuple[int, ...]
+    """Those that are on the rank's stage."""
     number: int
     """Local."""
     width: int
@@ -39,15 +42,17 @@ class PagedModel:
     Args:
         model: of this rank.
         heads: that the model caches.
+        link: to the other stages of a pipeline; None where there is one stage.
 
     Attributes other than those defined here are the model's.
     """
 
-    def __init__(self, model: Any, heads: CachedHeads) -> None:
+    def __init__(self, model: Any, heads: CachedHeads, link: StageLink | None = None) -> None:
         self.unwrapped = model
         self._heads = heads
+        self._link = link
         self._is_counted = False
-        self._check = PagedCheck()
+        self._check = PagedCheck() if link is None else PagedCheck(self._of_last_stage)
         # None of transformers' own tensor parallelism: the cache takes the number of heads as it is.
         self._device_mesh = None
         self.tp_plan: dict[str, Any] = {}
@@ -67,22 +72,44 @@ class PagedModel:
 
     @property
     def config(self) -> Any:
-        """A copy of the text model's config, with local numbers of heads."""
+        """A copy of the text model's config, with local numbers of heads and the layers of this stage."""
         local = copy.copy(self.unwrapped.config.get_text_config(decoder=True))
         local._attn_implementation = self.unwrapped.config._attn_implementation
         local.num_key_value_heads = self._heads.number
         local.head_dim = self._heads.width
+        if self._link is not None:
+            kinds = getattr(local, "layer_types", None)
+            local.layer_types = kinds and [kinds[layer] for layer in self._heads.layers]
+            local.num_hidden_layers = len(self._heads.layers)
         return local
+
+    def number_layers(self, cache: Any) -> None:
+        """Have a cache of this stage's layers, which counts them from 0, take the numbers of the model."""
+        update = cache.update
+        signature = inspect.signature(update)
+        places = {layer: place for place, layer in enumerate(self._heads.layers)}
+
+        @functools.wraps(update)
+        def numbered(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            return update(**{**given, "layer_idx": places[given["layer_idx"]]})
+
+        cache.update = numbered
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""
-        token = PAGED.set(True)
+        token, link = PAGED.set(True), self._link
+        shared = link is None or link.shares_results
         try:
+            if link is not None:
+                link.shares_results = False  # the chosen tokens are sent, not the logits
             output = self._call(inputs) if self._is_counted else self._counted_call(inputs)
             self._check.compare(self.unwrapped, inputs, output.logits)
             return output
         finally:
             PAGED.reset(token)
+            if link is not None:
+                link.shares_results = shared
 
     def _call(self, inputs: dict[str, Any]) -> Any:
         return self.unwrapped._call_impl(**inputs)
@@ -90,7 +117,7 @@ class PagedModel:
     def _counted_call(self, inputs: dict[str, Any]) -> Any:
         """The first call: each layer has to attend through the pages, once."""
         cache, layers = inputs["cache"], []
-        update = cache.update
+        update, replaced = cache.update, vars(cache).get("update")
         signature = inspect.signature(update)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -102,19 +129,31 @@ class PagedModel:
             output = self._call(inputs)
         finally:
             del cache.update
-        if sorted(layers) != list(range(self._heads.num_layers)):
+            if replaced is not None:
+                cache.update = replaced
+        if sorted(layers) != list(self._heads.layers):
             raise PlanError(
                 f"{type(self.unwrapped).__name__} does not support continuous batching: of its "
-                f"{self._heads.num_layers} layers, {len(set(layers))} read keys and values from pages; "
+                f"{len(self._heads.layers)} layers, {len(set(layers))} read keys and values from pages; "
                 "use generate"
             )
         self._is_counted = True
         return output
 
+    def _of_last_stage(self, number: float) -> float:
+        assert self._link is not None
+        shared = torch.tensor([number], dtype=torch.float64, device=self.unwrapped.device)
+        self._link.share([shared])
+        return float(shared)
+
 
 @torch.no_grad()
-def cached_heads(model: Any) -> CachedHeads:
+def cached_heads(model: Any, link: StageLink | None = None) -> CachedHeads:
     """What a rank's model caches, from a call of one token; all ranks call this.
+
+    Args:
+        model: of this rank.
+        link: to the other stages of a pipeline; None where there is one stage.
 
     Raises:
         PlanError: the model cannot decode from pages of keys and values.
@@ -135,26 +174,30 @@ def cached_heads(model: Any) -> CachedHeads:
     if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         kind = min(other.__name__ for other in others)
         raise PlanError(f"{name}: its cache has more than keys and values ({kind}); use generate")
-    return _same_of_all_layers([(layer.keys, layer.values) for layer in cache.layers], name)
+    layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers)}
+    if link is not None:  # a stand-in writes one head of one element
+        layers = {i: (k, v) for i, (k, v) in layers.items() if k is None or k.shape[1:] != (1, 1, 1)}
+    return _same_of_all_layers(layers, name)
 
 
-def _same_of_all_layers(layers: list[tuple[Tensor | None, Tensor | None]], name: str) -> CachedHeads:
+def _same_of_all_layers(layers: dict[int, tuple[Tensor | None, Tensor | None]], name: str) -> CachedHeads:
     """Keys and values of each layer, local ``[1, heads, 1, head_dim]``."""
-    found = []
-    for index, (keys, values) in enumerate(layers):
+    found = {}
+    for index, (keys, values) in layers.items():
         if keys is None or values is None or keys.dim() != 4 or keys.shape != values.shape:
             raise PlanError(f"{name}: layer {index} caches no keys and values of one shape; use generate")
-        found.append(CachedHeads(len(layers), keys.shape[1], keys.shape[3], keys.dtype))
-    for index, heads in enumerate(found):
-        if heads != found[0]:
+        found[index] = CachedHeads(tuple(layers), keys.shape[1], keys.shape[3], keys.dtype)
+    if not found:
+        raise PlanError(f"{name}: this rank's layers cache nothing; use generate")
+    first = min(found)
+    for index, heads in found.items():
+        if heads != found[first]:
             raise PlanError(
-                f"{name}: pages hold the same for every layer, and on this rank layer 0 caches "
-                f"{found[0].number} heads of {found[0].width} for a token, layer {index} caches "
+                f"{name}: pages hold the same for every layer, and on this rank layer {first} caches "
+                f"{found[first].number} heads of {found[first].width} for a token, layer {index} caches "
                 f"{heads.number} of {heads.width}; use generate"
             )
-    if not found:
-        raise PlanError(f"{name}: it caches nothing; use generate")
-    return found[0]
+    return found[first]
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:

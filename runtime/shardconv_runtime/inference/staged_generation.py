@@ -11,10 +11,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.stage_link import StageLink
-from ..errors import ShardconvError
 
 _READ_SCORES = (
     "logits_processor",
@@ -39,19 +38,6 @@ def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[s
         vars(model).pop("_get_logits_processor", None)
         link.shares_results = True
         link.depth -= 1
-
-
-def refuse_batches(model: nn.Module) -> None:
-    """Refuse continuous batching, in place."""
-
-    def refused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise ShardconvError(
-            "generate_batch does not know stages yet; call generate, or convert the model without --pp"
-        )
-
-    for name in ("init_continuous_batching", "generate_batch"):
-        if hasattr(model, name):
-            setattr(model, name, MethodType(refused, model))
 
 
 def _processors(link: StageLink) -> Any:

@@ -62,9 +62,12 @@ class StepCoordinator(DistributedHelper):  # type: ignore[misc]
         Raises:
             LaunchError: a rank failed or ended, or the ranks' random states differ.
         """
-        state = _checksum(self._start.device) if self._is_sampling else 0
+        state = checksum(self._start.device) if self._is_sampling else 0
         numbers = torch.tensor([payload_size, stop_status, int(pause_requested), state, -state, 0])
-        found = self._or_lost(lambda: _largest(numbers, self.cpu_comm_group))
+        return self._agreed(self._or_lost(lambda: _largest(numbers, self.cpu_comm_group)))
+
+    def _agreed(self, found: list[int]) -> tuple[int, ...]:
+        """What transformers wants to know of the largest numbers."""
         if failed := found[5]:
             self._heard_of_failure = True
             raise LaunchError(f"rank {failed - 1} failed while it answered requests; its own output says why")
@@ -118,7 +121,7 @@ def _largest(numbers: Tensor, group: dist.ProcessGroup) -> list[int]:
     return found
 
 
-def _checksum(device: torch.device) -> int:
+def checksum(device: torch.device) -> int:
     """Of the random state from which tokens are drawn."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return zlib.crc32(state.numpy().tobytes())

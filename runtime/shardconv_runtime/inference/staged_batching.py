@@ -1,0 +1,177 @@
+"""Continuous batching on the stages of a pipeline: several groups of requests are computed at a time.
+
+All stages take the same steps in the same order, and schedule them alike. A step is a group of requests; the
+next one begins, with other requests, before the tokens of this one are known, so that the first stage computes
+it while the second one computes this. When as many steps are in flight as there may be, the oldest one is ended:
+its tokens come from the last stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.mesh import Launch
+from ..comm.stage_link import StageLink
+from ..errors import LaunchError
+from .batching_manager import BackgroundThreadStatus, RankBatchingManager
+from .stage_coordinator import Message, StageCoordinator
+from .steps_in_flight import StepsInFlight
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step in flight.
+
+    Attributes:
+        requests: of transformers, as they will be when the tokens are known.
+        tokens: what the last stage chose, int32 ``[1 or 2, requests]``, and the messages that they need.
+        sends: of hidden states.
+    """
+
+    requests: list[Any]
+    tokens: Tensor
+    messages: list[Message]
+    sends: list[tuple[Any, Tensor]]
+
+
+class StagedBatchingManager(RankBatchingManager):
+    """The manager of a rank of a stage; made from transformers' own by ``on_stage``."""
+
+    _link: StageLink
+    _flight: deque[_Step]
+    _in_flight: StepsInFlight
+    distributed_helper: StageCoordinator
+
+    @classmethod
+    def on_stage(
+        cls, manager: Any, start: Launch, link: StageLink, num_microbatches: int
+    ) -> StagedBatchingManager:
+        """Turn a manager that has not started into one of a stage, in place.
+
+        Args:
+            manager: of transformers, made for a ``PagedModel``.
+            start: the ranks of all stages.
+            link: to the other stages.
+            num_microbatches: steps in flight at a time, 1 or more.
+        """
+        made = cls.adopt(manager, start)
+        assert isinstance(made, cls)
+        made._link, made._flight = link, deque()
+        made.num_microbatches = num_microbatches
+        timeout_s = made.continuous_batching_config.cpu_group_timeout
+        draws = link.is_last and bool(made.generation_config.do_sample)
+        made.distributed_helper = StageCoordinator(
+            start, timeout_s, draws=draws, most_steps=num_microbatches
+        )
+        return made
+
+    def _create_batch_processor(self) -> Any:
+        is_new = self.batch_processor is None
+        made = super()._create_batch_processor()
+        if is_new:
+            self._model.number_layers(made.cache)
+            self._in_flight = StepsInFlight(made.scheduler, self.num_microbatches)
+        self._in_flight.reset()
+        return made
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """Take the next step, if there are requests for one; whether the loop goes on."""
+        if len(self._flight) == self.num_microbatches:
+            self._end_step()
+        if batch_processor.prepare_next_batch():
+            self._generation_step()
+            self.current_batch += 1
+            return True
+        status = self.background_thread_status.tp_status
+        is_stopped = status == BackgroundThreadStatus.HARD_STOP
+        if self._flight and not is_stopped:
+            self._end_step()
+            return True
+        if is_stopped or (
+            status == BackgroundThreadStatus.FLUSH_AND_STOP and not batch_processor.has_pending_requests()
+        ):
+            while self._flight:
+                self._end_step()
+            self.distributed_helper.close()
+            return False
+        self._wake_up_loop.wait(timeout=0.1)
+        self._wake_up_loop.clear()
+        return True
+
+    def _generation_step(self) -> None:
+        """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
+        tokens = self.batch_processor.inputs_and_outputs.output_ids
+        shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
+        self._link.outgoing = sends = []
+        try:
+            if self._link.is_last:
+                super()._generation_step()
+            else:
+                self._forward()
+        except Exception:
+            if self._link.is_last:  # the others wait for tokens
+                self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
+            raise
+        finally:
+            self._link.outgoing = None
+        if self._link.is_last:
+            own = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
+            messages = self._send_tokens(own)
+        else:
+            messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
+            own = messages[0].content
+        requests = self.batch_processor.inputs_and_outputs.requests_in_batch
+        self._flight.append(_Step(requests, own, messages, sends))
+
+    def _forward(self) -> None:
+        """Call the model without choosing tokens."""
+        inputs_and_outputs = self.batch_processor.inputs_and_outputs
+        inputs = inputs_and_outputs.get_model_kwargs()
+        if self._model._supports_logits_to_keep():
+            inputs["logits_to_keep"] = inputs["logits_indices"]
+        with torch.no_grad(), torch.cuda.stream(inputs_and_outputs.compute_stream):
+            self._model(**inputs)
+        inputs_and_outputs.retrieve_device_outputs()
+
+    @property
+    def _peers(self) -> range:
+        """The ranks of this one's place, on each stage."""
+        tp = self._start.world_size // self._link.count
+        return range(self._start.rank % tp, self._start.world_size, tp)
+
+    def _send_tokens(self, tokens: Tensor) -> list[Message]:
+        return self.distributed_helper.send_tokens(tokens, self._peers[:-1])
+
+    def _end_step(self) -> None:
+        """Give the oldest step its tokens."""
+        step = self._flight.popleft()
+        for message in step.messages:
+            self.distributed_helper.await_message(message)
+        first = int(step.tokens[0, 0])
+        if first < 0:
+            raise LaunchError(f"rank {-1 - first} failed while it answered requests; its own output says why")
+        for work, _ in step.sends:
+            work.wait()
+        processor = self.batch_processor
+        outputs, number = processor.inputs_and_outputs, len(step.requests)
+        outputs.requests_in_batch, outputs.num_request_in_batch = step.requests, number
+        outputs.output_ids[:, :number].copy_(step.tokens)
+        self._in_flight.end(step.requests)
+        processor.update_batch()
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        """As of every rank; messages of the steps in flight stay behind, so that the model is of no more use."""
+        super()._handle_critical_error(error, batch_processor)
+        self._flight.clear()
+
+        def refuse(module: nn.Module, args: object) -> None:
+            raise LaunchError(
+                "a rank of this model failed while its stages answered requests; start the program again"
+            )
+
+        self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
