@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_LIKE,
     "qwen3": {**_LLAMA_LIKE, "head_dim": 16},
     "gemma2": {**_LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
+    "gemma3_text": {**_LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
     "gpt2": {**_GPT, "n_embd": HIDDEN, "n_positions": 128},
     "gpt_neox": {**_LLAMA_LIKE, "rotary_pct": 0.5},
     "bloom": {**_GPT, "hidden_size": HIDDEN},

@@ -267,6 +267,7 @@ def _require_same_sizes(start: Launch, cache: Any) -> None:
     sizes = (
         cache.num_blocks,
         cache.max_batch_tokens,
+        list(allocators),
         getattr(cache, "tokens_per_sector", None),
         [getattr(allocator, "blocks_per_sector", None) for allocator in allocators.values()],
     )

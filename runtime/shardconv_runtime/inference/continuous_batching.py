@@ -21,7 +21,7 @@ from ..comm.mesh import Launch
 from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
-from .paged_model import PagedModel, attempt, cached_heads
+from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
 
 if TYPE_CHECKING:
     from .batching_manager import RankBatchingManager
@@ -45,7 +45,7 @@ NOT_ON_STAGES = (
     "decode_compile_config",
     "default_compile_level",
 )
-"""Options of transformers' continuous batching that record or compile a call, and what a stage sends in it."""
+"""Options of transformers' continuous batching that record or compile a call, in which stages send."""
 
 
 def prepare_batches(
@@ -93,7 +93,8 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         in_flight = _microbatches(num_microbatches, link, config)
         heads, error = attempt(lambda: cached_heads(self, link))
         agree(start, error)
-        paged = PagedModel(self, heads, link)
+        kinds = exchange(start, [] if link is None else kinds_of_layers(self, heads.layers))
+        paged = PagedModel(self, heads, link, kinds_of_stages(kinds, start.rank))
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):

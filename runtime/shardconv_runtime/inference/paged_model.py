@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..comm.same_calls import PAGED
-from ..errors import PlanError, ShardconvError, brief
 from ..comm.stage_link import StageLink
+from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import forward_signature
 from .paged_check import PagedCheck, ordinary_attention
 
@@ -43,14 +44,18 @@ class PagedModel:
         model: of this rank.
         heads: that the model caches.
         link: to the other stages of a pipeline; None where there is one stage.
+        kinds: of attention, of the layers that the cache of a stage is made for; see ``kinds_of_stages``.
 
     Attributes other than those defined here are the model's.
     """
 
-    def __init__(self, model: Any, heads: CachedHeads, link: StageLink | None = None) -> None:
+    def __init__(
+        self, model: Any, heads: CachedHeads, link: StageLink | None = None, kinds: Sequence[str] = ()
+    ) -> None:
         self.unwrapped = model
         self._heads = heads
         self._link = link
+        self._kinds = kinds
         self._is_counted = False
         self._check = PagedCheck() if link is None else PagedCheck(self._of_last_stage)
         # None of transformers' own tensor parallelism: the cache takes the number of heads as it is.
@@ -78,16 +83,15 @@ class PagedModel:
         local.num_key_value_heads = self._heads.number
         local.head_dim = self._heads.width
         if self._link is not None:
-            kinds = getattr(local, "layer_types", None)
-            local.layer_types = kinds and [kinds[layer] for layer in self._heads.layers]
-            local.num_hidden_layers = len(self._heads.layers)
+            local.num_hidden_layers = len(self._kinds or self._heads.layers)
+            local.layer_types = [*self._kinds] or None
         return local
 
     def number_layers(self, cache: Any) -> None:
         """Have a cache of this stage's layers, which counts them from 0, take the numbers of the model."""
         update = cache.update
         signature = inspect.signature(update)
-        places = {layer: place for place, layer in enumerate(self._heads.layers)}
+        places = dict(zip(self._heads.layers, self._places(), strict=True))
 
         @functools.wraps(update)
         def numbered(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +99,15 @@ class PagedModel:
             return update(**{**given, "layer_idx": places[given["layer_idx"]]})
 
         cache.update = numbered
+
+    def _places(self) -> Sequence[int]:
+        """In the cache, of each layer of this stage."""
+        if not self._kinds:
+            return range(len(self._heads.layers))
+        free: dict[str, list[int]] = {kind: [] for kind in self._kinds}
+        for place, kind in enumerate(self._kinds):
+            free[kind].append(place)
+        return [free[kind].pop(0) for kind in kinds_of_layers(self.unwrapped, self._heads.layers)]
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, uncompiled: a graph of ``load(compile=True)`` knows no pages."""
@@ -145,6 +158,28 @@ class PagedModel:
         shared = torch.tensor([number], dtype=torch.float64, device=self.unwrapped.device)
         self._link.share([shared])
         return float(shared)
+
+
+def kinds_of_layers(model: Any, layers: Iterable[int]) -> list[str]:
+    """The kinds of attention of a model's layers; none where all are of one kind."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return [kinds[layer] for layer in layers] if kinds else []
+
+
+def kinds_of_stages(stages: Sequence[Sequence[str]], own: int) -> list[str]:
+    """The kinds of layers for which the cache of a stage is made.
+
+    Where there are several, all stages have as many of each as the one with most: a page is divided between
+    the layers of a kind, and the stages have to agree on how many requests there is room for.
+
+    Args:
+        stages: the kinds of the layers of each stage.
+        own: the stage.
+    """
+    names = sorted({kind for kinds in stages for kind in kinds})
+    if len(names) < 2:
+        return list(stages[own])
+    return [name for name in names for _ in range(max(Counter(kinds)[name] for kinds in stages))]
 
 
 @torch.no_grad()

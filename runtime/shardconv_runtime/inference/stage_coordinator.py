@@ -1,8 +1,8 @@
-"""What the ranks of all stages tell each other while requests are answered: no stage waits for a later one.
+"""What the ranks of all stages tell each other while requests are answered, some steps ahead of each other.
 
-Rank 0 decides on each step and tells the others, which report to it. It may be some steps ahead of them: it waits
-for what they reported before that many. The last stage sends the tokens that it chose to the earlier ones. All
-of it goes over gloo: it is needed on the hosts.
+Rank 0 decides on each step and tells the others, which report to it; it waits for what they reported some
+steps ago. The last stage sends the tokens that it chose to the earlier ones. All of it goes over gloo: it is
+needed on the hosts.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class StageCoordinator(StepCoordinator):
     def _requests(self, obj: Any) -> Any:
         if self._start.rank:
             size = self._receive(torch.zeros(1, dtype=torch.int64), 0, _PAYLOAD).wait(self._timeout)
-            content = self._receive(torch.zeros(int(size), dtype=torch.uint8), 0, _PAYLOAD)
-            return pickle.loads(content.wait(self._timeout).numpy().tobytes())
+            message = self._receive(torch.zeros(int(size), dtype=torch.uint8), 0, _PAYLOAD)
+            return pickle.loads(message.wait(self._timeout).numpy().tobytes())
         content = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         self._send(torch.tensor([content.numel()]), _PAYLOAD)
         self._send(content, _PAYLOAD)

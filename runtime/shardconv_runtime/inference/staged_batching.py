@@ -1,9 +1,9 @@
 """Continuous batching on the stages of a pipeline: several groups of requests are computed at a time.
 
-All stages take the same steps in the same order, and schedule them alike. A step is a group of requests; the
-next one begins, with other requests, before the tokens of this one are known, so that the first stage computes
-it while the second one computes this. When as many steps are in flight as there may be, the oldest one is ended:
-its tokens come from the last stage.
+All stages take the same steps in the same order, and schedule them alike. A step is of a group of requests;
+the next one begins, with other requests, before the tokens of this one are known, so that the first stage
+computes it while the second one computes this. When as many steps are in flight as there may be, the oldest
+one is ended: its tokens come from the last stage.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import LaunchError
-from .batching_manager import BackgroundThreadStatus, RankBatchingManager
+from .batching_manager import RankBatchingManager
 from .stage_coordinator import Message, StageCoordinator
 from .steps_in_flight import StepsInFlight
 
@@ -65,9 +66,7 @@ class StagedBatchingManager(RankBatchingManager):
         made.num_microbatches = num_microbatches
         timeout_s = made.continuous_batching_config.cpu_group_timeout
         draws = link.is_last and bool(made.generation_config.do_sample)
-        made.distributed_helper = StageCoordinator(
-            start, timeout_s, draws=draws, most_steps=num_microbatches
-        )
+        made.distributed_helper = StageCoordinator(start, timeout_s, draws=draws, most_steps=num_microbatches)
         return made
 
     def _create_batch_processor(self) -> Any:
@@ -107,7 +106,8 @@ class StagedBatchingManager(RankBatchingManager):
         """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
         tokens = self.batch_processor.inputs_and_outputs.output_ids
         shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
-        self._link.outgoing = sends = []
+        sends: list[tuple[Any, Tensor]] = []
+        self._link.outgoing = sends
         try:
             if self._link.is_last:
                 super()._generation_step()
@@ -165,7 +165,7 @@ class StagedBatchingManager(RankBatchingManager):
         processor.update_batch()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        """As of every rank; messages of the steps in flight stay behind, so that the model is of no more use."""
+        """As of every rank; messages of steps in flight stay behind, so that the model is of no more use."""
         super()._handle_critical_error(error, batch_processor)
         self._flight.clear()
 
