@@ -15,7 +15,7 @@ from typing import Any
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
-from torch import nn
+from torch import Tensor, nn
 
 from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes, starred
 
@@ -26,9 +26,11 @@ class Bypass:
 
     arguments: tuple[tuple[str, str], ...]
     """(slot of an output, name of the argument in the signature of its forward): ``output`` is the one
-    result, ``output.1`` the second of a tuple, whose other items are None."""
+    result, ``output.1`` the second of a tuple, whose other items are ``unread`` or None."""
     length: int
     """Number of items of the tuple that it returns."""
+    unread: tuple[int, ...]
+    """Those of them that are tensors which nobody reads; they become empty ones."""
     like: str
     """FQN of the layer that stands for it, and is run."""
     is_read_elsewhere: bool = False
@@ -69,9 +71,11 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
                 passed[before.slots[0]] = argument
         results = [slot for mark in exits.get(fqn, ()) if mark.target in read for slot in mark.slots]
         if results and all(slot in passed and _is_plain(slot) for slot in results):
-            length = tape.result_lengths.get(exits[fqn][0].call, 0)
+            slots = {slot: _index(slot) for mark in exits[fqn] for slot in mark.slots if _is_plain(slot)}
+            length = max(tape.result_lengths.get(exits[fqn][0].call, 0), 1 + max(slots.values()))
             arguments = tuple((slot, passed[slot]) for slot in results)
-            out[fqn] = Bypass(arguments, length, like, is_read_elsewhere=fqn in elsewhere)
+            unread = tuple(index for slot, index in slots.items() if slot not in results and index >= 0)
+            out[fqn] = Bypass(arguments, length, unread, like, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
     return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
@@ -104,6 +108,11 @@ def _is_plain(slot: str) -> bool:
     """Whether an output is the result of a module, or an item of a tuple that is."""
     name, _, index = slot.partition(".")
     return name == "output" and (not index or index.isdigit())
+
+
+def _index(slot: str) -> int:
+    """Of an item of a tuple; -1 for the one result of a module."""
+    return int(slot.partition(".")[2] or -1)
 
 
 def planned_alike(plan: Plan, layers: Mapping[str, Bypass]) -> dict[str, Bypass]:
@@ -163,9 +172,9 @@ class _Bypassed(nn.Module):
         nn.Module.__init__(self)
         self.__dict__.update(_layer=layer, _is_own=False)
         names = list(forward_signature(layer).parameters)
-        self._length = how.length
+        self._length, self._unread = how.length, how.unread
         self._outputs = [
-            (int(slot.partition(".")[2] or -1), name, int(name) if name.isdigit() else names.index(name))
+            (_index(slot), name, int(name) if name.isdigit() else names.index(name))
             for slot, name in how.arguments
         ]
 
@@ -173,6 +182,8 @@ class _Bypassed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if "_layer" not in self.__dict__:  # of a class that is derived from this one
+                raise
             if not self.__dict__["_is_own"]:
                 self.__dict__.update(_layer=_with_own_attributes(self.__dict__["_layer"]), _is_own=True)
             return getattr(self.__dict__["_layer"], name)
@@ -191,7 +202,11 @@ class _Bypassed(nn.Module):
             index: kwargs[argument] if argument in kwargs else args[position]
             for index, argument, position in self._outputs
         }
-        return found[-1] if -1 in found else tuple(found.get(i) for i in range(self._length))
+        if -1 in found:
+            return found[-1]
+        like = next(value for value in found.values() if isinstance(value, Tensor))
+        found |= {index: like.new_zeros(0) for index in self._unread}
+        return tuple(found.get(i) for i in range(self._length))
 
 
 def _with_own_attributes(module: nn.Module) -> nn.Module:

@@ -239,3 +239,14 @@ def test_weights_of_another_stage_cannot_be_read() -> None:
 def test_layers_of_a_loop_are_known() -> None:
     layers = [call.fqn for call in crossings("loop").tape.calls if call.fqn == "layers.0"]
     assert len(layers) == 2
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj"])
+def test_layers_that_return_more_than_hidden_states(model_type: str) -> None:
+    """The proof leaves out layers that are planned alike, also those whose results are sent."""
+    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 64, "hidden_size": 64, "rotary_dim": 4}
+    config = transformers.CONFIG_MAPPING[model_type](vocab_size=256, **sizes)
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    plan = solve_plan(ModelSpec("small", config, model_class, dtype="float32"), SolveOptions(2, pp=3))
+    assert plan.stages is not None
+    assert plan.training is not None

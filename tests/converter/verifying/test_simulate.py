@@ -292,7 +292,7 @@ class Changing(nn.Module):
 def test_code_that_changes_a_bypassed_layer_changes_no_other_copy() -> None:
     model = nn.Sequential(Changing(), Changing())
     inner = model[1].inner
-    copied = bypassed_copy(model, {"1": Bypass((("output", "0"),), 0, like="0")})
+    copied = bypassed_copy(model, {"1": Bypass((("output", "0"),), 0, (), like="0")})
     again = copy.deepcopy(copied)
     copied[1].inner.extra = 1
     copied[1].change()
