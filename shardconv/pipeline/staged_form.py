@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.build import stored_tensors
 from torch import nn
+from transformers import DynamicCache
 
 from ..cutting.second_call import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
@@ -42,6 +45,8 @@ def with_stages(problem: PlanProblem, plan: Plan, solution: Solution, tape: Tape
     inputs = without_extra_outputs(problem.inputs)
     if inputs.options != problem.inputs.options:
         tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
+    if not tape.given_caches:
+        tape = _given_a_cache(problem.model, inputs) or tape
     options = StageOptions(problem.options.pp, problem.options.stages)
     stages = stages_plan(
         options,
@@ -54,6 +59,22 @@ def with_stages(problem: PlanProblem, plan: Plan, solution: Solution, tape: Tape
     )
     notes = (*plan.notes, NOT_MEASURED) if problem.options.measure else plan.notes
     return replace(plan, stages=stages, memory=None, notes=notes)
+
+
+def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:
+    """The tape of a call with an empty cache, as ``generate`` makes it of models that make none themselves.
+
+    Returns:
+        None if the model takes no cache, cannot be called so, or gives none to its modules.
+    """
+    if "past_key_values" not in forward_signature(model).parameters or "input_ids" not in inputs.tensors:
+        return None
+    options = {**inputs.options, "past_key_values": DynamicCache()}
+    try:
+        tape = trace(model, inputs.tensors, RULES, options)
+    except SolveError:
+        return None
+    return tape if tape.given_caches else None
 
 
 def stored_bytes(model: nn.Module, plan: Plan) -> dict[str, int]:
