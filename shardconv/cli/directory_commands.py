@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from shardconv_runtime.errors import SourceError
 
 from ..arguments import parse_ranks
 from ..converted.merge import merge
@@ -13,7 +14,7 @@ from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..engines.state_manifest import is_engine_state
 from ..verifying.directories.verify import DamagedError, describe, verify
-from .opening import opened_stages, require_local
+from .opening import adapter_plan, opened_stages, require_local
 from .options import (
     hub_options,
     loudness_options,
@@ -38,13 +39,17 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
     """Show the plan and the files of the converted directory OUT.
 
     OUT may also be the id of a repository on the Hub: only its plan and manifest are downloaded, and the
-    sizes of all files are checked. Of a directory that holds stages, all are shown.
+    sizes of all files are checked. Of a directory that holds stages, all are shown; of one that adapt wrote,
+    the plan of the model with the adapter.
 
     \b
     Examples:
       shardconv inspect out/
       shardconv inspect user/model-tp --tp 8
     """
+    if (adapted := adapter_plan(out)) is not None:
+        print_plan(adapted, as_json, tokens)
+        return
     parts = opened_stages(out, tp, hub)
     for found in parts:
         found.check_sizes()
@@ -117,6 +122,10 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
       shardconv verify out/ --against org/name --revision v1.0 --numerics
     """
     require_local(out)
+    if adapter_plan(out) is not None:
+        raise SourceError(
+            f"{out} holds an adapter, without shards; load compares its plan and its file with the model"
+        )
     if is_engine_state(out):
         _verify_engine_state(out, quiet, verbose, options)
         return

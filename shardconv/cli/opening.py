@@ -77,6 +77,23 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
     return Opened(directory, found, manifest.read_plan(directory, found), repository)
 
 
+def adapter_plan(out: str) -> Plan | None:
+    """The plan of a model with the adapter in a directory that ``adapt`` wrote; None of others.
+
+    Raises:
+        PlanError: the plan is malformed or of another version.
+    """
+    from shardconv_runtime.adapters.adapter_names import PLAN_NAME
+    from shardconv_runtime.format.manifest import MANIFEST_NAME
+
+    path = Path(out) / PLAN_NAME
+    if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
+        return None
+    from shardconv_runtime.format import plan_json
+
+    return plan_json.read(path)
+
+
 def opened_stages(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     """The converted directories of all stages in OUT, with the plan of all; else that which OUT is or has.
 
