@@ -41,6 +41,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """The same for what the tests before have imported: a compiler has a million objects."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _solved_plans(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One place for the plans of all processes of this run."""
@@ -58,6 +64,14 @@ def solved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     import plans_once
 
     monkeypatch.setattr(plans_once.Solved, "directory", None)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what plans say of the memory of ranks, which takes a third of the time of solving."""
+    import plans_once
+
+    monkeypatch.setattr(plans_once.Solved, "measures", True)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ import shardconv
 from shardconv.measuring.memory_run import tensors_of
 from shardconv.reporting.fits import weight_bytes
 
+pytestmark = pytest.mark.usefixtures("measured")
+
 BATCH, LENGTH, STEPS = 2, 256, 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import socket
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier
@@ -53,6 +54,27 @@ def run_processes(
 def run_errors(num_processes: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """Like ``run_processes`` for calls that should fail: the exception that each rank raised, or None."""
     return [error for _, _, error in run_outcomes(num_processes, function, *args, **options)]
+
+
+def run_errors_of_each(
+    num_processes: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], **options: Any
+) -> list[list[BaseException | None]]:
+    """The same of several calls in the same processes: for each call, its errors by rank."""
+    ranks = run_processes(num_processes, _errors_of_each, function, calls, **options)
+    return list(map(list, zip(*ranks, strict=True)))
+
+
+def _errors_of_each(
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+) -> list[BaseException | None]:
+    found: list[BaseException | None] = []
+    for args in calls:
+        try:
+            function(*args)
+            found.append(None)
+        except Exception as error:
+            found.append(error.with_traceback(None))
+    return found
 
 
 def run_outcomes(
@@ -133,6 +155,7 @@ def _child(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # a search for garbage would copy all memory of the parent
     os.environ.update(env)
     _without_log_threads()
     import torch

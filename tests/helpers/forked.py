@@ -6,6 +6,7 @@ runs a function as a new interpreter would run a script. It can be killed, stopp
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -56,6 +57,7 @@ class Forked:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # a search for garbage would copy all memory of the parent
             try:
                 _become_a_command(self._streams, argv, env, max_file_bytes)
                 code = _run(function, args)

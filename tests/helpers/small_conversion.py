@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -166,6 +167,7 @@ def at_once(works: Sequence[Callable[[], object]]) -> list[int]:
     for work in works:
         child = os.fork()
         if child == 0:
+            gc.freeze()
             code = 1
             try:
                 signal.alarm(60)
@@ -195,6 +197,7 @@ def crashes(work: Callable[[], object], number: int, when: str) -> bool:
     """
     child = os.fork()
     if child == 0:
+        gc.freeze()  # a search for garbage would copy all memory of the parent
         try:
             signal.alarm(60)
             Interruption(number, when).install()

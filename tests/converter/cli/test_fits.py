@@ -19,6 +19,8 @@ from shardconv.fitting import MAX_TP, smallest_tp, table
 from shardconv.reporting.fits import Load, cached_tokens, needs, sequences, weight_bytes
 from shardconv.reporting.report import report
 
+pytestmark = pytest.mark.usefixtures("measured")
+
 MEMORY = MemoryPlan(prefill=(LiveBytes((0, 300, 0)),), cache=(CacheTerm(100),), buffer_bytes=16)
 
 

@@ -25,6 +25,8 @@ from shardconv.measuring.memory_run import tensors_of
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.fits import weight_bytes
 
+pytestmark = pytest.mark.usefixtures("measured")
+
 BATCH = 3
 
 
