@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from training_runs import adamw, cpu_mesh, load_unsharded, train_parts, train_un
 import shardconv
 from shardconv.verifying.simulation.float64 import Float64
 
-STEPS = 4
+STEPS = 3
 NEW = low_rank(r=5, modules_to_save=["lm_head"])
 
 
@@ -126,7 +127,7 @@ def use_several(found: Adapted) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_adapters_do_what_they_do_in_one_process(adapted: Callable[[int], Adapted], tp: int) -> None:
     found = adapted(tp)
     assert run_processes(tp, use_several, found) == [[]] * tp
@@ -179,7 +180,14 @@ def compare_gradients(found: Adapted, name: str, sequence: bool, recompute: bool
 
 
 @pytest.mark.parametrize(("sequence", "recompute"), [(False, False), (True, True)])
-@pytest.mark.parametrize(("tp", "name"), [(2, "everything"), (3, "attention"), (3, "everything")])
+@pytest.mark.parametrize(
+    ("tp", "name"),
+    [
+        (3, "everything"),
+        pytest.param(2, "everything", marks=pytest.mark.slow),
+        pytest.param(3, "attention", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_one_process(
     adapted: Callable[[int], Adapted], tp: int, name: str, sequence: bool, recompute: bool
 ) -> None:
@@ -203,11 +211,19 @@ def train_new(found: Adapted, split: str) -> Any:
     return curve
 
 
-@pytest.mark.parametrize("split", ["afterwards", "while loading"])
-def test_a_new_adapter_is_trained_as_in_one_process(adapted: Callable[[int], Adapted], split: str) -> None:
+@pytest.fixture(scope="module")
+def trained(adapted: Callable[[int], Adapted]) -> Callable[[str], Any]:
+    """Gives the curve of each way to split the model, which was trained and saved once."""
     found = adapted(2)
     shardconv.adapt(found.out, NEW, found.root / "planned-new", seed=3, overwrite=True, check=False)
-    curve = run_processes(4, train_new, found, split)[0]
+    return cache(lambda split: run_processes(4, train_new, found, split)[0])
+
+
+@pytest.mark.parametrize("split", ["afterwards", "while loading"])
+def test_a_new_adapter_is_trained_as_in_one_process(
+    adapted: Callable[[int], Adapted], trained: Callable[[str], Any], split: str
+) -> None:
+    found, curve = adapted(2), trained(split)
     torch.manual_seed(3)
     whole = get_peft_model(load_unsharded(found.base), NEW).train()
     want = train_unsharded(whole, adamw(whole), 0, STEPS)
@@ -228,14 +244,13 @@ def go_on(found: Adapted, adapter: Path, state: Path) -> Any:
 
 
 def test_training_goes_on_with_another_number_of_processes(
-    adapted: Callable[[int], Adapted], tmp_path: Path
+    adapted: Callable[[int], Adapted], trained: Callable[[str], Any], tmp_path: Path
 ) -> None:
     two, three = adapted(2), adapted(3)
-    shardconv.adapt(two.out, NEW, two.root / "planned-new", seed=3, overwrite=True, check=False)
-    run_processes(4, train_new, two, "while loading")
-    trained = two.root / "trained-while loading"
-    shardconv.adapt(three.out, trained, tmp_path / "for-three", check=False)
-    curve = run_processes(3, go_on, three, tmp_path / "for-three", f"{trained}-optimizer")[0]
+    trained("while loading")
+    directory = two.root / "trained-while loading"
+    shardconv.adapt(three.out, directory, tmp_path / "for-three", check=False)
+    curve = run_processes(3, go_on, three, tmp_path / "for-three", f"{directory}-optimizer")[0]
     torch.manual_seed(3)
     whole = get_peft_model(load_unsharded(two.base), NEW).train()
     optimizer = adamw(whole)

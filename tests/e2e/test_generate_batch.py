@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ CASES = {
     "few heads": ("llama", 2, {"num_key_value_heads": 1}),
     "uneven": ("llama", 3, {}),
     "sliding": ("mistral", 2, {}),
+    "sliding, few heads": ("mistral", 2, {"num_key_value_heads": 1}),
     "as many heads": ("gpt2", 2, {}),
     "gathered": ("gemma2", 2, {}),
     "states": ("mamba", 2, {}),
@@ -75,42 +76,52 @@ def load(path: Path, **options: Any) -> Any:
     return shardconv_runtime.load(path, timeout_s=60, **options)
 
 
-def batch_on_rank(
-    path: Path, attention: str, options: dict[str, Any]
-) -> tuple[list[list[int]], list[int], str]:
-    """Twice, with an ordinary call in between, which takes its time to compile."""
-    model = load(path, **options)
-    model.set_attn_implementation(attention)
-    first = batch(model, prompts())
-    alone = [] if options else after(model, prompts()[1])
-    assert batch(model, prompts()) == first
-    return first, alone, model.config._attn_implementation
+def batches_on_rank(path: Path, attentions: Sequence[str]) -> list[tuple[list[list[int]], list[int], str]]:
+    """With each implementation of attention, and an ordinary call after each batch."""
+    model, found = load(path), []
+    for attention in attentions:
+        model.set_attn_implementation(attention)
+        tokens, alone = batch(model, prompts()), after(model, prompts()[1])
+        found.append((tokens, alone, model.config._attn_implementation))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("case", "attention", "options"),
+    ("case", "attentions"),
     [
-        ("even", "sdpa", {}),
-        ("even", "eager", {}),
-        ("even", "sdpa", {"compile": True}),
-        ("few heads", "sdpa", {}),
-        pytest.param("uneven", "eager", {}, marks=pytest.mark.slow),
-        ("sliding", "sdpa", {}),
-        ("as many heads", "sdpa", {}),
+        ("even", ("sdpa", "eager")),
+        ("sliding, few heads", ("sdpa",)),
+        ("as many heads", ("sdpa",)),
+        pytest.param("sliding", ("sdpa",), marks=pytest.mark.slow),
+        pytest.param("few heads", ("sdpa",), marks=pytest.mark.slow),
+        pytest.param("uneven", ("eager",), marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_of_one_request_after_another(
-    converted: Any, case: str, attention: str, options: dict[str, Any]
+    converted: Any, case: str, attentions: tuple[str, ...]
 ) -> None:
     model = converted(case)
     want = one_by_one(model.unsharded, prompts())
-    assert len({tuple(tokens) for tokens in want}) > 6, "not the same tokens again and again"
-    for tokens, alone, implementation in run_processes(
-        model.tp, batch_on_rank, model.out, attention, options
-    ):
-        assert tokens == want
-        assert options or alone == want[1]
-        assert implementation == attention, "as it was before"
+    assert len({tuple(tokens) for tokens in want}) > 5, "not the same tokens again and again"
+    for rank in run_processes(model.tp, batches_on_rank, model.out, attentions):
+        for (tokens, alone, implementation), attention in zip(rank, attentions, strict=True):
+            assert tokens == want
+            assert alone == want[1]
+            assert implementation == attention, "as it was before"
+
+
+def compiled_batches(path: Path) -> list[list[int]]:
+    """Twice: an ordinary call would take its time to compile."""
+    model = load(path, compile=True)
+    first = batch(model, prompts())
+    assert batch(model, prompts()) == first
+    return first
+
+
+def test_a_compiled_model(converted: Any) -> None:
+    model = converted("even")
+    want = one_by_one(model.unsharded, prompts())
+    assert run_processes(2, compiled_batches, model.out) == [want, want]
 
 
 def keep(path: Path) -> tuple[Any, Any]:
@@ -163,7 +174,7 @@ def feed(manager: Any, inputs: list[list[int]]) -> None:
 
 
 def test_requests_that_arrive_over_time(converted: Any) -> None:
-    model, number = converted("even"), 64
+    model, number = converted("even"), 24
     first, second = run_processes(2, serve, model.out, number)
     want = one_by_one(model.unsharded, prompts(number))
     assert second == {-1: [[1]]}, "requests are those of rank 0"
@@ -212,6 +223,17 @@ def test_random_states_that_part_are_an_error(converted: Any) -> None:
 # Requests and calls that fail -------------------------------------------------------------------------
 
 
+def refuse_all(paths: Mapping[str, Path]) -> dict[str, Exception]:
+    """What each call raises; ranks that a call left waiting would not come to the next one."""
+    found = {}
+    for what, path in paths.items():
+        try:
+            refuse(path, what)
+        except Exception as error:
+            found[what] = error
+    return found
+
+
 def refuse(path: Path, what: str) -> None:
     model = load(path, gather_logits=False if what == "shards" else None)
     if what == "too long":
@@ -249,12 +271,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_fails_is_an_error_on_every_rank(converted: Any, what: str) -> None:
-    case, kind, message = REFUSED[what]
-    for error in run_errors(2, refuse, converted(case).out, what):
-        assert isinstance(error, kind), repr(error)
-        assert message in str(error)
+def test_what_fails_is_an_error_on_every_rank(converted: Any) -> None:
+    paths = {what: converted(case).out for what, (case, _, _) in REFUSED.items()}
+    for found in run_processes(2, refuse_all, paths):
+        for what, (_, kind, message) in REFUSED.items():
+            assert isinstance(found[what], kind), (what, found.get(what))
+            assert message in str(found[what])
 
 
 def call_meanwhile(path: Path) -> list[str]:

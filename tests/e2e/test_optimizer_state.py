@@ -17,7 +17,7 @@ import torch
 import transformers
 from checkpoints import save_causal
 from converted import local_part
-from distributed import run_errors, run_processes
+from distributed import run_errors, run_errors_of_each, run_processes
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import global_shape, parameter_plans
@@ -250,55 +250,56 @@ def saved(outs: Callable[[str, int], Path], tmp_path_factory: pytest.TempPathFac
     return root
 
 
+CHANGES = [
+    ("class", "has the state of AdamW, and this optimizer is SGD"),
+    ("groups", "has 2 parameter groups, and this optimizer has 1"),
+    (
+        "fewer",
+        r"group 0: .* of the saved state (is|are) missing from this optimizer.* lm_head.weight;",
+    ),
+    ("model", r"of the saved state (is|are) missing from this optimizer.* lm_head.weight;"),
+    ("other model", "parameter 0 of group 0 of the optimizer does not belong to the model"),
+    ("directory", "lacks optimizer.json: shardconv_runtime.save_optimizer did not write it"),
+    (
+        "moved",
+        "parameter group 0: 1 parameter of the saved state is missing from this optimizer: "
+        "model.layers.0.mlp.up_proj.weight",
+    ),
+    ("lacking", "process 1 holds a part of lm_head.weight, and parameter group 0 of its optimizer"),
+    ("uneven", "lr of parameter group 1 differs between processes 0 and 1"),
+]
+"""What is not as it was saved, and what is said of it."""
+
+DAMAGED = [
+    ("missing", "__1_0.distcp is missing"),
+    ("short", "__1_0.distcp has "),
+    ("shape", "model.norm.weight has shape .65. there, and .64. in this model"),
+    ("value", "is not of kind float"),
+    ("index", "unknown key"),
+    ("bytes", "cannot be read: process"),
+]
+"""The same of files."""
+
+
 class TestErrors:
     """All ranks raise, and the optimizer is as it was."""
 
-    @pytest.mark.parametrize(
-        ("change", "text"),
-        [
-            ("class", "has the state of AdamW, and this optimizer is SGD"),
-            ("groups", "has 2 parameter groups, and this optimizer has 1"),
-            (
-                "fewer",
-                r"group 0: .* of the saved state (is|are) missing from this optimizer.* lm_head.weight;",
-            ),
-            ("model", r"of the saved state (is|are) missing from this optimizer.* lm_head.weight;"),
-            ("other model", "parameter 0 of group 0 of the optimizer does not belong to the model"),
-            ("directory", "lacks optimizer.json: shardconv_runtime.save_optimizer did not write it"),
-            (
-                "moved",
-                "parameter group 0: 1 parameter of the saved state is missing from this optimizer: "
-                "model.layers.0.mlp.up_proj.weight",
-            ),
-            ("lacking", "process 1 holds a part of lm_head.weight, and parameter group 0 of its optimizer"),
-            ("uneven", "lr of parameter group 1 differs between processes 0 and 1"),
-        ],
-    )
-    def test_another_optimizer(
-        self, change: str, text: str, saved: Path, outs: Callable[[str, int], Path]
-    ) -> None:
-        out = outs("gpt2" if change == "model" else "llama", 2)
-        self.refused(run_errors(2, load_changed, out, saved, change, start_group=True), text)
+    def test_another_optimizer(self, saved: Path, outs: Callable[[str, int], Path]) -> None:
+        calls = [(outs("gpt2" if what == "model" else "llama", 2), saved, what) for what, _ in CHANGES]
+        found = run_errors_of_each(2, load_changed, calls, start_group=True)
+        for errors, (_, text) in zip(found, CHANGES, strict=True):
+            self.refused(errors, text)
 
-    @pytest.mark.parametrize(
-        ("damage", "text"),
-        [
-            ("missing", "__1_0.distcp is missing"),
-            ("short", "__1_0.distcp has "),
-            ("shape", "model.norm.weight has shape .65. there, and .64. in this model"),
-            ("value", "is not of kind float"),
-            ("index", "unknown key"),
-            ("bytes", "cannot be read: process"),
-        ],
-    )
-    def test_a_damaged_directory(
-        self, damage: str, text: str, saved: Path, outs: Callable[[str, int], Path], tmp_path: Path
-    ) -> None:
+    def test_a_damaged_directory(self, saved: Path, outs: Callable[[str, int], Path], tmp_path: Path) -> None:
         import shutil
 
-        shutil.copytree(saved / "optimizer", tmp_path / "optimizer")
-        DAMAGES[damage](tmp_path / "optimizer")
-        self.refused(run_errors(2, load_changed, outs("llama", 2), tmp_path, "", start_group=True), text)
+        for damage, _ in DAMAGED:
+            shutil.copytree(saved / "optimizer", tmp_path / damage / "optimizer")
+            DAMAGES[damage](tmp_path / damage / "optimizer")
+        calls = [(outs("llama", 2), tmp_path / damage, "") for damage, _ in DAMAGED]
+        found = run_errors_of_each(2, load_changed, calls, start_group=True)
+        for errors, (_, text) in zip(found, DAMAGED, strict=True):
+            self.refused(errors, text)
 
     def refused(self, errors: list[Any], text: str) -> None:
         import re

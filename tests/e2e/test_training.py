@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def train_and_save(path: Path, shape: tuple[int, ...], sequence: bool, num_steps
 @pytest.mark.parametrize(
     ("shape", "sequence", "num_steps"),
     [
-        ((2, 2), True, 4),
+        ((2, 2), True, 3),
         ((2, 1, 2), True, 2),
         pytest.param((1, 2, 2), False, 3, marks=pytest.mark.slow),
         *(pytest.param((2, 2), sequence, 50, marks=pytest.mark.slow) for sequence in (False, True)),
@@ -106,15 +106,18 @@ def test_training_follows_one_process(
     assert want.norms[0] > 0.5, "gradients were clipped"
 
 
-def curve_in(path: Path, param_dtype: torch.dtype | None) -> Curve:
-    model, mesh = load_parts(path, (2, 2), True, dtype="float32")
-    shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    return train_parts(model, adamw(model), mesh, 0, 3)
+def curves_in(path: Path, param_dtypes: Sequence[torch.dtype | None]) -> list[Curve]:
+    curves = []
+    for param_dtype in param_dtypes:
+        model, mesh = load_parts(path, (2, 2), True, dtype="float32")
+        shardconv_runtime.data_parallel(model, mesh, param_dtype=param_dtype)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        curves.append(train_parts(model, adamw(model), mesh, 0, 2))
+    return curves
 
 
 def test_mixed_precision_stays_near(outs: Callable[[str], Path]) -> None:
-    full, mixed = (run_processes(4, curve_in, outs("qwen3"), dtype)[0] for dtype in (None, torch.bfloat16))
+    full, mixed = run_processes(4, curves_in, outs("qwen3"), (None, torch.bfloat16))[0]
     assert difference(full.losses, mixed.losses) < 0.1
     assert 0 < abs(full.norms[0] - mixed.norms[0]) < 0.05 * full.norms[0]
 
@@ -145,6 +148,10 @@ def test_training_is_continued(num_rounds: int, outs: Callable[[str], Path], tmp
 # Gradients and their norm ----------------------------------------------------------------------------
 
 ORDERS = (2.0, math.inf, 1.0, 3.0)
+
+
+def norms_of(cases: Sequence[tuple[Path, str]]) -> list[list[float]]:
+    return [norms(path, wrapper, wrapper != "ddp") for path, wrapper in cases]
 
 
 def norms(path: Path, wrapper: str, sequence: bool) -> list[float]:
@@ -186,22 +193,25 @@ WRAPPED = [
 OTHERS = [case for case in itertools.product(TYPES, ("", "fsdp", "ddp")) if case not in WRAPPED]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "wrapper"), [*WRAPPED, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
-def test_every_element_counts_once(model_type: str, wrapper: str, outs: Callable[[str], Path]) -> None:
-    path = outs(model_type)
-    unsharded = load_unsharded(path.parent / "model")
+@pytest.mark.parametrize("cases", [WRAPPED, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_every_element_counts_once(cases: list[tuple[str, str]], outs: Callable[[str], Path]) -> None:
+    converted = [(outs(name), wrapper) for name, wrapper in cases]
+    found = run_processes(4, norms_of, converted)
+    assert all(each == found[0] for each in found)
+    for (path, _), norms_of_case in zip(converted, found[0], strict=True):
+        assert norms_of_case == pytest.approx(unsharded_norms(path.parent / "model"), rel=1e-12), path
+
+
+def unsharded_norms(path: Path) -> list[float]:
+    """Those that ``norms`` returns, of one process."""
+    unsharded = load_unsharded(path)
     unsharded_loss(unsharded, next(batches(0, 1))[0]).backward()  # type: ignore[no-untyped-call]
     gradients = [p.grad for p in unsharded.parameters() if p.grad is not None]
-    want = [torch.nn.utils.get_total_norm(gradients, order).item() for order in ORDERS]
+    found = [torch.nn.utils.get_total_norm(gradients, order).item() for order in ORDERS]
     torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1, norm_type=3.0)
-    want.append(torch.nn.utils.get_total_norm(gradients).item())
+    found.append(torch.nn.utils.get_total_norm(gradients).item())
     torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01)
-    want.append(torch.nn.utils.get_total_norm(gradients).item())
-    found = run_processes(4, norms, path, wrapper, wrapper != "ddp")
-    assert all(each == found[0] for each in found)
-    assert found[0] == pytest.approx(want, rel=1e-12)
+    return [*found, torch.nn.utils.get_total_norm(gradients).item()]
 
 
 def clip_nonfinite(path: Path) -> dict[float, list[Any]]:
@@ -302,10 +312,11 @@ def local(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("sequence", "wrapped"),
     [
-        (False, False),
         (True, True),
-        pytest.param(False, True, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((False, False), (False, True), (True, False))
+        ),
     ],
 )
 def test_recomputed_activations_give_the_same_gradients(
