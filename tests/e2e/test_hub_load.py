@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_errors, run_processes
+from forked import Forked
 from hub_server import HubServer
 from huggingface_hub import constants
 from quantized_checkpoints import dense_config, save_quantized
@@ -178,7 +177,7 @@ def test_a_killed_download_goes_on(hub: HubServer, out: Path, want: torch.Tensor
         f"r, m = f.find({CONVERTED!r}, f.Hub(), {TP})\n"
         "r.fetch(m.files_of(1))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], env=env)
+    process = Forked(exec, script, {}, env=env)
     blobs = tmp_path / "home" / "hub" / ("models--" + CONVERTED.replace("/", "--")) / "blobs"
     deadline = time.monotonic() + 60
     while not any(p.suffix != ".incomplete" and p.stat().st_size > 500_000 for p in blobs.glob("*")):
@@ -186,7 +185,7 @@ def test_a_killed_download_goes_on(hub: HubServer, out: Path, want: torch.Tensor
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate(60)
     complete = {p.name: p.stat().st_size for p in blobs.glob("*") if p.suffix != ".incomplete"}
     hub.faults.delay_s = 0.0
     time.sleep(1)  # what was on its way to the dead process is recorded

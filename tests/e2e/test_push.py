@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from converted import llama_plan, random_llama, write_directory
+from forked import Forked
 from hub_endpoints import Token
 from hub_server import HubServer
 from huggingface_hub import HfApi
-from places import ROOT
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
@@ -315,6 +313,13 @@ def test_a_damaged_directory_is_refused(
     assert (hub.requests, hub.store.repos) == ([], {})
 
 
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client tries again at once."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.usefixtures("no_waits")
 def test_errors_in_between_are_survived(hub: HubServer, out: Path) -> None:
     hub.faults.error_every, hub.faults.retry_after_s = 4, 0
     hub.faults.error_status = 503
@@ -342,6 +347,7 @@ class Recorded(Silent):
         yield advance
 
 
+@pytest.mark.usefixtures("no_waits")
 def test_progress_counts_every_byte_once(hub: HubServer, out: Path) -> None:
     hub.faults.error_every, hub.faults.only, hub.faults.retry_after_s = 3, "PUT", 0
     first, second = Recorded(), Recorded()
@@ -438,7 +444,7 @@ def test_a_killed_push_goes_on(hub: HubServer, tmp_path: Path) -> None:
         assert time.monotonic() < limit
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate(TIMEOUT_S)
     time.sleep(0.5)  # what is in its connections arrives
     done = hub.blobs & {manifest.sha256_of(path) for path in out.rglob("*.safetensors")}
     assert done
@@ -448,16 +454,15 @@ def test_a_killed_push_goes_on(hub: HubServer, tmp_path: Path) -> None:
     hub.faults.delay_s = 0
     before = len(hub.requests)
     process = start(hub, out, tmp_path / "home")
-    assert process.wait(TIMEOUT_S) == 0
+    process.communicate(TIMEOUT_S)
+    assert process.returncode == 0
     assert below(hub, "tp-4") == files_of(out)
     again = {r.path.split("/")[2] for r in hub.requests[before:] if r.method == "PUT"}
     assert not again & done
     assert total <= hub.uploaded <= total + branch.THREADS * largest
 
 
-def start(hub: HubServer, out: Path, home: Path) -> subprocess.Popen[bytes]:
+def start(hub: HubServer, out: Path, home: Path) -> Forked:
     """A push in a process of its own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **hub.environment(home, "hf_writer"), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "shardconv", "push", "-q", str(out), REPO]
-    return subprocess.Popen(command, env=environment)
+    argv = ["shardconv", "push", "-q", str(out), REPO]
+    return Forked(cli.main, argv=argv, env={**os.environ, **hub.environment(home, "hf_writer")})

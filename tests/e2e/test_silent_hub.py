@@ -25,7 +25,7 @@ from shardconv import cli
 from shardconv.publishing import branch
 
 REPO = "user/model"
-SHORT_S, LIMIT_S = 0.8, 16.0
+SHORT_S, LIMIT_S = 0.5, 12.0
 """The time-outs of the tests, and how long any of the calls may take with them."""
 
 
@@ -68,7 +68,7 @@ def recorded(hub: HubServer) -> list[Request]:
     known = -1
     while known != len(hub.requests):
         known = len(hub.requests)
-        time.sleep(0.3)
+        time.sleep(0.1)
     return hub.requests
 
 
@@ -167,7 +167,7 @@ def test_other_threads_of_the_client_are_watched(hub: HubServer) -> None:
 def test_slow_is_not_silent(hub: HubServer, out: Path) -> None:
     """Each piece comes in time, all together take longer than any time-out."""
     shardconv.push(out, REPO)
-    hub.faults.delay_s, hub.faults.chunk_bytes = SHORT_S / 3, 4000
+    hub.faults.delay_s, hub.faults.chunk_bytes = SHORT_S / 3, 10_000
     repository, found = fetch.find(REPO, Hub(), 2)
     repository.fetch(found.files_of(0))
     assert all((repository.directory / entry.path).is_file() for entry in found.files_of(0))
