@@ -129,14 +129,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Built:
 
 @ONE_TYPE
 def test_no_model_survives(source: Path, tmp_path: Path, built: Built) -> None:
-    for index in range(2):
-        shardconv.convert(source, tmp_path / f"out{index}", tp=2)
-        assert not built.alive()
-        shardconv.plan(source, tp=4)
-        assert not built.alive()
+    shardconv.convert(source, tmp_path / "out", tp=2)
+    assert not built.alive()
+    shardconv.plan(source, tp=4)
+    assert not built.alive()
     shardconv.convert(source, tmp_path / "one", tp=1)
     before = built.count
-    assert before >= 9, "one to trace, one to read the weights"
+    assert before >= 5, "one to trace, one to read the weights"
     for _ in range(2):
         model = shardconv_runtime.load(tmp_path / "one")
         assert model in built.models
@@ -171,7 +170,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     """Of Python objects: after the first time, what one plan leaves behind is nothing."""
     config = transformers.CONFIG_MAPPING["llama"](**CONFIGS["llama"] | {"num_hidden_layers": 1})
     counts = []
-    for _ in range(4):
+    for _ in range(3):
         shardconv.plan(config, tp=2, check=True)
         gc.collect()
         counts.append(len(gc.get_objects()))

@@ -34,9 +34,9 @@ import shardconv
 
 TP = 2
 NEW_TOKENS = 8
-PROMPTS = (7, 9, 9)
+PROMPTS = (7, 9)
 """Lengths."""
-LENGTHS = (7, 9, 12, 20)
+LENGTHS = (7, 9, 20)
 ONE_LENGTH = ("mixtral", "t5")
 """Of these one text is enough: olmo3 shows that a graph takes all further lengths."""
 
@@ -48,7 +48,7 @@ SHOWN_ELSEWHERE = ("llama", "gemma2", "gpt2", "olmo2", "bert")
 """Slow tests: olmo3 has windows and norms over a sharded dim, code is generated for gpt2, and t5 has an
 encoder."""
 
-NUM_LAYERS = {"llama": LAYERS, "gemma2": LAYERS}
+NUM_LAYERS = {"gemma2": LAYERS}
 """Where it is not one: each graph takes seconds to capture."""
 
 SINGLE = ("gemma2", "mixtral")
@@ -290,7 +290,7 @@ def test_logits_and_tokens(case: Case) -> None:
 def test_number_of_graphs(case: Case) -> None:
     """One for the first length, one for all others; one for all steps of decoding, and for later calls."""
     for rank in case.ranks:
-        assert rank.forward == [1, 2, 2, 2][: len(lengths_of(case.name))]
+        assert rank.forward == [1, 2, 2][: len(lengths_of(case.name))]
         assert rank.generate == graphs_of_generate(case)
 
 
@@ -298,7 +298,7 @@ def graphs_of_generate(case: Case) -> list[int]:
     """A decoder alone takes all lengths with one graph; a cache beside an encoder has its length."""
     if not case.unsharded.tokens:
         return []
-    return [1, 2, 2] if case.name == "t5" else [1, 1, 1]
+    return [1, 2] if case.name == "t5" else [1, 1]
 
 
 def test_collectives_of_each_graph(case: Case) -> None:
@@ -338,7 +338,7 @@ def test_a_model_that_the_user_compiles(converted: Callable[[str], Converted]) -
     want = logits_of(converted("llama").unsharded(torch.float64), 7)
     for logits, graphs in run_processes(TP, compiled_by_the_user, converted("llama").out):
         assert error(logits, want) < 1e-6
-        assert graphs.collectives == [{"all_gather_into_tensor": 2 + 2 * LAYERS}]
+        assert graphs.collectives == [{"all_gather_into_tensor": 2 + 2}]
 
 
 def with_own_all_reduce(path: Path) -> tuple[Tensor, Tensor]:
@@ -456,7 +456,11 @@ def test_generated_code(converted: Callable[[str], Converted], tmp_path: Path) -
     """By Inductor, as torch.compile does unless told otherwise: one graph, since each takes long."""
     unsharded = converted("gpt2").unsharded(torch.float32)
     want = unsharded.generate(**text(7), max_new_tokens=NEW_TOKENS, do_sample=False)
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    env = {
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "ATEN_CPU_CAPABILITY": "default",  # else it is tried which instructions there are, by compiling
+    }
     for tokens in run_processes(TP, generated, converted("gpt2").out, env=env):
         assert torch.equal(tokens, want)
     assert list(tmp_path.rglob("*.py")), "there is code"

@@ -83,7 +83,11 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("model_type", "shape", "sequence"),
-    [("qwen3", (2, 2), True), ("gpt2", (2, 2), False), ("phi3", (2, 1, 2), False)],
+    [
+        ("qwen3", (2, 2), True),
+        ("phi3", (2, 1, 2), False),
+        pytest.param("gpt2", (2, 2), False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_in_parts_trains_as_one_that_was_split(
     model_type: str, shape: tuple[int, ...], sequence: bool, outs: Callable[[str], Path], tmp_path: Path
@@ -113,7 +117,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2, 1)])
+@pytest.mark.parametrize("shape", [(4, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
 def test_processes_without_rows(shape: tuple[int, ...], narrow: Path, tmp_path: Path) -> None:
     """As many shards as processes, or replicas of shards."""
     run_processes(4, train_both, narrow, shape, False, tmp_path)

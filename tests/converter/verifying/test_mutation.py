@@ -46,7 +46,7 @@ from shardconv.verifying.shrinking import small_shapes
 from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
-MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "10"))
+MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "8"))
 """Corrupted plans of each model; many more for a long search."""
 TOLERANCE = 1e-9
 
@@ -297,6 +297,7 @@ TALLY = Tally()
 @pytest.mark.parametrize("case", CASES)
 def test_no_corruption_escapes(case: str, count: int) -> None:
     TALLY.cases.add(case)
+    count += 4 * ("norm" in case)  # some kinds of corruptions are possible there alone
     make, tp = CASES[case]
     right = solved(make(), tp, "ep" if case == "whole experts" else "tp")
     truth = Truth(right.model, other_inputs(right))
@@ -329,7 +330,7 @@ SHOWN_BY_OTHERS = ("transposed fused", "experts")
 """Slow tests: fused weights and experts are made smaller in other cases, too."""
 
 
-@pytest.mark.parametrize("count", [MUTANTS, pytest.param(40 * MUTANTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [MUTANTS // 2, pytest.param(40 * MUTANTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SHOWN_BY_OTHERS)) for c in WIDE_CASES]
 )
