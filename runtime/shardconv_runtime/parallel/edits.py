@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -106,10 +107,16 @@ class _Followed:
 
 def _follow(own: Any, config: Any) -> None:
     """Have a copied config name the implementations that the original names, whenever these change."""
-    kind = type(own)
-    names = [name for name in IMPLEMENTATIONS if hasattr(kind, name)]
     object.__setattr__(own, "_followed", _Followed(config))
-    object.__setattr__(own, "__class__", type(kind.__name__, (kind,), {n: _of_original(n) for n in names}))
+    kind: Any = type(own)
+    object.__setattr__(own, "__class__", _following(kind))
+
+
+@cache
+def _following(kind: type) -> type:
+    """The class of such copies, which is made once: transformers' classes of configs take milliseconds."""
+    names = [name for name in IMPLEMENTATIONS if hasattr(kind, name)]
+    return type(kind.__name__, (kind,), {name: _of_original(name) for name in names})
 
 
 def _of_original(name: str) -> property:
