@@ -118,8 +118,15 @@ def on_rank(found: Directories) -> list[tuple[int, Tensor]]:
     return [run(plain), run(fused), run(fused, inference=True), run(by_plan), run(other), run(cast)]
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("llama", 1),
+        *((name, 2) for name in PRODUCTS if name != "llama"),
+        pytest.param("llama", 2, marks=pytest.mark.slow),
+        *(pytest.param(name, 1, marks=pytest.mark.slow) for name in PRODUCTS if name != "llama"),
+    ],
+)
 def test_fewer_products_and_the_same_logits(converted: Convert, name: str, tp: int) -> None:
     found = converted(name, tp)
     model_class = type(make_model(name))

@@ -14,6 +14,7 @@ from checkpoints import save_causal
 from distributed import run_processes
 from habits import HABITS, REFUSED, Place
 from shardconv_runtime import ShardconvError
+from warm_compiler import warm_up
 
 import shardconv
 
@@ -27,6 +28,7 @@ Outcome = list[torch.Tensor] | str
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], list[dict[str, Outcome]]]:
     """Of the unsharded model, and of each rank."""
+    warm_up()
     root = tmp_path_factory.mktemp("habits")
     plain = save_causal("gpt2", root / "gpt2")  # a tied head, biases, embeddings that are summed, dropout
     shardconv.convert(plain, root / "out", tp=2)

@@ -115,7 +115,12 @@ MODELS = {
     "encoder and decoder": lambda: of_the_zoo("t5", "seq2seq"),
     "images": lambda: of_the_zoo("qwen2_vl", "other"),
 }
-SHOWN_BY_OTHERS = ("tied", "fused projections", "experts one by one")
+SHOWN_BY_OTHERS = (
+    "tied",
+    "fused projections",
+    "heads interleaved in one projection",
+    "experts one by one",
+)
 """Slow tests: a mechanism of theirs is met in another model, beside more."""
 
 

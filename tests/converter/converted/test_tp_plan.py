@@ -54,7 +54,9 @@ class TestRules:
     """What is expressed."""
 
     @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+    @pytest.mark.parametrize(
+        "model_type", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "qwen2", "qwen3", "gemma2"]
+    )
     def test_dense_decoders_get_the_rules_that_they_come_with(self, model_type: str, tp: int) -> None:
         own = {f"model.{name}": style for name, style in config(model_type).base_model_tp_plan.items()}
         assert rules_of(model_type, tp) == own | ENDS

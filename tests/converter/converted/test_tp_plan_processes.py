@@ -40,8 +40,8 @@ CASES: dict[str, tuple[str, int, Callable[[Plan], Plan]]] = {
     "whole mlp": ("llama", 2, with_whole_mlp),
     "gathered mlp": ("llama", 2, with_gathered_mlp),
 }
-SHOWN_BY_OTHERS = ("llama-4", "experts-4", "norms of heads")
-"""Slow tests: the rules of two ranks on four, and a type without a rule that others lack."""
+SHOWN_BY_OTHERS = ("llama-4", "experts", "experts-4", "norms of heads", "whole mlp")
+"""Slow tests: the rules of two ranks on four, and types without a rule that others lack."""
 IDS = torch.tensor([[11, 45, 3, 37, 30, 9, 21], [8, 7, 61, 58, 5, 54, 19]])
 NEW_TOKENS = 6
 COLLECTIVES = {

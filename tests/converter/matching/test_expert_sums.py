@@ -90,8 +90,8 @@ def reductions(plan: Plan, part: str) -> list[str]:
 @pytest.mark.parametrize(
     ("model_type", "tp"),
     [
-        ("mixtral", 2),
         ("gpt_oss", 3),
+        pytest.param("mixtral", 2, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 4, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 3, marks=pytest.mark.slow),
     ],

@@ -373,7 +373,7 @@ def solved(block: type[nn.Module], guild: type[nn.Module] | None = None, tp: int
     return solve_plan(spec(model_with(block, guild), **sizes), SolveOptions(tp, experts="ep"))
 
 
-@pytest.mark.parametrize("tp", [2, 3, 5])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("block", [Town, OneEach, Everyone])
 def test_signatures(block: type[nn.Module], tp: int) -> None:
     plan = solved(block, tp=tp)

@@ -40,15 +40,15 @@ def causal(name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "changes", "found"),
     [
-        ("llama", {}, {QKV, GATED}),
         ("llama", {"num_key_value_heads": 1}, {QKV, GATED}),
         ("qwen2", {}, {QKV, GATED}),
         ("mixtral", {}, {QKV}),
         ("phi3", {}, set()),
         ("gpt2", {}, set()),
+        pytest.param("llama", {}, {QKV, GATED}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_groups_of_models(name: str, changes: Any, found: set[tuple[str, ...]], tp: int) -> None:
     assert kinds(plan_of(causal(name, **changes), tp)) == found
 

@@ -29,7 +29,7 @@ CONFIGS: dict[str, Any] = {
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("tp", [2, 3, 8])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3, 8])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_products_of_an_adapter_are_laid_out_as_the_weight(kind: str, tp: int) -> None:
     config = type(CONFIGS[kind]).from_dict({**CONFIGS[kind].to_dict(), **SIZES, "vocab_size": 128})

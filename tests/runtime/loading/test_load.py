@@ -55,8 +55,18 @@ def run_model(path: Path) -> dict[str, Any]:
     return {"logits": logits, "greedy": greedy, "sampled": sampled, "counts": counts}
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)])
+@pytest.mark.parametrize(
+    ("mesh_shape", "tied"),
+    [
+        ((1,), True),
+        ((2,), True),
+        ((2, 2), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (((1,), True), ((2,), False), ((2, 2), True))
+        ),
+    ],
+)
 def test_same_logits_and_tokens(tmp_path: Path, mesh_shape: Mesh, tied: bool) -> None:
     path, model = converted(tmp_path, mesh_shape, tie_word_embeddings=tied)
     ids = torch.tensor(IDS)
