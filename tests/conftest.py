@@ -44,6 +44,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
     """The same for what the tests before have imported: a compiler has a million objects."""
+    gc.collect()
     gc.freeze()
 
 

@@ -17,7 +17,7 @@ import pytest
 import shardconv_runtime
 import torch
 from checkpoints import save_causal
-from distributed import run_errors
+from distributed import run_errors, run_errors_of_each
 from safetensors.torch import load_file, save_file
 from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format.manifest import rank_directory
@@ -73,37 +73,33 @@ def change_config(out: Path, root: Path) -> None:
     (out / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "says"),
-    [
-        (lose_common, CheckpointError, "common"),
-        (take_rank_of_other_tp, CheckpointError, rank_directory(1, 2)),
-        (take_rank_of_other_model, CheckpointError, rank_directory(1, 2)),
-        (take_plan_of_other_tp, ShardconvError, "plan.json"),
-        (take_plan_and_manifest_of_other_tp, CheckpointError, rank_directory(0, 4)[-8:]),
-        (lose_manifest, CheckpointError, "manifest.json"),
-        (change_config, ShardconvError, "config.json"),
-    ],
-)
-def test_every_rank_raises(
-    conversions: Path,
-    tmp_path: Path,
-    change: Callable[[Path, Path], None],
-    kind: type[ShardconvError],
-    says: str,
-) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(conversions / "llama-2", out)
-    change(out, conversions)
+CHANGES: dict[Callable[[Path, Path], None], tuple[type[ShardconvError], str]] = {
+    lose_common: (CheckpointError, "common"),
+    take_rank_of_other_tp: (CheckpointError, rank_directory(1, 2)),
+    take_rank_of_other_model: (CheckpointError, rank_directory(1, 2)),
+    take_plan_of_other_tp: (ShardconvError, "plan.json"),
+    take_plan_and_manifest_of_other_tp: (CheckpointError, rank_directory(0, 4)[-8:]),
+    lose_manifest: (CheckpointError, "manifest.json"),
+    change_config: (ShardconvError, "config.json"),
+}
+"""What some rank raises, and what all say."""
+
+
+def test_every_rank_raises(conversions: Path, tmp_path: Path) -> None:
+    for change in CHANGES:
+        shutil.copytree(conversions / "llama-2", tmp_path / change.__name__)
+        change(tmp_path / change.__name__, conversions)
+    calls = [(tmp_path / change.__name__,) for change in CHANGES]
     begin = time.monotonic()
-    errors = run_errors(2, shardconv_runtime.load, out)
+    found = run_errors_of_each(2, shardconv_runtime.load, calls)
     assert time.monotonic() - begin < 60
-    assert any(isinstance(error, kind) for error in errors)
-    for error in errors:
-        assert isinstance(error, ShardconvError)
-        assert says in str(error)
-        assert "\n" not in str(error)
-        assert len(str(error)) < 500
+    for errors, (kind, says) in zip(found, CHANGES.values(), strict=True):
+        assert any(isinstance(error, kind) for error in errors)
+        for error in errors:
+            assert isinstance(error, ShardconvError)
+            assert says in str(error)
+            assert "\n" not in str(error)
+            assert len(str(error)) < 500
 
 
 def train(path: Path) -> None:
