@@ -69,8 +69,8 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def fitted(text: str, size: float, width: float, *, bold: bool = False) -> str:
-    """Text without its middle, if it is wider than ``width``."""
-    if text_width(text, size, bold=bold) <= width:
+    """Text without its middle, if it is wider than ``width``; two characters stay."""
+    if len(text) < 3 or text_width(text, size, bold=bold) <= width:
         return text
     kept = len(text)
     while kept > 2 and text_width(_shortened(text, kept), size, bold=bold) > width:

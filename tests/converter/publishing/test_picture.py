@@ -10,7 +10,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
@@ -272,6 +272,7 @@ def test_many_stretches_are_few() -> None:
 
 
 @given(text=st.text(max_size=80), width=st.floats(20, 400))
+@example(text="⺁⺁", width=20.0)
 @settings(deadline=None)
 def test_text_is_shortened_to_its_width(text: str, width: float) -> None:
     shown = fitted(text, 11.0, width)
