@@ -219,7 +219,7 @@ def trained(adapted: Callable[[int], Adapted]) -> Callable[[str], Any]:
     return cache(lambda split: run_processes(4, train_new, found, split)[0])
 
 
-@pytest.mark.parametrize("split", ["afterwards", "while loading"])
+@pytest.mark.parametrize("split", [pytest.param("afterwards", marks=pytest.mark.slow), "while loading"])
 def test_a_new_adapter_is_trained_as_in_one_process(
     adapted: Callable[[int], Adapted], trained: Callable[[str], Any], split: str
 ) -> None:

@@ -369,7 +369,9 @@ def gathered_again(path: Path, shape: tuple[int, ...]) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize(("model_type", "shape"), [("qwen3", (2, 2)), ("gpt2", (1, 2))])
+@pytest.mark.parametrize(
+    ("model_type", "shape"), [("qwen3", (2, 2)), pytest.param("gpt2", (1, 2), marks=pytest.mark.slow)]
+)
 def test_activations_are_gathered_again(
     model_type: str, shape: tuple[int, ...], outs: Callable[[str], Path]
 ) -> None:

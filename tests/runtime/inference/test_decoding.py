@@ -46,8 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
 """Positions that rotate, that are learned, that are slopes; windows in all layers, in some; states alone,
 states and attention; latent attention with experts."""
 
-SHOWN_ELSEWHERE = ("gpt2", "mistral", "mamba2")
-"""Slow tests: real processes have learned positions, gemma2 windows, and bamba states."""
+SHOWN_ELSEWHERE = ("llama", "gpt2", "mistral", "mamba2")
+"""Slow tests: llama is the model of all other tests here, real processes have learned positions, gemma2
+windows, and bamba states."""
 
 REASON = "decodes in the ordinary way"
 DROPS_MASKS = "_mask_length" in inspect.getsource(transformers.GenerationMixin.generate)
