@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardconvError
+from .early_receives import Traffic
 
 Crossing = tuple[str, int]
 """A value that other stages need: the FQN of the module that returns it, and its place among its results."""
@@ -80,8 +81,11 @@ class StageLink(ABC):
         """Set while a schedule of microbatches sends and receives in place of the running calls."""
         self.shares_results = True
         """Whether each call of the model gives its results to all stages; else only the last one has them."""
-        self.outgoing: list[Any] | None = None
-        """What ``send`` has begun, to be waited for by whoever set this to a list; None: it waits itself."""
+        self.outgoing: list[tuple[int, Any, Tensor]] | None = None
+        """Where whoever set this to a list finds what ``send`` has begun: stage, work, tensor; None: it waits
+        itself."""
+        self.received: list[tuple[int, Tensor]] | None = None
+        """Where whoever set this to a list finds what came from which stage."""
 
     @property
     def is_last(self) -> bool:
@@ -125,6 +129,21 @@ class StageLink(ABC):
     @abstractmethod
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
         """The tensor of this (local) shape that an earlier stage sends next."""
+
+    def receive_early(  # noqa: B027, a link may have nothing to do
+        self, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int
+    ) -> None:
+        """Be ready for the next calls before they are made, where that is of use; all stages call this.
+
+        Args:
+            seen: what one call exchanged; each of the next ones has as many messages.
+            num_tokens: of that call.
+            most_tokens: of the next ones.
+            num_calls: to be ready for.
+        """
+
+    def stop_early(self) -> None:  # noqa: B027
+        """Receive as before; all stages call this after the same call."""
 
     @abstractmethod
     def share(self, results: Sequence[Tensor]) -> None:

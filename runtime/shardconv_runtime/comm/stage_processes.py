@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
+from .early_receives import EarlyReceives, Traffic
 from .mesh import Launch
 from .process_groups import axes_group, control_group, warm_up
 from .stage_link import StageLink
@@ -68,24 +69,42 @@ class ProcessLink(StageLink):
         self.group = group
         self.sent_bytes = 0
         """So far, to other stages, results that are shared left out."""
+        self.early: EarlyReceives | None = None
 
     def send(self, x: Tensor, stages: Sequence[int]) -> None:
         """Send to each stage; returns when the tensor may be changed."""
         sends, x = self.outgoing, x.detach().contiguous()
         if sends is not None:
             x = x.clone()  # the model may change it before it is sent
+        if self.early is not None:
+            self.early.check(x)
         for stage in stages:
             if sends is None:
                 dist.send(x, group=self.group, group_dst=stage)
             else:
-                sends.append((dist.isend(x, group=self.group, group_dst=stage), x))
+                sends.append((stage, dist.isend(x, group=self.group, group_dst=stage), x))
             self.sent_bytes += x.nbytes
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
+        if self.early is not None:
+            return self.early.take(shape, dtype, source)
         found = torch.empty(tuple(shape), dtype=dtype, device=device)
         dist.recv(found, group=self.group, group_src=source)
+        if self.received is not None:
+            self.received.append((source, found))
         return found
+
+    def receive_early(self, seen: Traffic, num_tokens: int, most_tokens: int, num_calls: int) -> None:
+        """Over gloo, have buffers for the next calls."""
+        if dist.get_backend(self.group) == "gloo":
+            self.early = EarlyReceives(self.group, seen, num_tokens, most_tokens, num_calls)
+
+    def stop_early(self) -> None:
+        """Use up the buffers."""
+        if self.early is not None:
+            self.early.close()
+            self.early = None
 
     def share(self, results: Sequence[Tensor]) -> None:
         """Broadcast each from the last stage."""

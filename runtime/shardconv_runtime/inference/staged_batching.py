@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
+from ..comm.early_receives import Traffic
 from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import LaunchError
@@ -31,19 +32,20 @@ class _Step:
     Attributes:
         requests: of transformers, as they will be when the tokens are known.
         tokens: what the last stage chose, int32 ``[1 or 2, requests]``, and the messages that they need.
-        sends: of hidden states.
+        sends: of hidden states: stage, work, tensor.
     """
 
     requests: list[Any]
     tokens: Tensor
     messages: list[Message]
-    sends: list[tuple[Any, Tensor]]
+    sends: list[tuple[int, Any, Tensor]]
 
 
 class StagedBatchingManager(RankBatchingManager):
     """The manager of a rank of a stage; made from transformers' own by ``on_stage``."""
 
     _link: StageLink
+    _is_early: bool
     _flight: deque[_Step]
     _in_flight: StepsInFlight
     distributed_helper: StageCoordinator
@@ -62,7 +64,7 @@ class StagedBatchingManager(RankBatchingManager):
         """
         made = cls.adopt(manager, start)
         assert isinstance(made, cls)
-        made._link, made._flight = link, deque()
+        made._link, made._flight, made._is_early = link, deque(), False
         made.num_microbatches = num_microbatches
         timeout_s = made.continuous_batching_config.cpu_group_timeout
         draws = link.is_last and bool(made.generation_config.do_sample)
@@ -96,6 +98,8 @@ class StagedBatchingManager(RankBatchingManager):
         ):
             while self._flight:
                 self._end_step()
+            self._link.stop_early()
+            self._is_early = False
             self.distributed_helper.close()
             return False
         self._wake_up_loop.wait(timeout=0.1)
@@ -106,8 +110,9 @@ class StagedBatchingManager(RankBatchingManager):
         """Compute what this stage does in a step. The last one chooses tokens, the others expect them."""
         tokens = self.batch_processor.inputs_and_outputs.output_ids
         shape = tokens.shape[0], self.batch_processor.inputs_and_outputs.num_request_in_batch
-        sends: list[tuple[Any, Tensor]] = []
-        self._link.outgoing = sends
+        sends: list[tuple[int, Any, Tensor]] = []
+        received: list[tuple[int, Tensor]] = []
+        self._link.outgoing, self._link.received = sends, received
         try:
             if self._link.is_last:
                 super()._generation_step()
@@ -118,15 +123,28 @@ class StagedBatchingManager(RankBatchingManager):
                 self._send_tokens(torch.full(shape, -1 - self._start.rank, dtype=torch.int32))
             raise
         finally:
-            self._link.outgoing = None
+            self._link.outgoing = self._link.received = None
         if self._link.is_last:
             own = tokens[:, : shape[1]].to("cpu", torch.int32, copy=True)
             messages = self._send_tokens(own)
         else:
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
             own = messages[0].content
+        if not self._is_early:
+            self._receive_early(sends, received)
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
         self._flight.append(_Step(requests, own, messages, sends))
+
+    def _receive_early(
+        self, sends: list[tuple[int, Any, Tensor]], received: list[tuple[int, Tensor]]
+    ) -> None:
+        """Be ready for what the next steps bring: what the first one brought, of more tokens."""
+        processor = self.batch_processor
+        sent = tuple((stage, x.nbytes) for stage, _, x in sends)
+        seen = Traffic(sent, tuple((stage, x.nbytes) for stage, x in received))
+        num_tokens = processor.inputs_and_outputs.num_q_tokens
+        self._link.receive_early(seen, num_tokens, processor.max_batch_tokens, self.num_microbatches)
+        self._is_early = True
 
     def _forward(self) -> None:
         """Call the model without choosing tokens."""
@@ -155,7 +173,7 @@ class StagedBatchingManager(RankBatchingManager):
         first = int(step.tokens[0, 0])
         if first < 0:
             raise LaunchError(f"rank {-1 - first} failed while it answered requests; its own output says why")
-        for work, _ in step.sends:
+        for _, work, _ in step.sends:
             work.wait()
         processor = self.batch_processor
         outputs, number = processor.inputs_and_outputs, len(step.requests)
