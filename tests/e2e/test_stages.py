@@ -165,8 +165,7 @@ def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
     ("options", "argument"),
     [
         ({"sequence_parallel": True}, "sequence_parallel=True"),
-        ({"compile": True}, "compile=True"),
-        ({"fuse": True}, "fuse=True"),
+        ({"gather_logits": False}, "gather_logits=False"),
     ],
 )
 def test_what_does_not_know_stages_is_refused(options: dict[str, Any], argument: str, tmp_path: Path) -> None:

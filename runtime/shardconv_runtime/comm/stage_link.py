@@ -86,6 +86,10 @@ class StageLink(ABC):
         itself."""
         self.received: list[tuple[int, Tensor]] | None = None
         """Where whoever set this to a list finds what came from which stage."""
+        self.inbox: list[Tensor] | None = None
+        """What came before the call, in which ``receive`` takes it from here; None: it waits for it."""
+        self.outbox: list[tuple[Tensor, tuple[int, ...]]] | None = None
+        """Where ``send`` leaves what is to be sent after the call, and to which stages; None: it sends it."""
 
     @property
     def is_last(self) -> bool:

@@ -73,6 +73,9 @@ class ProcessLink(StageLink):
 
     def send(self, x: Tensor, stages: Sequence[int]) -> None:
         """Send to each stage; returns when the tensor may be changed."""
+        if self.outbox is not None:
+            self.outbox.append((x, tuple(stages)))
+            return
         sends, x = self.outgoing, x.detach().contiguous()
         if sends is not None:
             x = x.clone()  # the model may change it before it is sent
@@ -87,6 +90,8 @@ class ProcessLink(StageLink):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
         """Wait for the next tensor of a stage."""
+        if self.inbox is not None:
+            return self.inbox.pop(0)
         if self.early is not None:
             return self.early.take(shape, dtype, source)
         found = torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -46,7 +46,7 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
         """A function of ours around torch's: Dynamo skips torch's own first function, and the hooks in it."""
         return call(*args, **kwargs)
 
-    compile = partial(_as_one_graph, same_bits=same_bits)
+    compile = partial(as_one_graph, same_bits=same_bits)
     general = compile(with_hooks)
     decoder = _decoder(model, with_hooks, compile, records=cuda_graphs)
 
@@ -55,19 +55,19 @@ def compile_model(model: nn.Module, *, cuda_graphs: bool, same_bits: bool = Fals
             return call(*args, **kwargs)
         refresh_fused(model)
         caches = [value for value in (*args, *kwargs.values()) if getattr(value, "is_compileable", False)]
-        if caches and not all(_is_allocated(cache) for cache in caches):
+        if caches and not all(is_allocated(cache) for cache in caches):
             return call(*args, **kwargs)
         try:
             return general(*args, **kwargs)
         except NOT_ONE_GRAPH as error:  # on all ranks, before anything is computed
             raise PlanError(
                 "compile=True makes one graph of the forward pass, and the model's code cannot be captured "
-                f"as one: {_first_line(error)}; load without compile=True, and torch.compile(model) if "
+                f"as one: {first_line(error)}; load without compile=True, and torch.compile(model) if "
                 "several graphs will do"
             ) from error
 
     model._compiled_call_impl = compiled
-    _decode_from_static_cache(model)
+    decode_from_static_cache(model)
 
 
 def _decoder(
@@ -95,7 +95,7 @@ def warm_up_decoding(model: nn.Module, sizes: Iterable[tuple[int, int]]) -> None
             raise PlanError("warm_up: this model has no decoding with one graph for each token; leave it out")
 
 
-def _as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:
+def as_one_graph(function: Callable[..., Any], *, same_bits: bool) -> Callable[..., Any]:
     options: dict[str, Any] | None = {"deterministic": True} if same_bits else None
     return torch.compile(function, fullgraph=True, options=options, **_own_limit())
 
@@ -109,13 +109,13 @@ def _own_limit() -> dict[str, Any]:
     return {}  # this version of torch has one limit for all
 
 
-def _is_allocated(cache: Any) -> bool:
+def is_allocated(cache: Any) -> bool:
     """Whether a cache has its memory; the cache of an encoder and a decoder consists of two."""
     parts = [part for part in vars(cache).values() if hasattr(part, "is_compileable")]
-    return all(map(_is_allocated, parts)) if parts else bool(cache.is_initialized)
+    return all(map(is_allocated, parts)) if parts else bool(cache.is_initialized)
 
 
-def _decode_from_static_cache(model: nn.Module) -> None:
+def decode_from_static_cache(model: nn.Module) -> None:
     """Let ``generate`` use the calls above, with a cache of fixed size where the model supports one."""
     config = getattr(model, "generation_config", None)
     if config is None:
@@ -125,5 +125,5 @@ def _decode_from_static_cache(model: nn.Module) -> None:
         config.cache_implementation = "static"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

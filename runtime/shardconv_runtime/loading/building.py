@@ -77,8 +77,6 @@ class Wanted:
         return {
             "sequence_parallel=True": self.sequence_parallel,
             "adapter=": self.adapter is not None,
-            "compile=True": self.compiled,
-            "fuse=True": self.fuse,
             "gather_logits=False": self.gather_logits is False,
             "all_reduce=": self.all_reduce is not None,
         }
@@ -182,14 +180,23 @@ class Building:
         )
         model = unwrapped(built)
         if self.compiled:
-            from ..inference.compiling import compile_model
-
-            compile_model(model, cuda_graphs=launching.can_capture(start), same_bits=start.world_size > 1)
+            self._compile(model, place)
         if start.world_size > 1 or self.wanted.over_mesh:
             from .several_ranks import guard
 
             guard(model, start, training=self.wanted.training, check_inputs=self.check_inputs)
         return built
+
+    def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:
+        if place is None:
+            from ..inference.compiling import compile_model
+
+            several = self.start.world_size > 1
+            compile_model(model, cuda_graphs=launching.can_capture(self.start), same_bits=several)
+            return
+        from ..inference.staged_compiling import compile_stage
+
+        compile_stage(model, self.start, place.link, same_bits=place.ranks.world_size > 1)
 
     def _built(self, comm: Communicator, given: Stored | None, place: StageProcesses | None) -> nn.Module:
         checked, wanted = self.checked, self.wanted
@@ -200,10 +207,12 @@ class Building:
         arguments: Mapping[str, Sequence[str]] = {}
         absent: Collection[str] = ()
         if place is not None:
+            from ..format.stage_part import of_stage
             from ..format.staged_names import absent_modules
             from ..parallel.stage_model import argument_names
 
             arguments, absent = argument_names(model, plan), absent_modules(plan, place.number)
+            built = replace(built, fused=of_stage(built, place.number).fused)
         stage: StageModel | None = None
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         packed = None
@@ -229,14 +238,13 @@ class Building:
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed)
         if place is not None:
-            from ..format.stage_part import of_stage
             from ..format.staged_names import held_by
             from .staged_models import keep_own
 
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, training=wanted.training)
             weights = checked.checkpoint and held_by(plan, place.number, checked.checkpoint)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
-            built = replace(checked.plan, fused=())
+            built = replace(checked.plan, fused=built.fused)
         if wanted.verify:
             from .file_checksums import verify_checksums
 

@@ -94,7 +94,8 @@ def load(
         regather: in training with sequence parallelism, keep this rank's part of activations that a parallel
             block gathers, and gather them again in the backward pass; by default those of 1 MiB and more.
         compile: run each forward pass as one compiled graph, and let ``generate`` decode with one graph for
-            each token, on GPUs a CUDA graph. ``torch.compile(model)`` works as well.
+            each token, on GPUs a CUDA graph. ``torch.compile(model)`` works as well. With stages, what a
+            stage computes between its messages is a graph, and tokens are chosen outside.
         warm_up: with ``compile``, sizes ``(batch, length in tokens)`` for which to compile and record
             decoding before this call returns; the largest first.
         gather_logits: if False, each rank keeps its shard of the logits' last dim. The model then

@@ -8,7 +8,6 @@ element, since code asks the first layer of a cache for its length.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,7 +269,14 @@ class _Forms:
         if not dim.of:
             return lambda given: size
         paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
-        return lambda given: size * math.prod(self._required(given, path).shape[d] for path, d in paths)
+
+        def product(given: Mapping[str, Any]) -> int:
+            found = size
+            for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
+                found = found * self._required(given, path).shape[d]
+            return found
+
+        return product
 
     def _required(self, given: Mapping[str, Any], path: Sequence[str]) -> Tensor:
         value = _found(given, path)
