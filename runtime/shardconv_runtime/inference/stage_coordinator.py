@@ -22,8 +22,8 @@ from ..comm.mesh import Launch
 from ..comm.process_groups import PATIENT_TIMEOUT_S
 from .step_coordinator import TELL_S, StepCoordinator, checksum
 
-_DECISION, _REPORT, _PAYLOAD, _TOKENS = range(1, 5)
-"""Tags of messages."""
+_DECISION, _REPORT, _PAYLOAD, _TOKENS = range(2**30, 2**30 + 4)
+"""Tags of messages; torch counts from 0 for the barrier of transformers' ``pause``."""
 
 _NONE = -(2**40)
 """In place of a random state, by ranks that draw no tokens: less than any."""
@@ -57,7 +57,8 @@ class StageCoordinator(StepCoordinator):
         self._timeout = timedelta(seconds=PATIENT_TIMEOUT_S if timeout_s is None else timeout_s)
         self._most_steps = most_steps
         self._others = range(1, start.world_size) if start.rank == 0 else (0,)
-        self._num_steps = 0
+        self._num_steps = self._paused = 0
+        """And the step at which all ranks paused last."""
         self._expected: dict[int, Message] = {}
         self._sent: deque[list[Message]] = deque()
 
@@ -85,7 +86,12 @@ class StageCoordinator(StepCoordinator):
             decision = self._next(0)
         else:
             reports = [] if self._num_steps < self._most_steps else [self._next(r) for r in self._others]
+            if self._num_steps - self._most_steps < self._paused:
+                for report in reports:
+                    report[2] = 0  # the pause that it asked for has been
             decision = torch.stack([numbers, *reports]).amax(0)
+            if decision[2]:
+                self._paused = self._num_steps
             self._send(decision, _DECISION)
         found: list[int] = decision.tolist()
         return found
@@ -122,7 +128,7 @@ class StageCoordinator(StepCoordinator):
         for message in self._expected.values():
             message.wait(self._timeout)
         self._forget_sent(0)
-        self._expected, self._num_steps = {}, 0
+        self._expected, self._num_steps, self._paused = {}, 0, 0
 
     def tell_failure(self) -> None:
         """Have the others raise at their next step, if they have not heard of it."""
