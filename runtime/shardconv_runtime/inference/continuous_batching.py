@@ -93,8 +93,10 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         in_flight = _microbatches(num_microbatches, link, config)
         heads, error = attempt(lambda: cached_heads(self, link))
         agree(start, error)
-        kinds = exchange(start, [] if link is None else kinds_of_layers(self, heads.layers))
-        paged = PagedModel(self, heads, link, kinds_of_stages(kinds, start.rank))
+        kinds: list[str] = []
+        if link is not None:
+            kinds = kinds_of_stages(exchange(start, kinds_of_layers(self, heads.layers)), start.rank)
+        paged = PagedModel(self, heads, link, kinds)
         make = type(self).init_continuous_batching
         manager, error = attempt(lambda: make(paged, generation_config, config, workload_hints))
         if isinstance(manager, RankBatchingManager):
