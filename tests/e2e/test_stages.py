@@ -166,6 +166,7 @@ def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
     [
         ({"sequence_parallel": True}, "sequence_parallel=True"),
         ({"gather_logits": False}, "gather_logits=False"),
+        ({"training": True, "compile": True}, "compile=True with training=True"),
     ],
 )
 def test_what_does_not_know_stages_is_refused(options: dict[str, Any], argument: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class Wanted:
             "adapter=": self.adapter is not None,
             "gather_logits=False": self.gather_logits is False,
             "all_reduce=": self.all_reduce is not None,
+            "compile=True with training=True": self.compiled and self.training,
         }
 
     @property
