@@ -322,3 +322,21 @@ def test_data_parallel_processes_read_their_parts(
     shards = {p.name for p in (tmp_path / "out").rglob("*.safetensors")}
     served = {name: n for name, n in hub.served().items() if Path(name).name in shards}
     assert served == {name: (tmp_path / "out" / name).stat().st_size for name in served}
+
+
+def test_stages_are_loaded_from_a_repository(
+    hub: HubServer, model: Path, want: torch.Tensor, tmp_path: Path
+) -> None:
+    """As ``hf upload`` puts them there; each file comes once, and from the cache without a network."""
+    out = tmp_path / "staged"
+    shardconv.convert(model, out, 2, pp=2, check=False)
+    hub.add_repo("user/model-pp", out)
+    require_right(want, "user/model-pp")
+    assert hub.served() == {str(p.relative_to(out)): p.stat().st_size for p in out.rglob("*") if p.is_file()}
+    hub.forget()
+    for tensors in run_processes(TP, offline, "user/model-pp"):
+        for found in tensors:
+            require_close(found, want)
+    assert not hub.served()
+    (text, *_) = run_errors(2, logits, "user/model-pp", {})
+    assert "converted for tp=2 and 2 stages" in str(text)

@@ -27,7 +27,7 @@ from .access import require_repo_id
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
 from .remote_files import remote_files
 from .time_limits import NoAnswerError, bounded
-from .tp_folders import nothing_for, only
+from .tp_folders import nothing_for, of_stage, only
 
 TRIES = 5
 """Requests for one file; the client itself repeats each of them several times."""
@@ -105,13 +105,14 @@ class Repository:
                 )
 
 
-def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Manifest]:
+def find(repo_id: str, hub: Hub, world_size: int | None, rank: int = 0) -> tuple[Repository, Manifest]:
     """Find a converted directory in a repository and download its manifest and plan.
 
     Args:
         repo_id: of the repository.
         hub: how to reach it.
         world_size: ranks that it was converted for; None takes any number, if there is only one.
+        rank: among these, of which the directory of the stage is taken, if there are several.
 
     Raises:
         SourceError: the repository cannot be read, or holds no directory for so many ranks, or several.
@@ -123,10 +124,15 @@ def find(repo_id: str, hub: Hub, world_size: int | None) -> tuple[Repository, Ma
             path = only(repo_id, _names(repo_id, hub))
             return _with_plan(repo_id, path, Path(_download(repo_id, path + MANIFEST_NAME, hub)), hub)
         for path in (f"tp-{world_size}/", ""):
-            found = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=not path)
+            found = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=False)
             if found is not None:
                 return _with_plan(repo_id, path, found, hub)
-        problem = nothing_for(repo_id, _names(repo_id, hub), world_size)
+        names = _names(repo_id, hub)
+        stage = of_stage(names, rank, world_size)
+        if stage is not None:
+            return _with_plan(repo_id, stage, Path(_download(repo_id, stage + MANIFEST_NAME, hub)), hub)
+        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, says what the cache lacks
+        problem = nothing_for(repo_id, names, world_size)
     except ShardconvError:
         raise
     except Exception as error:

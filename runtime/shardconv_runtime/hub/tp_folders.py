@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable
 
 from ..errors import SourceError
-from ..format.manifest import MANIFEST_NAME
+from ..format.manifest import MANIFEST_NAME, stage_directory
 from ..wording import is_command, option
 
+_STAGE = re.compile(rf"stage-[0-9]{{5}}-of-([0-9]{{5}})/{re.escape(MANIFEST_NAME)}")
 _FOLDER = re.compile(rf"tp-([1-9][0-9]*)/{re.escape(MANIFEST_NAME)}")
 
 
@@ -19,6 +20,21 @@ def numbers(names: Iterable[str]) -> list[int]:
         names: of all files.
     """
     return sorted(int(match[1]) for match in map(_FOLDER.fullmatch, names) if match)
+
+
+def of_stage(names: Iterable[str], rank: int, world_size: int) -> str | None:
+    """The folder of the stage of a rank, ``stage-00000-of-00002/``; None without folders of stages.
+
+    Args:
+        names: of all files.
+        rank: among all processes.
+        world_size: number of processes.
+    """
+    counts = {int(match[1]) for match in map(_STAGE.fullmatch, names) if match}
+    if len(counts) != 1:
+        return None
+    (count,) = counts
+    return stage_directory(min(rank // max(1, world_size // count), count - 1), count) + "/"
 
 
 def only(where: str, names: Iterable[str]) -> str:

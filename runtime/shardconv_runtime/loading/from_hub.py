@@ -12,8 +12,11 @@ from ..hub.fetch import Repository, find
 from ..hub_options import Hub
 
 
-def find_converted(path: str, hub: Hub, world_size: int) -> tuple[Path, Manifest, Plan, Repository]:
-    """Directory, manifest and plan for ``world_size`` ranks in a repository, and the repository.
+def find_converted(
+    path: str, hub: Hub, rank: int, world_size: int
+) -> tuple[Path, Manifest, Plan, Repository]:
+    """Directory, manifest and plan for ``world_size`` ranks in a repository, and the repository; of several
+    stages, those of the stage of ``rank``.
 
     Raises:
         CheckpointError: ``path`` cannot be the id of a repository.
@@ -24,5 +27,5 @@ def find_converted(path: str, hub: Hub, world_size: int) -> tuple[Path, Manifest
             f"{path}: no such directory; give the directory that `shardconv convert` wrote, or the id of a "
             "repository on the Hub"
         )
-    repository, found = find(path, hub, world_size)
+    repository, found = find(path, hub, world_size, rank)
     return repository.directory, found, read_plan(repository.directory, found), repository

@@ -259,7 +259,7 @@ def _converted(wanted: Wanted, rank: int, world_size: int) -> Checked:
         return Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
 
-    return Checked(*find_converted(wanted.path, wanted.hub, world_size))
+    return Checked(*find_converted(wanted.path, wanted.hub, rank, world_size))
 
 
 def _ordinary(wanted: Wanted, plan: str) -> Checked:
@@ -272,9 +272,9 @@ def _ordinary(wanted: Wanted, plan: str) -> Checked:
 
 def _with_files(found: Checked, rank: int) -> Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
-    if found.repository is not None:
-        found.repository.fetch(found.manifest.files_of(rank))
     place = rank % found.plan.tp  # ranks of later stages have the places of those of the first
+    if found.repository is not None:
+        found.repository.fetch(found.manifest.files_of(place))
     return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, place))
 
 
