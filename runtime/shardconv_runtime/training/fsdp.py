@@ -105,9 +105,11 @@ def require_data_dims(mesh: DeviceMesh) -> None:
     """
     model_group(mesh)
     if not 1 <= len(data_dims(mesh)) <= MAX_DIMS:
+        names = mesh.mesh_dim_names or ()
+        others = " and ".join(repr(name) for name in names if name in (PP, TP))
         raise LaunchError(
-            f"the mesh has the dims {mesh.mesh_dim_names}; beside {TP!r} (and {PP!r}) it should have one for "
-            "data parallelism, or two (replicas, shards)"
+            f"the mesh has the dims {names}; beside {others} it should have one for data parallelism, or two "
+            "(replicas, shards)"
         )
 
 

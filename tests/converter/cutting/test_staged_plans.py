@@ -88,7 +88,7 @@ def test_the_report_shows_stages(plan: Plan) -> None:
     text = report(plan)
     assert "STAGES  2, each of 2 ranks" in text
     assert "stage 0 to stage 1: 128 B for each token" in text
-    assert "models with stages cannot be trained yet" in text
+    assert "loss           from shards of the logits" in text
 
 
 def test_stages_are_right_on_numbers(plan: Plan) -> None:
