@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
@@ -12,6 +13,7 @@ from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan, global_shape
+from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 
 from ..arguments import SolveOptions
@@ -34,27 +36,23 @@ def replan(
     the two, ``load`` refuses the directory, and running this again repairs it.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, that of one stage, or one that holds those of all stages.
         trust_remote_code: import the Python code in ``out``; needed where the plan was made so.
         check: check the new plan on numbers.
         sequence_parallel: with a sequence-parallel form, which a plan that has one keeps.
         progress: where to report to.
 
     Returns:
-        The new plan.
+        The new plan; of all stages.
 
     Raises:
         PlanError: the new plan lays out some tensor in another way, so that a conversion is needed;
             nothing was changed.
         ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
     """
-    directory = Path(out)
-    found = manifest.read(directory)
-    old = read_any_version(directory / manifest.PLAN_NAME)
-    if old.stages is not None:
-        raise PlanError(
-            f"{out} is a stage of {old.stages.count}, which replan does not know yet; convert it again"
-        )
+    parts = [_read(part) for part in manifest.stage_directories(Path(out)) or [Path(out)]]
+    first = parts[0]
+    old = first.plan
     if old.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
 
@@ -69,19 +67,67 @@ def replan(
     from ..pipeline.stages import solve_plan
     from ..writing.writer import tool_versions
 
-    spec = resolve(directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False)
+    spec = resolve(
+        first.directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False
+    )
     is_wanted = sequence_parallel or has_sequence_form(old)
-    options = SolveOptions(old.tp, old.experts, is_wanted, check, measure=True)
+    options = SolveOptions(
+        old.tp,
+        old.experts,
+        is_wanted,
+        check,
+        measure=True,
+        pp=num_stages(old),
+        stages=_layers_of_stages(old),
+    )
     tell = (progress or Silent()).stage
     new: Plan = solve_plan(spec, options, steps=planned_steps(old), progress=tell)
     new = with_packed_notes(with_packings(new, packings_of(old)), spec.quantization)
-    _require_same_layout(directory, found, old, new)
-    plan_sha256 = codec.write(new, directory / manifest.PLAN_NAME)
-    tools = {**found.tools, **tool_versions()}
-    numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
-    renewed = dataclasses.replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
-    manifest_writing.write(renewed, directory)
+    plans = [_stored(new, part.plan) for part in parts]
+    for part, plan in zip(parts, plans, strict=True):
+        _require_same_layout(part.directory, part.manifest, part.plan, plan)
+    for part, plan in zip(parts, plans, strict=True):
+        _write(part, plan, tool_versions())
     return new
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A converted directory, of a model or of a stage."""
+
+    directory: Path
+    manifest: Manifest
+    plan: Plan
+    """Of whatever version."""
+
+
+def _read(directory: Path) -> _Part:
+    return _Part(directory, manifest.read(directory), read_any_version(directory / manifest.PLAN_NAME))
+
+
+def _layers_of_stages(plan: Plan) -> str:
+    """As for ``--stages``; empty where a stage has no layers, or there are no stages."""
+    layers = plan.stages.layers if plan.stages is not None else ()
+    if any(first > last for first, last in layers):
+        return ""
+    return ",".join(f"{first}-{last}" for first, last in layers)
+
+
+def _stored(new: Plan, old: Plan) -> Plan:
+    """The plan for the directory of the same stage."""
+    if new.stages is None or old.stages is None:
+        return new
+    return replace(new, stages=replace(new.stages, own=old.stages.own))
+
+
+def _write(part: _Part, plan: Plan, versions: Mapping[str, str]) -> None:
+    """Replace the plan, and then the manifest."""
+    found = part.manifest
+    plan_sha256 = codec.write(plan, part.directory / manifest.PLAN_NAME)
+    numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
+    tools = {**found.tools, **versions}
+    renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
+    manifest_writing.write(renewed, part.directory)
 
 
 def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:

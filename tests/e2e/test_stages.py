@@ -260,7 +260,6 @@ def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.
     for command in (
         ["merge", stage, tmp_path / "merged"],
         ["reshard", stage, tmp_path / "resharded", "--tp", 2],
-        ["replan", stage],
         ["verify", stage, "--against", source],
     ):
         assert cli.run([str(part) for part in command]) != 0
@@ -291,6 +290,26 @@ def test_all_stages_are_inspected_and_verified(tmp_path: Path, capsys: pytest.Ca
     shutil.rmtree(out / stage_directory(0, PP))
     with pytest.raises(CheckpointError, match="stage-00000-of-00002"):
         shardconv.verify(out)
+
+
+def test_stages_are_planned_again(tmp_path: Path) -> None:
+    source, out = save_causal("qwen3", tmp_path / "qwen3"), tmp_path / "out"
+    shardconv.convert(source, out, 2, pp=PP, check=False, stages="0-0,1-1")
+    stages = [out / stage_directory(stage, PP) for stage in range(PP)]
+    before = [(stage / "plan.json").read_bytes() for stage in stages]
+    for stage in stages:
+        plan = (stage / "plan.json").read_text()
+        (stage / "plan.json").write_text(plan.replace(transformers.__version__, "5.0.0"))
+    with pytest.raises(CheckpointError):
+        shardconv.verify(out)
+    assert cli.run(["replan", str(out), "--no-check"]) == 0
+    assert [(stage / "plan.json").read_bytes() for stage in stages] == before
+    shardconv.verify(out)
+    (stages[1] / "plan.json").write_text((stages[1] / "plan.json").read_text().replace("torch", "toren"))
+    assert cli.run(["replan", str(stages[1]), "--no-check"]) != 0
+    (stages[1] / "plan.json").write_bytes(before[1])
+    assert cli.run(["replan", str(stages[1]), "--no-check"]) == 0
+    assert (stages[1] / "plan.json").read_bytes() == before[1]
 
 
 def test_some_ranks_of_stages_are_written(tmp_path: Path) -> None:
