@@ -91,6 +91,11 @@ def push(
     from .branch import Remote
 
     progress, directory = progress or Silent(), Path(out)
+    if manifest.stages_in(directory):
+        raise PlanError(
+            f"{out} holds stages, which push does not know yet; `hf upload {repo_id} {out}` publishes them, "
+            "and load finds them there"
+        )
     remote = Remote(repo_id, revision, token)
     manifest.read(directory)
     if not dry_run:
