@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -139,10 +140,11 @@ def generated(source: str, plan: str, ways: list[str]) -> dict[str, Any]:
 
 
 def cast_logits(source: str, plan: str) -> Tensor:
-    """The logits of a model that is loaded in another dtype than it was planned for."""
+    """The logits of a model that is loaded in another dtype than it was planned for, and of a copy of it."""
     model = shardconv_runtime.load(source, plan=plan, dtype=torch.float64)
     with torch.inference_mode():
         logits: Tensor = model(**prompts()).logits
+        assert torch.equal(copy.deepcopy(model)(**prompts()).logits, logits)
     return logits
 
 

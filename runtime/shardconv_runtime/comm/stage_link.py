@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -90,6 +90,10 @@ class StageLink(ABC):
         """What came before the call, in which ``receive`` takes it from here; None: it waits for it."""
         self.outbox: list[tuple[Tensor, tuple[int, ...]]] | None = None
         """Where ``send`` leaves what is to be sent after the call, and to which stages; None: it sends it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a model talks to the same stages."""
+        return self
 
     @property
     def is_last(self) -> bool:
