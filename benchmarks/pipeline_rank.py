@@ -8,7 +8,6 @@ The place among the other ranks comes from the environment that torchrun sets.
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 import time
@@ -16,15 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import serving_rank
 import shardconv_runtime
 import torch
 import torch.distributed as dist
-import transformers
 from slow_link import ADDRESSES
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 
 MICROBATCHES = (1, 2, 4)
-PAGE_SIZE = 32
 PORT = 29713
 WARM_UP_TOKENS = 128
 """So many show that pages give what other calls do; shorter prompts are not compared any more."""
@@ -106,35 +104,25 @@ def batched(
 ) -> tuple[list[list[int]], float]:
     """The tokens of each request, and seconds from the first to the last; the manager has run before."""
     pages = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE, num_blocks=256, max_batch_tokens=512, allow_block_sharing=False
+        page_size=serving_rank.PAGE_SIZE, num_blocks=256, max_batch_tokens=512, allow_block_sharing=False
     )
-    config = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     options = {} if microbatches is None else {"num_microbatches": microbatches}
     with model.continuous_batching_context_manager(
-        config, continuous_batching_config=pages, **options
+        serving_rank.config(num_new), continuous_batching_config=pages, **options
     ) as manager:
         manager.add_request([5] * WARM_UP_TOKENS, max_new_tokens=2)
         if not manager.is_tp_driver:
             return [], 0.0  # at the end of the block, it waits for rank 0
-        _next(manager)
+        serving_rank.next_answer(manager)
         begin = time.perf_counter()
         names = manager.add_requests(inputs)
-        answers = dict(_next(manager) for _ in names)
+        answers = dict(serving_rank.next_answer(manager) for _ in names)
         return [answers[name] for name in names], time.perf_counter() - begin
-
-
-def _next(manager: Any) -> tuple[str, list[int]]:
-    while True:
-        answer = manager.get_result(timeout=1)
-        if answer is not None and answer.is_finished():
-            if answer.error is not None:
-                raise RuntimeError(answer.error)
-            return answer.request_id, answer.generated_tokens
-        manager.require_running()
 
 
 def measure(sharded: Path, staged: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each round for each way, and bytes of each process."""
+    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"round_trip_ms": round_trip_ms(rank, world_size), "seconds": {}}
     models, num_bytes = {}, {}
@@ -175,15 +163,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device_ms", type=float, default=0.0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    dist.init_process_group("gloo")
-    result = measure(options.sharded, options.staged, options)
-    if dist.get_rank() == 0:
-        options.result.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    serving_rank.run(lambda: measure(options.sharded, options.staged, options), options.result)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def batched(model: Any, requests: list[Arrival], has_answers: bool) -> tuple[Ans
     with model.continuous_batching_context_manager(config(1), continuous_batching_config=pages) as manager:
         manager.add_request(requests[0].prompt * 8, request_id="warm-up", max_new_tokens=4)
         if manager.is_tp_driver or has_answers:
-            _next(manager)
+            next_answer(manager)
         begin = time.perf_counter()
         if manager.is_tp_driver:
             threading.Thread(target=_feed, args=(manager, requests, begin), daemon=True).start()
@@ -99,7 +99,7 @@ def batched(model: Any, requests: list[Arrival], has_answers: bool) -> tuple[Ans
             return {}, 0.0  # at the end of the block, it waits for rank 0
         after = {request.name: request.after_s for request in requests}
         while len(answers) < len(requests):
-            name, tokens = _next(manager)
+            name, tokens = next_answer(manager)
             answers[name] = tokens, time.perf_counter() - begin - after[name]
         seconds = time.perf_counter() - begin
     return answers, seconds
@@ -111,8 +111,8 @@ def _feed(manager: Any, requests: list[Arrival], begin: float) -> None:
         manager.add_request(request.prompt, request_id=request.name, max_new_tokens=request.num_new)
 
 
-def _next(manager: Any) -> tuple[str, list[int]]:
-    """The next answer."""
+def next_answer(manager: Any) -> tuple[str, list[int]]:
+    """The name of the next request that is answered, and its new tokens."""
     while True:
         answer = manager.get_result(timeout=1)
         if answer is not None and answer.is_finished():
@@ -158,6 +158,18 @@ def measure(converted: Path, source: Path, options: argparse.Namespace) -> dict[
     return found
 
 
+def run(measured: Callable[[], dict[str, Any]], result: Path) -> None:
+    """Measure on every process, which starts the group or finds it started; rank 0 writes what it found."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    found = measured()
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("converted", "source", "result"):
@@ -166,14 +178,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--gap", type=float, required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    result = measure(options.converted, options.source, options)
-    if dist.get_rank() == 0:
-        options.result.write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    run(lambda: measure(options.converted, options.source, options), options.result)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +58,15 @@ class Loaded:
         from .format.stage_part import of_stage
 
         return of_stage(self.plan, self.stage_number)
+
+    @cached_property
+    def held_before(self) -> Mapping[str, str]:
+        """The parameters that an earlier stage holds too: the first name of each -> that in this model."""
+        if self.stage is None:
+            return {}
+        from .format.staged_names import held_before
+
+        return held_before(self.plan, self.stage_number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

@@ -14,7 +14,7 @@ from shardconv_runtime.format.dims import Dim, axes_of
 from shardconv_runtime.format.gathering import gather_index
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile
 from shardconv_runtime.format.manifest import FileEntry, Manifest
-from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.format.samples import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, group_of
 from shardconv_runtime.format.staged_names import held_names
@@ -130,10 +130,9 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
     if len(plans) > 1 or any(stage.manifest.source != source for stage in stages):
         raise CheckpointError(f"{path} has stages of several conversions; convert again")
     plan = plans.pop()
-    names = parameter_plans(plan).keys()
     found = []
     for number, stage in enumerate(stages):
-        firsts = {held: name for name, held in held_names(plan, number, names).items()}
+        firsts = {held: name for name, held in held_names(plan, number).items()}
         tensors = {
             rank: {firsts.get(name, name): tensor for name, tensor in held.items()}
             for rank, held in stage.tensors.items()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardconv
+from shardconv.verifying.simulation.float64 import Float64
 
 PP = 2
 NUM_STEPS = 50
@@ -69,18 +69,6 @@ def planned(source: Path, tp: int) -> str:
     return str(path)
 
 
-@contextmanager
-def loss_in_float64() -> Iterator[None]:
-    """transformers computes a loss in float32."""
-    upcast = Tensor.float
-    kept = {torch.float64: lambda x: x}
-    Tensor.float = lambda x, *args, **kwargs: kept.get(x.dtype, upcast)(x)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        Tensor.float = upcast  # type: ignore[method-assign]
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that FSDP2 shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -99,7 +87,7 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     pipeline = shardconv_runtime.Pipeline(model, microbatches=run.microbatches, schedule=run.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": [], "norms": [], "plan": plan}
-    with loss_in_float64():
+    with Float64():
         for step in range(run.steps):
             given = batch(step)
             if mesh is not None:
@@ -122,7 +110,7 @@ def interrupted(source: str, plan: str, out: str) -> None:
     model = shardconv_runtime.load(source, plan=plan, training=True).train()
     pipeline = shardconv_runtime.Pipeline(model, microbatches=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with loss_in_float64():
+    with Float64():
         for step in range(2):
             pipeline.step(batch(step))
             optimizer.step()
@@ -139,7 +127,7 @@ def resumed(out: str, converted: str, staged: bool) -> float:
     shardconv_runtime.load_optimizer(model, optimizer, f"{out}/optimizer")
     pipeline = shardconv_runtime.Pipeline(model, microbatches=4) if staged else None
     loss = torch.zeros(())
-    with loss_in_float64():
+    with Float64():
         for step in (2, 3):
             optimizer.zero_grad()
             if pipeline is not None:
@@ -160,7 +148,7 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
     """The same by one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": [], "norms": []}
-    with loss_in_float64():
+    with Float64():
         for step in range(run.steps):
             given = batch(step) if run.dp == 1 else equal_labels(batch(step))
             loss = model(**given).loss
@@ -230,7 +218,7 @@ def test_a_job_with_stages_is_resumed_with_stages_and_without(tmp_path: Path) ->
     for found in [alone, *run_processes(2 * PP, resumed, str(out), str(out / "model"), True)]:
         assert found == pytest.approx(want["losses"][3], abs=1e-8)
     plain = transformers.AutoModelForCausalLM.from_pretrained(out / "plain", dtype=torch.float64)
-    with loss_in_float64():
+    with Float64():
         assert plain(**batch(2)).loss.item() == pytest.approx(want["losses"][2], abs=1e-8)
 
 
@@ -290,7 +278,7 @@ def with_other_losses(source: str, plan: str) -> list[float]:
     given = batch()
     own = shardconv_runtime.Pipeline(model, microbatches=4, loss=loss)
     usual = shardconv_runtime.Pipeline(model, microbatches=2, schedule="gpipe")
-    with loss_in_float64():
+    with Float64():
         found = [own.step({"input_ids": given["input_ids"]}).item()]
         norms = [shardconv_runtime.grad_norm(model).item()]
         model.zero_grad()
@@ -306,7 +294,7 @@ def test_losses_of_the_user_and_other_lengths(tmp_path: Path) -> None:
     source, model = gpt2(tmp_path)
     given = batch()
     shorter = {name: value[:, :4] for name, value in given.items()}
-    with loss_in_float64():
+    with Float64():
         square = model(given["input_ids"]).logits.square().mean()
         square.backward()
         norms = [grad_norm(model)]

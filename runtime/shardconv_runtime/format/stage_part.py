@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .fused_groups import fused_groups
-from .plan import FusedPlan, Plan, parameter_plans
+from .plan import FusedPlan, Plan
 from .staged_names import absent_modules, held_names, is_inside, own_parameters
 
 
@@ -17,7 +17,7 @@ def of_stage(plan: Plan, stage: int) -> Plan:
     if plan.stages is None:
         return plan
     absent = absent_modules(plan, stage)
-    held = held_names(plan, stage, parameter_plans(plan).keys())
+    held = held_names(plan, stage)
     tied = [
         (alias, held[name])
         for alias, name in plan.tied

@@ -39,15 +39,16 @@ def absent_modules(plan: Plan, stage: int) -> frozenset[str]:
     return frozenset(name for name, (entry, _) in staged_modules(plan).items() if stage not in entry.stages)
 
 
-def held_names(plan: Plan, stage: int, names: Collection[str]) -> dict[str, str]:
+def held_names(plan: Plan, stage: int, names: Collection[str] | None = None) -> dict[str, str]:
     """The parameters that a stage holds: the first of the names of each -> the name by which it is in the
     stage's model, which is another one where the module of the first name is on another stage.
 
     Args:
         plan: with stages, or without any.
         stage: its number.
-        names: first names of parameters and persistent buffers.
+        names: first names of parameters and persistent buffers; by default all of the plan.
     """
+    names = parameter_plans(plan).keys() if names is None else names
     absent = absent_modules(plan, stage)
     others: dict[str, list[str]] = {}
     for alias, name in plan.tied:
@@ -74,9 +75,8 @@ def held_by(plan: Plan, stage: int, tensors: Mapping[str, T]) -> dict[str, T]:
 
 def held_before(plan: Plan, stage: int) -> dict[str, str]:
     """Of the parameters that a stage holds and an earlier one too, the first name -> that in its model."""
-    names = parameter_plans(plan).keys()
-    earlier = {name for number in range(stage) for name in held_names(plan, number, names)}
-    return {first: held for first, held in held_names(plan, stage, names).items() if first in earlier}
+    earlier = {name for number in range(stage) for name in held_names(plan, number)}
+    return {first: held for first, held in held_names(plan, stage).items() if first in earlier}
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
@@ -91,5 +91,5 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
 def own_parameters(plan: Plan, stage: int) -> tuple[ParameterPlan, ...]:
     """The parameters that a stage holds, by their names in its model, one entry for each."""
     entries = parameter_plans(plan)
-    held = held_names(plan, stage, entries.keys())
+    held = held_names(plan, stage)
     return tuple(replace(entries[first], names=(name,)) for first, name in held.items())

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..errors import CheckpointError, PlanError
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, Range
-from ..format.staged_names import held_before, held_names
+from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
 from .dcp_boxes import BoxedTensor
@@ -121,11 +121,10 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
         PlanError: the model is not as it was loaded, or the optimizer has parameters of another model.
     """
     source = loaded(model)
-    plan, stage = source.plan, source.stage_number
+    plan = source.plan
     stored = stored_model(model).tensors
-    firsts = {held: first for first, held in held_names(plan, stage, parameter_plans(plan).keys()).items()}
+    firsts = {held: first for first, held in held_names(plan, source.stage_number).items()}
     tensors = {firsts[name]: tensor for name, tensor in stored.items()}
-    elsewhere = held_before(plan, stage)
     entries = parameter_plans(plan)
     parameters = _named_parameters(optimizer, tensors)
     windows = {name: local_window(name, parameter) for name, parameter in parameters.items()}
@@ -136,7 +135,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
         {
             name: first
             and (replicas.is_first or isinstance(parameters[name], DTensor))
-            and name not in elsewhere
+            and name not in source.held_before
             for name, (_, first) in windows.items()
         },
         frozenset(

@@ -126,7 +126,7 @@ def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
     Raises:
         PlanError: some ranks hold a parameter in another dtype; on all of them.
     """
-    held = held_names(source.plan, holders.stage, parameter_plans(source.plan).keys())
+    held = held_names(source.plan, holders.stage)
     present = dtypes_of(found.tensors)
     mine = {first: present[name] for first, name in held.items()}
     everyone: Sequence[dict[str, str] | None]

@@ -22,7 +22,6 @@ from ..errors import PlanError, missing
 from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
-from ..format.staged_names import held_before
 from ..loaded import loaded
 from ..saving.local_windows import local_tensor, local_window
 from ..saving.replicas import mesh_of
@@ -162,7 +161,7 @@ def _shares(model: nn.Module, counted: Collection[Tensor]) -> Iterator[_Share]:
     entries, aliases = parameter_plans(plan), dict(plan.tied)
     mesh = mesh_of(model)
     first = mesh is None or not any(mesh.get_coordinate() or ())
-    elsewhere = set(held_before(source.plan, source.stage_number).values())
+    elsewhere = set(source.held_before.values())
     for name, parameter in named_tensors(model).items():
         if not isinstance(parameter, nn.Parameter) or name in aliases:
             continue

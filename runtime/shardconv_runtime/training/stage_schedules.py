@@ -122,10 +122,7 @@ class Pipeline:
         losses: list[Tensor] = []
         with self._tied.apart():
             numbers = torch.arange(self.microbatches)
-            try:
-                schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
-            finally:
-                self._link.handover, self._link.shares_results = None, True
+            schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         return self._shared(losses)
 
     def _compare(self, parts: Sequence[Batch]) -> None:

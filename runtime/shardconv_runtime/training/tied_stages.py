@@ -29,10 +29,7 @@ class TiedGradients:
         source = loaded(model)
         link: ProcessLink = source.stage.link
         tensors = named_tensors(model)
-        held = [
-            held_names(source.plan, stage, parameter_plans(source.plan).keys())
-            for stage in range(num_stages(source.plan))
-        ]
+        held = [held_names(source.plan, stage) for stage in range(num_stages(source.plan))]
         self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         for first in parameter_plans(source.plan):
             stages = tuple(stage for stage, names in enumerate(held) if first in names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from shardconv_runtime.comm.stage_link import Handover, StageLink
-from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.staged_names import absent_modules, held_by, held_names, num_stages
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.fused_products import refresh_fused
@@ -129,7 +129,7 @@ def gradients_of_stages(
         return models[-1](**arguments)
 
     found = gradients_of(models[-1], inputs, precision, run)
-    held = [held_names(plan, stage, parameter_plans(plan).keys()) for stage in stages]
+    held = [held_names(plan, stage) for stage in stages]
     total: dict[str, Tensor] = {}
     for local, names in zip(models, held, strict=True):
         found = {n: p.grad for n, p in local.named_parameters() if p.grad is not None}
