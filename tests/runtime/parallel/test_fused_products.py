@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_graphs import compiled_and_counted
 from safetensors.torch import save_model
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.parallel.fused_products import (
@@ -175,14 +176,7 @@ def test_gradients_of_weights_are_those_of_each_layer() -> None:
 
 
 def test_compiled_code_takes_parameters_that_were_joined_again(model: nn.Module) -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        graphs.append(sum("linear" in str(node.target) for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_and_counted(model)
     x = torch.randn(3, 8, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), expected(model, x))

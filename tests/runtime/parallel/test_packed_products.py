@@ -9,6 +9,7 @@ from typing import Any
 import plain_kernels
 import pytest
 import torch
+from counted_graphs import compiled_and_counted
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
 from shardconv_runtime.packed.held import Held
 from shardconv_runtime.parallel.fused_products import MAX_ROWS, fused_products, refresh_fused
@@ -222,14 +223,7 @@ def test_an_input_that_the_library_writes_to(
 
 def test_one_graph(fused: nn.Module, plain: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     plain_kernels.install(monkeypatch.setattr)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
-        graphs.append(sum("linear" in str(node.target) for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(fused, fullgraph=True, backend=backend)
+    compiled, graphs = compiled_and_counted(fused)
     x = torch.randn(3, 8)
     refresh_fused(fused)
     with torch.no_grad():
