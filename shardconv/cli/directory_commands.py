@@ -14,7 +14,7 @@ from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..engines.state_manifest import is_engine_state
 from ..verifying.directories.verify import DamagedError, describe, verify
-from .opening import adapter_plan, opened_stages, require_local
+from .opening import adapter_plan, opened, require_local
 from .options import (
     hub_options,
     loudness_options,
@@ -50,7 +50,7 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
     if (adapted := adapter_plan(out)) is not None:
         print_plan(adapted, as_json, tokens)
         return
-    parts = opened_stages(out, tp, hub)
+    parts = opened(out, tp, hub)
     for found in parts:
         found.check_sizes()
     print_plan(parts[0].plan, as_json, tokens)

@@ -65,7 +65,6 @@ def convert_command(
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
     from ..reporting.human_numbers import human_bytes
-    from ..reporting.stage_lines import stage_bytes
     from ..reporting.summary import summarize
 
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
@@ -73,7 +72,7 @@ def convert_command(
     with working(quiet, verbose) as progress:
         solved = convert(model, out, tp, check=not no_check, progress=progress, **options)
     if not quiet and solved.stages is not None:
-        most = human_bytes(max(n for ranks in stage_bytes(solved) for n in ranks))
+        most = human_bytes(max(summarize(solved).rank_bytes))
         click.echo(
             f"{out}: at most {most} on each of {tp} ranks of {solved.stages.count} stages; "
             f"shardconv inspect {out} shows the plan"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,8 @@ class Opened:
             self.repository.check_sizes(self.manifest.files)
 
 
-def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
-    """The converted directory that OUT is or contains.
+def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
+    """The converted directory that OUT is or contains, or those of all its stages, each with the plan of all.
 
     Args:
         out: a directory, or the id of a repository.
@@ -53,28 +54,22 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> Opened:
 
     Raises:
         SourceError: the repository cannot be read, or has no directory for ``tp`` ranks, or several.
-        CheckpointError: there is no converted directory, or it is malformed.
+        CheckpointError: there is no converted directory, or it is malformed, or has stages of several
+            conversions.
         PlanError: the plan is malformed or of another version.
     """
-    from shardconv_runtime.format import manifest
-
-    repository = None
-    if is_on_hub(out):
-        from shardconv_runtime.hub.fetch import find
-        from shardconv_runtime.hub.library_logging import without_hub_logging
-        from shardconv_runtime.hub_options import Hub
-
-        with without_hub_logging():
-            repository, found = find(out, Hub(**hub), tp)
-        directory = repository.directory
-    else:
-        directory = _local(Path(out), tp)
-        found = manifest.read(directory)
-    if tp not in (None, found.tp):
+    parts = _on_hub(out, tp, hub) if is_on_hub(out) else _local(Path(out), tp)
+    if (number := parts[0].manifest.tp) != tp and tp is not None:
         raise CheckpointError(
-            f"{out} is converted for {found.tp} ranks, not for {tp}; leave out --tp, or convert it again"
+            f"{out} is converted for {number} ranks, not for {tp}; leave out --tp, or convert it again"
         )
-    return Opened(directory, found, manifest.read_plan(directory, found), repository)
+    if len(parts) > 1:
+        from ..converted.shards import of_all_stages
+
+        parts = [replace(each, plan=of_all_stages(each.plan)) for each in parts]
+    if any(each.plan != parts[0].plan for each in parts):
+        raise CheckpointError(f"{out} has stages of several conversions; convert again")
+    return parts
 
 
 def adapter_plan(out: str) -> Plan | None:
@@ -94,33 +89,14 @@ def adapter_plan(out: str) -> Plan | None:
     return plan_json.read(path)
 
 
-def opened_stages(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    """The converted directories of all stages in OUT, with the plan of all; else that which OUT is or has.
-
-    Raises:
-        ShardconvError: see ``opened``; or OUT has stages of several conversions.
-    """
-    from shardconv_runtime.format.manifest import stage_directories
-
-    directories = [] if is_on_hub(out) else stage_directories(Path(out))
-    if not directories:
-        return [opened(out, tp, hub)]
-    from ..converted.shards import of_all_stages
-
-    found = [opened(str(directory), tp, hub) for directory in directories]
-    found = [replace(each, plan=of_all_stages(each.plan)) for each in found]
-    if any(each.plan != found[0].plan for each in found):
-        raise CheckpointError(f"{out} has stages of several conversions; convert again")
-    return found
-
-
 def is_on_hub(out: str) -> bool:
     """Whether OUT is the id of a repository, ``user/name``, and not a path."""
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
     from shardconv_runtime.hub.access import looks_like_path
+    from shardconv_runtime.hub.tp_folders import folder_in
 
-    return not looks_like_path(out)
+    return not looks_like_path(folder_in(out)[0])
 
 
 def require_local(out: str) -> None:
@@ -136,12 +112,36 @@ def require_local(out: str) -> None:
         )
 
 
-def _local(path: Path, tp: int | None) -> Path:
-    """The converted directory at or in ``path``."""
-    from shardconv_runtime.format.manifest import MANIFEST_NAME, variant
-    from shardconv_runtime.hub.tp_folders import only
+def _on_hub(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
+    from shardconv_runtime.format.manifest import read_plan
+    from shardconv_runtime.hub.fetch import find_all
+    from shardconv_runtime.hub.library_logging import without_hub_logging
+    from shardconv_runtime.hub_options import Hub
+
+    with without_hub_logging():
+        found = find_all(out, Hub(**hub), tp)
+    return [Opened(r.directory, m, read_plan(r.directory, m), r) for r, m in found]
+
+
+def _local(path: Path, tp: int | None) -> list[Opened]:
+    """The converted directories at or in ``path``."""
+    from shardconv_runtime.format import manifest
+
+    directories = _directories(path, tp)
+    manifests = [manifest.read(directory) for directory in directories]
+    return [Opened(d, m, manifest.read_plan(d, m)) for d, m in zip(directories, manifests, strict=True)]
+
+
+def _directories(path: Path, tp: int | None) -> list[Path]:
+    """The converted directories in ``path``, or itself."""
+    from shardconv_runtime.format.manifest import MANIFEST_NAME, stage_directories, variant
+    from shardconv_runtime.hub.tp_folders import folders, only
 
     if tp is not None:
-        return variant(path, tp)
-    inner = [file.relative_to(path).as_posix() for file in path.glob(f"tp-*/{MANIFEST_NAME}")]
-    return path / only(str(path), inner) if inner and not (path / MANIFEST_NAME).is_file() else path
+        path = variant(path, tp)
+    elif not (path / MANIFEST_NAME).is_file():
+        files = chain(path.glob(f"tp-*/{MANIFEST_NAME}"), path.glob(f"pp-*/stage-*/{MANIFEST_NAME}"))
+        inner = [file.relative_to(path).as_posix() for file in files]
+        if folders(inner):
+            return [path / part for part in only(str(path), inner)]
+    return stage_directories(path) or [path]

@@ -25,9 +25,10 @@ from .working import working
 def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: Any) -> None:
     """Publish the converted directory OUT in the repository REPO_ID of the Hugging Face Hub.
 
-    OUT is verified first. Its files go to tp-N/, so that one repository can hold the model for several
-    numbers of ranks; equal files are stored and sent once. The model card lists them, with a picture of each
-    plan; text that you wrote in it is kept. The same command continues an interrupted push.
+    OUT is verified first. Its files go to tp-N/ (with stages to pp-P-tp-N/), so that one repository can hold
+    the model for several numbers of ranks; equal files are stored and sent once. The model card lists them,
+    with a picture of each plan; text that you wrote in it is kept. The same command continues an interrupted
+    push.
 
     \b
     Examples:

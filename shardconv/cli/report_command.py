@@ -8,7 +8,7 @@ from typing import Any
 import click
 from shardconv_runtime.errors import CheckpointError
 
-from .opening import is_on_hub, opened_stages
+from .opening import is_on_hub, opened
 from .options import tokens_option, where_options
 
 
@@ -46,8 +46,9 @@ def report_command(
     from ..reporting.html_report import html_report
 
     path = Path(out)
-    found = opened_stages(out, tp, hub)[0] if path.is_dir() or is_on_hub(out) else None
-    about = path if found is None else found.directory
+    parts = opened(out, tp, hub) if path.is_dir() or is_on_hub(out) else []
+    found = parts[0] if parts else None
+    about = found.directory if found is not None and len(parts) == 1 else path
     if output is not None:
         target = None if output == "-" else Path(output)
     elif found is not None and found.repository is not None:

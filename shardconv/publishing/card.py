@@ -87,7 +87,7 @@ def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield ""
     sources = sorted({(v.manifest.source.name, v.manifest.source.revision or "") for v in variants})
     named = " and ".join(_source(name, revision) for name, revision in sources)
-    sizes = _listed([str(v.manifest.tp) for v in variants])
+    sizes = _listed([str(_num_ranks(v)) for v in variants])
     yield (
         f"The weights of {named}, converted ahead of time with shardconv for tensor parallelism on {sizes} "
         "ranks: each rank reads only the bytes that it holds. The weights are those of the base model, in "
@@ -101,22 +101,30 @@ def _source(name: str, revision: str) -> str:
     return f"{shown} (revision {escaped(revision)})" if revision else shown
 
 
+def _num_ranks(variant: Published) -> int:
+    return variant.folder.tp * variant.folder.stages
+
+
 def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
-    tp = variants[0].manifest.tp
     yield "## How to load it"
     yield ""
     yield "```python"
-    yield f"# run.py, started with: torchrun --nproc-per-node {tp} run.py"
+    yield f"# run.py, started with: torchrun --nproc-per-node {_num_ranks(variants[0])} run.py"
     yield "import shardconv_runtime"
     yield ""
     yield f"model = shardconv_runtime.load({_quoted(repo_id)})"
     yield "```"
     yield ""
     yield "The number of processes selects the directory: `tp-N` is for N of them."
+    if any(variant.folder.stages > 1 for variant in variants):
+        yield (
+            "`pp-P-tp-N` is for P times N: P stages of a pipeline, each of N processes; where several are "
+            "for as many, the name of the directory behind a slash selects it."
+        )
     for method in sorted({method for variant in variants for method in packed_methods(variant.plan)}):
         needed = requirement(method)
         yield ""
@@ -137,10 +145,10 @@ def _variants(variants: Sequence[Published]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|---|---|"
     for variant in variants:
         plan, summary = variant.plan, summarize(variant.plan)
-        total = sum(entry.num_bytes for entry in variant.manifest.files)
+        total = sum(entry.num_bytes for found in variant.manifests for entry in found.files)
         cells = (
             variant.path,
-            str(plan.tp),
+            str(_num_ranks(variant)),
             human_bytes(max(summary.rank_bytes)),
             human_bytes(total),
             human_count(plan.model.num_parameters),
@@ -161,7 +169,8 @@ def _code(text: str) -> str:
 def _pictures(variants: Sequence[Published]) -> Iterator[str]:
     yield "## How it is sharded"
     for variant in variants:
-        name = escaped(f"How the weights are sharded over {variant.plan.tp} ranks")
+        over = f"{variant.plan.tp} ranks" + (" of each stage" if variant.folder.stages > 1 else "")
+        name = escaped(f"How the weights are sharded over {over}")
         yield ""
         yield f"![{name}](shardconv/{variant.path}.svg)"
 
@@ -173,7 +182,8 @@ def _making(variants: Sequence[Published]) -> Iterator[str]:
         manifest = variant.manifest
         tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
         revision = f" --revision {manifest.source.revision}" if manifest.source.revision else ""
-        how = f"shardconv convert {manifest.source.name}{revision} --tp {manifest.tp} {variant.path}/"
+        stages = f" --pp {variant.folder.stages}" if variant.folder.stages > 1 else ""
+        how = f"shardconv convert {manifest.source.name}{revision} --tp {manifest.tp}{stages} {variant.path}/"
         yield f"- {escaped(variant.path)}: `{_code(how)}`, with {escaped(tools)}"
 
 

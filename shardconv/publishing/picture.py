@@ -16,6 +16,7 @@ from .geometry import CARD_WIDTH, CARD_X, INNER_X, LANE_WIDTH, LANE_X, MARGIN, P
 from .lane_picture import lane_picture
 from .lanes import Bar, Cell
 from .outline import Block, outline
+from .stage_strip import stage_strip
 from .svg import (
     COLLECTIVE_COLORS,
     CSS,
@@ -50,7 +51,7 @@ def picture(plan: Plan) -> str:
     summary = summarize(plan)
     blocks = outline(plan)
     paint = Paint(plan)
-    parts = [_header(plan, summary), _legend(plan, blocks, paint)]
+    parts = [_header(plan, summary), stage_strip(plan), _legend(plan, blocks, paint)]
     shown = blocks if len(blocks) <= MAX_BLOCKS else (*blocks[: MAX_BLOCKS - 2], blocks[-1])
     for index, block in enumerate(shown):
         if len(shown) < len(blocks) and index == len(shown) - 1:
@@ -116,6 +117,7 @@ def _name(plan: Plan) -> str:
 def _header(plan: Plan, summary: Summary) -> Row:
     mesh = f" {TIMES} ".join(map(str, plan.mesh))
     ranks = "1 rank" if plan.tp == 1 else f"{plan.tp} ranks"
+    ranks = f"{plan.stages.count} stages of {ranks}" if plan.stages else ranks
     facts = [
         f"{human_count(plan.model.num_parameters)} parameters",
         weights_text(plan),

@@ -1,8 +1,9 @@
 """Push a converted directory to a repository of the Hub, as ``tp-N/`` beside other numbers of ranks.
 
-``manifest.json`` is in the last commit and makes the directory complete; before other content is replaced,
-the old manifest is removed. So an interrupted push never leaves a manifest that lists other files, and the
-same command continues it: files that were committed or uploaded are not sent again.
+One that holds stages becomes ``pp-P-tp-N/``, with their directories. ``manifest.json``, of each stage, is in
+the last commit and makes the directory complete; before other content is replaced, the old ones are removed.
+So an interrupted push never leaves a manifest that lists other files, and the same command continues it:
+files that were committed or uploaded are not sent again.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from posixpath import join
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
-from shardconv_runtime.hub.tp_folders import numbers
+from shardconv_runtime.hub.tp_folders import Folder, folders
 
 from ..reporting.progress import Advance, Progress, Silent
 from ..verifying.directories.verify import verify
 from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, new_bytes, text_item
-from .published import Published
+from .published import Published, published
 
 if TYPE_CHECKING:
     from .branch import Remote
@@ -91,18 +93,15 @@ def push(
     from .branch import Remote
 
     progress, directory = progress or Silent(), Path(out)
-    if manifest.stages_in(directory):
-        raise PlanError(
-            f"{out} holds stages, which push does not know yet; `hf upload {repo_id} {out}` publishes them, "
-            "and load finds them there"
-        )
     remote = Remote(repo_id, revision, token)
-    manifest.read(directory)
+    parts = manifest.stage_directories(directory) or [directory]
+    for part in parts:
+        manifest.read(part)
     if not dry_run:
         remote.require_login()
     for remark in verify(directory, progress=progress).remarks:
         progress.stage(f"remark: {remark}")
-    work = _Push(directory, remote, progress)
+    work = _Push(directory, published(parts), remote, progress)
     tree = remote.tree()
     changes = work.changes(tree)
     if changes and not dry_run:
@@ -133,19 +132,15 @@ class _Push:
     """The push of one directory to one branch.
 
     Args:
-        directory: a verified converted directory.
+        directory: a verified converted directory, or one that holds stages.
+        own: what is in it.
         remote: the branch.
         progress: where to report to.
     """
 
-    def __init__(self, directory: Path, remote: Remote, progress: Progress) -> None:
+    def __init__(self, directory: Path, own: Published, remote: Remote, progress: Progress) -> None:
         self._directory, self._remote, self._progress = directory, remote, progress
-        found = manifest.read(directory)
-        self._folder = f"tp-{found.tp}"
-        plan = manifest.read_plan(directory, found)
-        if plan.stages is not None:
-            raise PlanError(f"{directory} is a stage of {plan.stages.count}; push does not know stages yet")
-        self._own = Published(self._folder, found, plan)
+        self._own, self._folder = own, own.path
         self._items = self._directory_items()
         self._drawn: dict[str, str] = {}
 
@@ -161,7 +156,7 @@ class _Push:
         """
         tree = self._remote.tree()
         self._remove_manifest()
-        last = {f"{self._folder}/{name}" for name in (MANIFEST_NAME, PLAN_NAME)}
+        last = {f"{part}/{name}" for part in self._own.folder.parts for name in (MANIFEST_NAME, PLAN_NAME)}
         early = [i for i in self._items if i.path not in last and not is_there(i, tree)]
         if early:
             with self._progress.bar("sending", sum(i.num_bytes for i in early)) as advance:
@@ -178,14 +173,15 @@ class _Push:
         self._remote.patiently(lambda: self._remote.commit(title, items, meter=meter))
 
     def _remove_manifest(self) -> None:
-        """Remove the manifest before files change that it lists."""
+        """Remove the manifests before files change that they list."""
 
         def remove() -> None:
             tree = self._remote.tree()
-            if breaks_manifest(compare(self._items, self._folder, tree), self._folder, tree):
-                path = f"{self._folder}/{MANIFEST_NAME}"
+            parts = self._own.folder.parts
+            if any(breaks_manifest(compare(self._items, part, tree), part, tree) for part in parts):
+                there = [path for part in parts if (path := f"{part}/{MANIFEST_NAME}") in tree.files]
                 title = f"{self._folder} is being replaced"
-                self._remote.commit(title, [], [path], parent=tree.commit)
+                self._remote.commit(title, [], there, parent=tree.commit)
 
         self._remote.patiently(remove)
 
@@ -212,14 +208,20 @@ class _Push:
         )
 
     def _directory_items(self) -> list[Item]:
-        """Every file of the directory, the manifest last."""
+        """Every file of the directory, the manifest of each stage after its others."""
         from .hashes import sha256s
 
-        entries = self._own.manifest.files
-        kinds = {entry.path: entry.checksum.split(":") for entry in entries}
-        recorded = {path: digest for path, (kind, digest) in kinds.items() if kind == "sha256"}
-        sizes = {e.path: e.num_bytes for e in entries}
-        sizes |= {name: (self._directory / name).stat().st_size for name in (PLAN_NAME, MANIFEST_NAME)}
+        recorded: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        for part, found in zip(self._own.folder.parts, self._own.manifests, strict=True):
+            start = part.removeprefix(self._folder).lstrip("/")
+            for entry in found.files:
+                path, (kind, digest) = join(start, entry.path), entry.checksum.split(":")
+                sizes[path] = entry.num_bytes
+                if kind == "sha256":
+                    recorded[path] = digest
+            for path in (join(start, PLAN_NAME), join(start, MANIFEST_NAME)):
+                sizes[path] = (self._directory / path).stat().st_size
         unknown = {path: size for path, size in sizes.items() if path not in recorded}
         digests = recorded | sha256s(self._directory, unknown, self._progress)
         return [
@@ -232,9 +234,10 @@ class _Push:
         from .card import model_card
         from .readme import merged
 
-        small = {f"{self._folder}/{entry.path}" for entry in self._own.manifest.files if _is_small(entry)}
+        first = self._own.folder.parts[0]
+        small = {f"{first}/{entry.path}" for entry in self._own.manifest.files if _is_small(entry)}
         copies = [_at_root(item) for item in self._items if item.path in small]
-        variants = sorted([self._own, *self._others(tree)], key=lambda v: int(v.path[3:]))
+        variants = sorted([self._own, *self._others(tree)], key=lambda v: v.folder)
         existing = self._remote.text(README, tree)
         card = merged(existing, model_card(self._remote.repo_id, variants, self._base_card))
         return [*copies, text_item(README, card), *map(self._picture, variants)]
@@ -243,7 +246,7 @@ class _Push:
         """The picture of a plan, drawn once."""
         from .picture import picture
 
-        digest = variant.manifest.plan_sha256
+        digest = variant.manifest.plan_sha256  # of stages, the first one's
         if digest not in self._drawn:
             self._drawn[digest] = picture(variant.plan)
         return text_item(f"{PICTURES}/{variant.path}.svg", self._drawn[digest])
@@ -256,23 +259,27 @@ class _Push:
 
     def _others(self, tree: Tree) -> Iterator[Published]:
         """Complete converted directories for other numbers of ranks."""
-        for folder in (f"tp-{number}" for number in numbers(tree.files)):
-            if folder != self._folder:
+        for folder in folders(tree.files):
+            if folder != self._own.folder:
                 found = self._read(folder, tree)
                 if found is not None:
                     yield found
 
-    def _read(self, folder: str, tree: Tree) -> Published | None:
+    def _read(self, folder: Folder, tree: Tree) -> Published | None:
         with tempfile.TemporaryDirectory() as directory:
-            for name in (MANIFEST_NAME, PLAN_NAME):
-                text = self._remote.text(f"{folder}/{name}", tree)
-                if text is not None:
-                    (Path(directory) / name).write_text(text, encoding="utf-8")
+            parts = [Path(directory) / part for part in folder.parts]
+            for path, part in zip(parts, folder.parts, strict=True):
+                path.mkdir(parents=True)
+                for name in (MANIFEST_NAME, PLAN_NAME):
+                    text = self._remote.text(f"{part}/{name}", tree)
+                    if text is not None:
+                        (path / name).write_text(text, encoding="utf-8")
             try:
-                found = manifest.read(directory)
-                return Published(folder, found, manifest.read_plan(directory, found))
+                return published(parts)
             except (CheckpointError, PlanError):
-                self._progress.stage(f"{folder} of the repository cannot be read; the card leaves it out")
+                self._progress.stage(
+                    f"{folder.name} of the repository cannot be read; the card leaves it out"
+                )
                 return None
 
 
@@ -282,7 +289,7 @@ def _is_small(entry: FileEntry) -> bool:
 
 
 def _at_root(item: Item) -> Item:
-    return dataclasses.replace(item, path=item.path.partition("/")[2])
+    return dataclasses.replace(item, path=item.path.rpartition("/")[2])
 
 
 def _groups(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.plan import Edit, Plan
+from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.stored_layout import is_common
 
 from .human_numbers import human_bytes, human_count, percent
-from .summary import Collective, Summary, local_bytes, weights_text
+from .summary import Collective, Summary, local_bytes, shown_stages, summarize, weights_text
 
 MAX_BARS = 16
 """With more ranks, those that hold the same number of bytes share a bar."""
@@ -48,8 +49,9 @@ class OpTotal:
 
 
 def mesh_text(plan: Plan) -> str:
-    """``8 ranks, mesh 2 x 4``."""
+    """``8 ranks, mesh 2 x 4``, after ``2 stages, each of``."""
     ranks = "1 rank" if plan.tp == 1 else f"{plan.tp} ranks"
+    ranks = f"{plan.stages.count} stages, each of {ranks}" if plan.stages else ranks
     return ranks + (f", mesh {' x '.join(map(str, plan.mesh))}" if len(plan.mesh) > 1 else "")
 
 
@@ -102,9 +104,11 @@ def categories(bars: Sequence[MemoryBar]) -> list[str]:
 def _held(plan: Plan, summary: Summary) -> list[dict[str, int]]:
     """For each rank: category -> bytes of sharded tensors; all others count as ``replicated``."""
     held: list[dict[str, int]] = []
-    for rank, rank_bytes in enumerate(summary.rank_bytes):
+    kinds = [summarize(of_stage(plan, stage)).kinds for stage in shown_stages(plan)]
+    for number, rank_bytes in enumerate(summary.rank_bytes):
+        index, rank = divmod(number, plan.tp)
         amounts: dict[str, int] = {}
-        for kind in summary.kinds:
+        for kind in kinds[index]:
             sharded = [line.plan for line in kind.tensors if not is_common(line.plan)]
             num_bytes = kind.count * sum(local_bytes(entry, plan, rank) for entry in sharded)
             name = kind.category or "other"

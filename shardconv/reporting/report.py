@@ -14,7 +14,7 @@ from .fits import Load
 from .fused_lines import fused_lines
 from .human_numbers import human_bytes, human_count, percent
 from .memory_lines import device_lines, memory_lines
-from .stage_lines import stage_bytes, stage_lines
+from .stage_lines import stage_lines
 from .summary import (
     Collective,
     LayerKind,
@@ -186,10 +186,7 @@ def _fused(plan: Plan) -> Iterator[str]:
 
 
 def _totals(plan: Plan, summary: Summary) -> Iterator[str]:
-    held = summary.rank_bytes
-    if plan.stages is not None and plan.stages.own is None:
-        held = tuple(n for ranks in stage_bytes(plan) for n in ranks)
-    smallest, largest = min(held), max(held)
+    smallest, largest = min(summary.rank_bytes), max(summary.rank_bytes)
     per_rank = human_bytes(largest)
     if human_bytes(smallest) != per_rank:
         per_rank = f"{human_bytes(smallest)} to {per_rank}"

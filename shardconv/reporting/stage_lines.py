@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from shardconv_runtime.format.plan import Plan, by_name
-from shardconv_runtime.format.staged_names import held_names, num_stages, staged_modules
-from shardconv_runtime.format.stored_layout import stored_entries
+from shardconv_runtime.format.pipeline_stages import StagesPlan
+from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.staged_names import staged_modules
 
 from .human_numbers import human_bytes
-from .summary import item_bytes, local_bytes
+from .summary import item_bytes, stage_bytes
 
 MICROBATCHES = (1, 4)
 """For each stage; schedules wait less the more there are."""
 CHUNKS = 2
 """Parts of a stage in an interleaved schedule."""
-
-
-def stage_bytes(plan: Plan) -> list[list[int]]:
-    """Bytes of the parameters of each rank of each stage."""
-    if plan.stages is not None:
-        plan = replace(plan, stages=replace(plan.stages, own=None))
-    entries = by_name("parameters", tuple(stored_entries(plan)))
-    found = []
-    for stage in range(num_stages(plan)):
-        held = [entries[name] for name in held_names(plan, stage, entries.keys())]
-        found.append([sum(local_bytes(e, plan, rank) for e in held) for rank in range(plan.tp)])
-    return found
 
 
 def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
@@ -54,6 +41,12 @@ def bubble(count: int, microbatches: int, chunks: int = 1) -> float:
     return waits / (microbatches + waits)
 
 
+def layers_text(stages: StagesPlan, stage: int) -> str:
+    """``layers 0 to 39``, of a stage."""
+    first, last = stages.layers[stage]
+    return f"layers {first} to {last}" if last > first else f"layer {first}" if last == first else "no layer"
+
+
 def stage_lines(plan: Plan) -> Iterator[str]:
     """The section of the report; empty for a plan without stages."""
     stages = plan.stages
@@ -62,10 +55,8 @@ def stage_lines(plan: Plan) -> Iterator[str]:
     held = [max(ranks) for ranks in stage_bytes(plan)]
     mean = sum(held) / len(held)
     yield f"STAGES  {stages.count}, each of {plan.tp} rank{'s' if plan.tp > 1 else ''}"
-    for stage, (first, last) in enumerate(stages.layers):
-        layers = (
-            f"layers {first} to {last}" if last > first else f"layer {first}" if last == first else "no layer"
-        )
+    for stage in range(stages.count):
+        layers = layers_text(stages, stage)
         share = f"{held[stage] / mean - 1:+.1%} of the mean" if mean else ""
         yield f"  stage {stage:<9}{layers:<22}{human_bytes(held[stage]):>12} per rank  {share}".rstrip()
     for (source, target), num_bytes in sorted(crossing_bytes(plan).items()):

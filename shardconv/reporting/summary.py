@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
@@ -21,6 +21,7 @@ from shardconv_runtime.format.plan import (
     module_plans,
     parameter_plans,
 )
+from shardconv_runtime.format.staged_names import held_names, num_stages
 from shardconv_runtime.format.stored_layout import is_common, stored_entries
 
 COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter")
@@ -84,6 +85,7 @@ class Summary:
     sharded_bytes: int
     """Global bytes of the sharded tensors."""
     rank_bytes: tuple[int, ...]
+    """Of each rank; of a model with stages, of the ranks of each stage in turn, or of the plan's own one."""
 
 
 def all_notes(plan: Plan) -> tuple[str, ...]:
@@ -96,6 +98,7 @@ def summarize(plan: Plan) -> Summary:
     """Compute the numbers of a plan."""
     entries = tuple(stored_entries(plan))
     parameters = by_name("parameters", entries)
+    held = stage_bytes(plan)
     numbers = Counter(parameters.values())
     counts = [(entry, numbers[entry]) for entry in entries]
     return Summary(
@@ -106,10 +109,25 @@ def summarize(plan: Plan) -> Summary:
         sharded_bytes=sum(
             count * global_bytes(e) for e, count in counts if not is_common(e) and not e.partial
         ),
-        rank_bytes=tuple(
-            sum(count * local_bytes(entry, plan, rank) for entry, count in counts) for rank in range(plan.tp)
-        ),
+        rank_bytes=tuple(n for stage in shown_stages(plan) for n in held[stage]),
     )
+
+
+def shown_stages(plan: Plan) -> Sequence[int]:
+    """The stages that a plan is about: all, or its own; stage 0 of a plan without any."""
+    if plan.stages is None or plan.stages.own is None:
+        return range(num_stages(plan))
+    return (plan.stages.own,)
+
+
+def stage_bytes(plan: Plan) -> list[list[int]]:
+    """Bytes of the parameters of each rank of each stage; of one stage, without any."""
+    entries = by_name("parameters", tuple(stored_entries(plan)))
+    held = (Counter(entries[n] for n in held_names(plan, k, entries.keys())) for k in range(num_stages(plan)))
+    return [
+        [sum(n * local_bytes(entry, plan, rank) for entry, n in counts.items()) for rank in range(plan.tp)]
+        for counts in held
+    ]
 
 
 def global_bytes(entry: ParameterPlan) -> int:

@@ -25,6 +25,7 @@ from small_models import save_random, small_config
 from training_runs import cpu_mesh
 
 import shardconv
+from shardconv import cli
 
 CONVERTED, ORIGINAL = "user/model-tp", "user/original"
 TP = 4
@@ -341,3 +342,55 @@ def test_stages_are_loaded_from_a_repository(
     assert not hub.served()
     (text, *_) = run_errors(2, logits, "user/model-pp", {})
     assert "converted for tp=2 and 2 stages" in str(text)
+
+
+def test_stages_are_pushed_beside_others(
+    hub: HubServer,
+    model: Path,
+    out: Path,
+    want: torch.Tensor,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Four processes take ``tp-4/`` before ``pp-2-tp-2/``, unless that is named."""
+    repo, staged = "user/several", tmp_path / "out"
+    shardconv.convert(model, staged, 2, pp=2, check=False)
+    pushed = shardconv.push(staged, repo, token="hf_writer")
+    files = {p.relative_to(staged).as_posix() for p in staged.rglob("*") if p.is_file()}
+    assert {f"pp-2-tp-2/{name}" for name in files} <= set(pushed.sent)
+    assert not shardconv.push(staged, repo, token="hf_writer").sent
+    require_right(want, repo)
+    card = hub.files(repo)["README.md"].decode()
+    assert "| pp-2-tp-2 | 4 |" in card
+    assert "--tp 2 --pp 2 pp-2-tp-2/" in card
+    shardconv.push(out, repo, token="hf_writer")
+    for path, folder in ((repo, "tp-4"), (f"{repo}/pp-2-tp-2", "pp-2-tp-2")):
+        hub.forget()
+        require_right(want, path)
+        assert {name.partition("/")[0] for name in hub.served() if "/" in name} <= {folder}
+    assert cli.run(["inspect", f"{repo}/pp-2-tp-2"]) == 0
+    shown = capsys.readouterr().out
+    assert "STAGES  2, each of 2 ranks" in shown
+    assert "stage-00001-of-00002" in shown
+    assert cli.run(["inspect", repo]) == 2
+    assert "several converted models, pp-2-tp-2, tp-4; choose with" in capsys.readouterr().err
+
+
+def test_other_stages_replace_the_pushed_ones(hub: HubServer, model: Path, tmp_path: Path) -> None:
+    """No commit has a manifest that lists other files."""
+    shardconv.convert(model, tmp_path / "out", 1, pp=2, check=False)
+    shardconv.push(tmp_path / "out", "user/pp", token="hf_writer")
+    other = transformers.LlamaForCausalLM.from_pretrained(model)
+    other.model.layers[0].mlp.up_proj.weight.data.zero_()
+    other.save_pretrained(tmp_path / "other")
+    shardconv.convert(tmp_path / "other", tmp_path / "again", 1, pp=2, check=False)
+    shardconv.push(tmp_path / "again", "user/pp", token="hf_writer")
+    removed = 0
+    for commit in hub.repo("user/pp").history():
+        for part in ("pp-2-tp-1/stage-00000-of-00002", "pp-2-tp-1/stage-00001-of-00002"):
+            file = commit.files.get(f"{part}/manifest.json")
+            removed += file is None
+            entries = () if file is None else manifest.loads(hub.store.blobs.read(file.sha256).decode()).files
+            for entry in entries:
+                assert commit.files[f"{part}/{entry.path}"].num_bytes == entry.num_bytes
+    assert removed

@@ -266,9 +266,8 @@ def test_commands_that_do_not_know_stages_say_so(tmp_path: Path, capsys: pytest.
     ):
         assert cli.run([str(part) for part in command]) != 0
         assert "stage of 2" in capsys.readouterr().err
-
-    assert cli.run(["push", str(out), "user/model"]) != 0
-    assert "hf upload user/model" in capsys.readouterr().err
+    assert cli.run(["report", str(out)]) == 0
+    assert (tmp_path / "out-report.html").is_file()
 
 
 def test_all_stages_are_inspected_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,8 @@ MAX_TEXT_LENGTH = 1000
 
 _RANK_DIRECTORY = re.compile(r"rank-[0-9]+-of-[0-9]+")
 _STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
+VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
+"""A folder beside those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with directories of stages."""
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 """Names that are devices where they are not files."""
@@ -182,11 +184,41 @@ def read(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def variant(path: Path, world_size: int) -> Path:
-    """The converted directory for so many ranks in a directory: itself, or its ``tp-N/``."""
-    inner = path / f"tp-{world_size}"
-    if not (path / MANIFEST_NAME).is_file() and (inner / MANIFEST_NAME).is_file():
+    """What was converted for so many ranks in a directory: itself, or its ``tp-N/`` or else ``pp-P-tp-N/``.
+
+    Raises:
+        CheckpointError: several with stages are for as many ranks.
+    """
+    inner = path / variant_name(world_size)
+    if (path / MANIFEST_NAME).is_file() or not path.is_dir():
+        return path
+    if (inner / MANIFEST_NAME).is_file():
         return inner
-    return path
+    staged = staged_variant(str(path), (entry.name for entry in path.iterdir()), world_size)
+    return path if staged is None else path / staged
+
+
+def variant_name(tp: int, stages: int = 1) -> str:
+    """The name of the folder of a model for ``tp`` ranks, of each stage if there are several."""
+    return f"pp-{stages}-tp-{tp}" if stages > 1 else f"tp-{tp}"
+
+
+def staged_variant(where: str, folders: Iterable[str], world_size: int) -> str | None:
+    """That of the folders which has stages for so many ranks in all; None if there is none.
+
+    Raises:
+        CheckpointError: there are several in ``where``.
+    """
+    found = set()
+    for match in filter(None, map(VARIANT.fullmatch, folders)):
+        if match[1] is not None and int(match[1]) * int(match[2]) == world_size:
+            found.add(match[0])
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where} holds several models for {world_size} ranks, {', '.join(sorted(found))}; name one of "
+            "them behind a slash"
+        )
+    return found.pop() if found else None
 
 
 def stage_directory(stage: int, count: int) -> str:
@@ -356,9 +388,9 @@ def _allowed_directories(root: Path) -> list[Path]:
 
     A hub cache keeps ``<cache>/<repository>/snapshots/<commit>/<path>`` as links into
     ``<cache>/<repository>/blobs``, which may be links into ``<cache>/blobs``. A repository may hold several
-    converted directories, one level down.
+    converted directories, one level down, and those of stages in them.
     """
-    for commit in (root, root.parent):
+    for commit in (root, *root.parents[:2]):
         if commit.parent.name == "snapshots":
             repository = commit.parent.parent
             return [root, repository / "blobs", repository.parent / "blobs"]

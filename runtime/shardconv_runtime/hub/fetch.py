@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 
 from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, variant_name
 from ..hub_options import Hub
 from . import time_limits
 from .access import require_repo_id
 from .hub_errors import FINAL, explain, has_timed_out, hub_error
 from .remote_files import remote_files
 from .time_limits import NoAnswerError, bounded
-from .tp_folders import nothing_for, of_stage, only
+from .tp_folders import folder_in, nothing_for, only, stages_for
 
 TRIES = 5
 """Requests for one file; the client itself repeats each of them several times."""
@@ -105,39 +106,79 @@ class Repository:
                 )
 
 
-def find(repo_id: str, hub: Hub, world_size: int | None, rank: int = 0) -> tuple[Repository, Manifest]:
+def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Repository, Manifest]:
     """Find a converted directory in a repository and download its manifest and plan.
 
     Args:
-        repo_id: of the repository.
+        where: the id of a repository, and the name of a folder in it where that has to be chosen.
         hub: how to reach it.
-        world_size: ranks that it was converted for; None takes any number, if there is only one.
+        world_size: number of processes that it was converted for.
         rank: among these, of which the directory of the stage is taken, if there are several.
 
     Raises:
-        SourceError: the repository cannot be read, or holds no directory for so many ranks, or several.
-        CheckpointError: the manifest is malformed.
+        SourceError: the repository cannot be read, or holds no directory for so many ranks.
+        CheckpointError: the manifest is malformed, or several models are for so many processes.
     """
-    require_repo_id(repo_id)
+    with _explained(where, hub):
+        repo_id, found = _directories(where, hub, world_size)
+        place = min(rank // max(1, world_size // len(found)), len(found) - 1)
+        return _with_plan(repo_id, *found[place], hub)
+
+
+def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Manifest]]:
+    """Find a converted model in a repository, with the directories of all its stages.
+
+    Args:
+        where: see ``find``.
+        hub: how to reach it.
+        tp: ranks that it was converted for; None takes any number, if there is only one.
+
+    Raises:
+        SourceError: see ``find``; or it holds several models.
+        CheckpointError: see ``find``.
+    """
+    with _explained(where, hub):
+        repo_id, found = _directories(where, hub, tp)
+        return [_with_plan(repo_id, path, file, hub) for path, file in found]
+
+
+@contextmanager
+def _explained(where: str, hub: Hub) -> Iterator[None]:
+    """Errors of the client are raised as ours."""
     try:
-        if world_size is None:
-            path = only(repo_id, _names(repo_id, hub))
-            return _with_plan(repo_id, path, Path(_download(repo_id, path + MANIFEST_NAME, hub)), hub)
-        for path in (f"tp-{world_size}/", ""):
-            found = _existing(repo_id, path + MANIFEST_NAME, hub, is_last=False)
-            if found is not None:
-                return _with_plan(repo_id, path, found, hub)
-        names = _names(repo_id, hub)
-        stage = of_stage(names, rank, world_size)
-        if stage is not None:
-            return _with_plan(repo_id, stage, Path(_download(repo_id, stage + MANIFEST_NAME, hub)), hub)
-        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, says what the cache lacks
-        problem = nothing_for(repo_id, names, world_size)
+        yield
     except ShardconvError:
         raise
     except Exception as error:
-        raise SourceError(explain(repo_id, hub.revision, error)) from error
-    raise SourceError(problem)
+        raise SourceError(explain(folder_in(where)[0], hub.revision, error)) from error
+
+
+def _directories(where: str, hub: Hub, world_size: int | None) -> tuple[str, list[tuple[str, Path | None]]]:
+    """The id of a repository, and a model's directories in it: one, or one for each stage.
+
+    Each has its path, and the file of its manifest where that was downloaded to find it.
+    """
+    repo_id, folder = folder_in(where)
+    require_repo_id(repo_id)
+    if folder is not None:
+        return repo_id, [(path, None) for path in folder.parts]
+    if world_size is None:
+        return repo_id, [(path, None) for path in only(repo_id, _names(repo_id, hub))]
+    for path in (variant_name(world_size), ""):
+        file = _existing(repo_id, _inside(path, MANIFEST_NAME), hub, is_last=False)
+        if file is not None:
+            return repo_id, [(path, file)]
+    names = _names(repo_id, hub)
+    stages = stages_for(repo_id, names, world_size)
+    if not stages:
+        _existing(repo_id, MANIFEST_NAME, hub, is_last=True)  # offline, says what the cache lacks
+        raise SourceError(nothing_for(repo_id, names, world_size))
+    return repo_id, [(path, None) for path in stages]
+
+
+def _inside(path: str, name: str) -> str:
+    """The path of a file of a directory, which is empty for the root."""
+    return f"{path}/{name}" if path else name
 
 
 def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
@@ -166,11 +207,12 @@ def plan_path(plan: str | os.PathLike[str], hub: Hub) -> Path:
         ) from error
 
 
-def _with_plan(repo_id: str, path: str, manifest_path: Path, hub: Hub) -> tuple[Repository, Manifest]:
-    """The converted directory at ``path`` of a repository, whose manifest is in the cache."""
-    directory, commit = manifest_path.parent, manifest_path.parts[-2 - path.count("/")]
-    _download(repo_id, path + PLAN_NAME, replace(hub, revision=commit))
-    return Repository(repo_id, commit, path, directory, hub), manifest.read(directory)
+def _with_plan(repo_id: str, path: str, file: Path | None, hub: Hub) -> tuple[Repository, Manifest]:
+    """The converted directory at ``path`` of a repository, with its manifest and plan in the cache."""
+    file = file or Path(_download(repo_id, _inside(path, MANIFEST_NAME), hub))
+    commit = file.parts[-2 - _inside(path, "").count("/")]
+    _download(repo_id, _inside(path, PLAN_NAME), replace(hub, revision=commit))
+    return Repository(repo_id, commit, _inside(path, ""), file.parent, hub), manifest.read(file.parent)
 
 
 def _existing(repo_id: str, path: str, hub: Hub, *, is_last: bool) -> Path | None:

@@ -1,74 +1,122 @@
-"""Converted directories of one model for several numbers of ranks: ``tp-2/``, ``tp-8/`` and so on."""
+"""Converted directories of one model for several numbers of ranks: ``tp-2/``, ``tp-8/``, ``pp-2-tp-8/``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ..errors import SourceError
-from ..format.manifest import MANIFEST_NAME, stage_directory
+from ..format.manifest import MANIFEST_NAME, VARIANT, stage_directory, staged_variant, variant_name
 from ..wording import is_command, option
 
-_STAGE = re.compile(rf"stage-[0-9]{{5}}-of-([0-9]{{5}})/{re.escape(MANIFEST_NAME)}")
-_FOLDER = re.compile(rf"tp-([1-9][0-9]*)/{re.escape(MANIFEST_NAME)}")
+_STAGE = re.compile(r"stage-[0-9]{5}-of-([0-9]{5})")
 
 
-def numbers(names: Iterable[str]) -> list[int]:
-    """The numbers of ranks that have a folder, sorted.
+@dataclass(frozen=True, slots=True, order=True)
+class Folder:
+    """What was converted for one number of ranks."""
+
+    tp: int
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        """As ``tp-8``, or ``pp-2-tp-8`` with a directory for each stage."""
+        return variant_name(self.tp, self.stages)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The paths of its converted directories: itself, or one for each stage."""
+        if self.stages == 1:
+            return (self.name,)
+        return tuple(f"{self.name}/{stage_directory(k, self.stages)}" for k in range(self.stages))
+
+
+def folders(names: Iterable[str]) -> list[Folder]:
+    """The folders that are complete, sorted by ranks and stages.
 
     Args:
         names: of all files.
     """
-    return sorted(int(match[1]) for match in map(_FOLDER.fullmatch, names) if match)
+    there = set(names)
+    found = {VARIANT.fullmatch(name.partition("/")[0]) for name in there}
+    made = (Folder(int(match[2]), int(match[1] or 1)) for match in found if match is not None)
+    return sorted({f for f in made if all(f"{part}/{MANIFEST_NAME}" in there for part in f.parts)})
 
 
-def of_stage(names: Iterable[str], rank: int, world_size: int) -> str | None:
-    """The folder of the stage of a rank, ``stage-00000-of-00002/``; None without folders of stages.
+def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
+    """The directories of the stages of a model for so many processes; none if it has no stages.
 
     Args:
+        where: the files are; for errors.
         names: of all files.
-        rank: among all processes.
         world_size: number of processes.
+
+    Raises:
+        CheckpointError: several models have stages for so many processes.
     """
-    counts = {int(match[1]) for match in map(_STAGE.fullmatch, names) if match}
+    there = list(names)
+    by_name = {folder.name: folder for folder in folders(there) if folder.stages > 1}
+    found = staged_variant(where, by_name, world_size)
+    if found is not None:
+        return by_name[found].parts
+    directories = (name.removesuffix(f"/{MANIFEST_NAME}") for name in there)
+    counts = {int(match[1]) for match in map(_STAGE.fullmatch, directories) if match is not None}
     if len(counts) != 1:
-        return None
+        return ()
     (count,) = counts
-    return stage_directory(min(rank // max(1, world_size // count), count - 1), count) + "/"
+    return tuple(stage_directory(k, count) for k in range(count))
 
 
-def only(where: str, names: Iterable[str]) -> str:
-    """The folder of the only converted directory.
+def folder_in(where: str) -> tuple[str, Folder | None]:
+    """The id of a repository and the folder behind it, as in ``user/model/pp-2-tp-8``; None without one."""
+    repo_id, _, last = where.rpartition("/")
+    match = VARIANT.fullmatch(last)
+    if match is None or "/" not in repo_id:
+        return where, None
+    return repo_id, Folder(int(match[2]), int(match[1] or 1))
+
+
+def only(where: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The directories of the only model that was converted: one, or one for each stage.
 
     Args:
         where: for errors.
         names: of all files, relative to the directory or repository.
 
     Returns:
-        The folder, such as ``"tp-8/"``; empty for the directory or repository itself.
+        Their paths, such as ``"tp-8"``; empty for the directory or repository itself.
 
     Raises:
         SourceError: several converted directories exist, or none.
     """
-    found = list(names)
-    folders = [f"tp-{number}/" for number in numbers(found)]
-    if MANIFEST_NAME in found:
-        folders.insert(0, "")
-    if len(folders) == 1:
-        return folders[0]
-    if not folders:
+    there = list(names)
+    found = {folder.name: folder.parts for folder in folders(there)}
+    at_root = ("",) if MANIFEST_NAME in there else stages_for(where, there, 0)
+    if at_root:
+        found = {"one outside of folders": at_root, **found}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
         raise SourceError(f"{where} holds no converted model; name the output of shardconv convert or push")
-    named = ", ".join(folder.rstrip("/") or "one outside of folders" for folder in folders)
-    raise SourceError(f"{where} holds several converted models, {named}; choose with {option('tp')}")
+    raise SourceError(
+        f"{where} holds several converted models, {', '.join(found)}; choose with {option('tp')}, or name "
+        "the folder behind a slash"
+    )
 
 
 def nothing_for(where: str, names: Iterable[str], world_size: int) -> str:
     """The message that a directory or repository lacks a model for ``world_size`` ranks."""
     start = f"{where} holds no converted model for {world_size} rank{'s' if world_size > 1 else ''}"
-    found = numbers(names)
+    found = folders(names)
     if not found:
         return f"{start} or any other number; convert it" + (
             "" if is_command() else ", or pass plan= to load it as it is"
         )
-    advice = f"give one of these as {option('tp')}" if is_command() else "start as many processes"
-    return f"{start}, but for {', '.join(map(str, found))}; {advice}"
+    if is_command():
+        plain = [str(folder.tp) for folder in found if folder.stages == 1]
+        advice = f"give one of these as {option('tp')}" if plain else "name the folder behind a slash"
+        return f"{start}, but for {', '.join(plain or [folder.name for folder in found])}; {advice}"
+    counts = (f"{f.tp * f.stages}" + (f" ({f.stages} stages)" if f.stages > 1 else "") for f in found)
+    return f"{start}, but for {', '.join(counts)}; start as many processes"

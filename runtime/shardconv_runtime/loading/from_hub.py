@@ -9,6 +9,7 @@ from ..format.manifest import Manifest, read_plan
 from ..format.plan import Plan
 from ..hub.access import looks_like_path
 from ..hub.fetch import Repository, find
+from ..hub.tp_folders import folder_in
 from ..hub_options import Hub
 
 
@@ -22,7 +23,7 @@ def find_converted(
         CheckpointError: ``path`` cannot be the id of a repository.
         SourceError: it cannot be reached, or has no directory for so many ranks.
     """
-    if Path(path).expanduser().exists() or looks_like_path(path) or "/" not in path:
+    if Path(path).expanduser().exists() or "/" not in path or looks_like_path(folder_in(path)[0]):
         raise CheckpointError(
             f"{path}: no such directory; give the directory that `shardconv convert` wrote, or the id of a "
             "repository on the Hub"

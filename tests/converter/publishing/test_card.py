@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.hub.tp_folders import Folder
 from shown_plans import EVIL, evil_plan
 from small_models import hand_plan, small_config
 
@@ -43,7 +44,7 @@ def published(plan: Plan, name: str = "org/base", revision: str | None = "abc123
     )
     tools = {"shardconv": "0.1.0", "torch": "2.13.0"}
     manifest = Manifest(plan.tp, "0" * 64, Source(name, revision), tools, files)
-    return Published(f"tp-{plan.tp}", manifest, plan)
+    return Published(Folder(plan.tp), (manifest,), plan)
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def test_the_result_of_numerics() -> None:
     measured = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24), EVIL: (1,)})
     first, second = both()
     manifest = dataclasses.replace(second.manifest, numerics=measured)
-    card = model_card("me/base-tp", [first, dataclasses.replace(second, manifest=manifest)])
+    card = model_card("me/base-tp", [first, dataclasses.replace(second, manifests=(manifest,))])
     assert (
         "`shardconv verify --numerics` ran all ranks on the weights in their files:\n\n- tp-4: the simulated"
         in card
@@ -127,7 +128,7 @@ def test_a_local_directory_is_not_named_as_the_base_model() -> None:
 def test_nothing_in_a_plan_or_a_manifest_is_markup() -> None:
     variant = published(evil_plan(), EVIL, EVIL)
     tools = {EVIL: EVIL}
-    variant = dataclasses.replace(variant, manifest=dataclasses.replace(variant.manifest, tools=tools))
+    variant = dataclasses.replace(variant, manifests=(dataclasses.replace(variant.manifest, tools=tools),))
     card = model_card("me/m", [variant])
     outside = re.sub(r"```.*?```|`[^`\n]*`", "", card.split(BEGIN)[1].split(END)[0], flags=re.DOTALL)
     assert "<" not in outside

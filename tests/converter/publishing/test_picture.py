@@ -10,14 +10,18 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
 from shardconv_runtime.format.slices import ranges
 from shown_plans import EVIL, ZOO, evil_plan, wide_plan, zoo_plan
 from small_models import hand_plan, small_config
 
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline.stages import solve_plan
 from shardconv.publishing.geometry import WIDTH
 from shardconv.publishing.lanes import Bar, Cell
 from shardconv.publishing.outline import Block, outline
@@ -25,7 +29,8 @@ from shardconv.publishing.picture import picture
 from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
 from shardconv.publishing.svg import fitted, text_width
 from shardconv.publishing.weight_picture import faces
-from shardconv.reporting.summary import summarize
+from shardconv.reporting.human_numbers import human_bytes
+from shardconv.reporting.summary import stage_bytes, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -278,3 +283,21 @@ def test_text_is_shortened_to_its_width(text: str, width: float) -> None:
     shown = fitted(text, 11.0, width)
     assert shown == text or len(shown) < len(text) + 1
     assert text_width(shown, 11.0) <= max(width, text_width(shown[:3], 11.0))
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(2, ["stage 0", "stage 1"]), (9, ["stage 2", "… 5 more …", "stage 8"])]
+)
+def test_stages(count: int, shown: list[str]) -> None:
+    config = small_config(num_hidden_layers=9)
+    model = ModelSpec("small", config, transformers.LlamaForCausalLM, dtype="float32")
+    plan = solve_plan(model, SolveOptions(2, pp=count, check=False))
+    found = texts(parsed(plan))
+    assert f"{count} stages of 2 ranks" in " ".join(found)
+    assert set(shown) <= set(found)
+    held = [max(ranks) for ranks in stage_bytes(plan)]
+    assert next(text for text in found if text.endswith(" a rank")) == f"{human_bytes(held[0])} a rank"
+    assert max(held) == max(summarize(plan).rank_bytes)
+    assert not any(
+        text.startswith("stage ") for text in texts(parsed(dataclasses.replace(plan, stages=None)))
+    )
