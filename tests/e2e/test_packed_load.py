@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import library_checkpoints
 import plain_kernels
 import pytest
 import torch
@@ -27,6 +28,7 @@ from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
 from shardconv_runtime.errors import PlanError, ShardconvError
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import rank_directory
 
 import shardconv
@@ -85,6 +87,12 @@ def unsharded_calls(kind: str, path: Path) -> tuple[Any, ...]:
     (path / "config.json").write_text(json.dumps(config))
     plain_kernels.use_those_of_cpus()
     return _calls(in_float32(path))
+
+
+def unsharded_calls_of_two_layers(kind: str, path: Path) -> tuple[Any, ...]:
+    """Runs in a process of its own: see ``unsharded_calls``."""
+    library_checkpoints.NUM_LAYERS = 2
+    return unsharded_calls(kind, path)
 
 
 def calls_of_rank(path: Path) -> tuple[Any, ...]:
@@ -197,3 +205,28 @@ def test_all_ranks_dequantize_or_none(tmp_path: Path) -> None:
     for text in run_processes(2, error_of_mixed_ranks, tmp_path / "out"):
         assert "the ranks must load the same form" in text
         assert "dequantize=True" in text
+
+
+ON_STAGES = ("nf4", "gptq", "float8-rows", "experts")
+"""By bitsandbytes, gptqmodel, compressed-tensors and transformers itself; the others are slow tests."""
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ON_STAGES else pytest.param(kind, marks=pytest.mark.slow) for kind in SAVE]
+)
+def test_packed_weights_on_stages(kind: str, tmp_path: Path) -> None:
+    """Each stage holds its own layers, packed, and nothing of the others'."""
+    require_packages(kind)
+    expected, tokens = run_processes(1, unsharded_calls_of_two_layers, kind, tmp_path / "q")[0]
+    out = tmp_path / "out"
+    shardconv.convert(tmp_path / "q", out, 2, pp=2, experts="ep" if kind == "whole-experts" else "tp")
+    found = run_processes(4, calls_of_rank, out)
+    for rank, (logits, drawn, held) in enumerate(found):
+        error = float((logits - expected).abs().max() / expected.abs().max())
+        overhead = held / stored_bytes(out / manifest.stage_directory(rank // 2, 2), rank % 2, 2)
+        print(f"{kind} rank {rank}: {error:.1e}, memory {overhead:.4f}, {torch.equal(drawn, tokens)}")
+        assert error <= TOLERANCES.get(kind, 1e-5)
+        assert kind in TOLERANCES or torch.equal(drawn, tokens)
+        assert overhead <= 1.02 + EXTRA_BYTES.get(kind, 0)
+        assert torch.equal(drawn, found[0][1])

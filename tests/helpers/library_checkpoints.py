@@ -17,12 +17,16 @@ HEAD = "lm_head"
 """What no format quantizes here, beside what is no linear layer."""
 
 
+NUM_LAYERS = 1
+"""Of the models; a process of its own may set it."""
+
+
 def dense_model(**settings: Any) -> Any:
     """A random dense model with biases; its widths are 3 and 5 groups of 64, 6 and 10 of 32."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "head_dim": 32}
     config = transformers.LlamaConfig(
-        **(sizes | {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64} | settings),
+        **(sizes | {"num_key_value_heads": 2, "num_hidden_layers": NUM_LAYERS, "vocab_size": 64} | settings),
         attention_bias=True,
         tie_word_embeddings=False,
     )
@@ -184,7 +188,7 @@ def experts_model() -> Any:
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=96,
-        num_hidden_layers=1,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -201,7 +205,7 @@ def save_mxfp4(directory: Path) -> Path:
     config = transformers.GptOssConfig(
         hidden_size=96,
         intermediate_size=160,
-        num_hidden_layers=1,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

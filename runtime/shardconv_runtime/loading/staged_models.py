@@ -29,8 +29,6 @@ def require_known(plan: Plan, unknown: Mapping[str, bool], *, dequantize: bool) 
     assert plan.stages is not None
     for argument in (name for name, is_given in unknown.items() if is_given):
         raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
-    if not dequantize and any(entry.packing is not None for entry in plan.parameters):
-        raise PlanError("packed parameters are not computed with on stages yet; pass dequantize=True")
 
 
 def place_of(plan: Plan, start: Launch) -> StageProcesses:

@@ -154,7 +154,8 @@ class PackedModules:
         """
         model = self._model
         assert model is not None, "modules are replaced before they are filled"
-        for module in self._without_bias:
+        held = set(model.modules())  # those of other stages are not
+        for module in held.intersection(self._without_bias):
             module.bias.data.zero_()  # type: ignore[union-attr, operator]  # the first rank adds it
         model.hf_quantizer = self._quantizer
         self._quantizer.postprocess_model(model)
