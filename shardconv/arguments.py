@@ -64,10 +64,6 @@ def require_pp(options: SolveOptions) -> None:
         raise ShardconvError(f"pp must be a whole number from 1 to {MAX_TP // options.tp:,}, got {pp!r}")
     if options.stages and pp == 1:
         raise ShardconvError("the layers of stages are of use with more than one stage; add --pp (pp=)")
-    if pp > 1 and options.sequence_parallel:
-        raise ShardconvError(
-            "a model with stages has no sequence-parallel form yet; leave out --sequence-parallel or --pp"
-        )
 
 
 def require_experts(experts: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.format.dims import Dim, Leaf, size
+from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.dims import leaves as dim_leaves
 from shardconv_runtime.format.pipeline_stages import (
     CacheArgument,
@@ -167,14 +168,33 @@ class StandInForms:
         for index, sizes in enumerate(_pairs(shape, self._second.shapes.get((unit.fqn, slot)))):
             layout = layouts[index] if layouts else Leaf(sizes.first)
             of = self._dims_of(self._arguments(unit), unit, sizes, index, layout)
+            part = StandInDim(of)
+            if not of and self._is_open(unit, slot, index):
+                part = self._part_of(unit, sizes, index, layout)
+                of = part.of
             changes = sizes.second not in (None, sizes.first) or self._is_open(unit, slot, index)
             if not of and changes:
                 problem = (
                     f"returns a tensor {list(shape)} whose dim {index} is no product of dims of its inputs"
                 )
                 raise _no_stand_in(unit, problem)
-            dims.append(StandInDim(of, None if of else layout))
+            dims.append(part if of else StandInDim((), layout))
         return StandInTensor(tuple(dims), self._dtype(mark.target))
+
+    def _part_of(self, unit: Unit, wanted: _Sizes, index: int, layout: Dim) -> StandInDim:
+        """A dim of which ranks have parts where they have all of a dim of an argument, or the other way
+        round: one of the sequence, in the sequence-parallel form."""
+        mesh = self._layouts.mesh
+        for given in sorted(self._arguments(unit), key=lambda given: not given.is_weighted):
+            for dim, sizes in enumerate(self._sizes(unit, given)):
+                found = self._given_layout(unit, given, dim)
+                if found is None or not _agree(sizes, wanted) or _whole(found) != _whole(layout):
+                    continue
+                has, wants = axes_of(found), axes_of(layout)
+                times = math.prod(mesh[axis] for axis in has - wants)
+                over = math.prod(mesh[axis] for axis in wants - has)
+                return StandInDim((SlotDim(given.slot, dim),), None, times, over)
+        return StandInDim()
 
     def _dims_of(
         self,
@@ -220,9 +240,13 @@ class StandInForms:
     def _is_laid_out(self, unit: Unit, given: _Argument, dim: int, layout: Dim | None) -> bool:
         if layout is None:
             return True
+        return (self._given_layout(unit, given, dim) or Leaf(size(layout))) == layout
+
+    def _given_layout(self, unit: Unit, given: _Argument, dim: int) -> Dim | None:
+        """The layout of a dim of an argument, as the caller gives it; None if it was not analyzed."""
         mark = self._marks.get((self._shown(unit.fqn), given.slot))
         nodes = self._layouts.analysis.dims.get(mark.source) if mark is not None else None
-        return (self._layouts.dim(nodes[dim]) if nodes else Leaf(size(layout))) == layout
+        return self._layouts.dim(nodes[dim]) if nodes else None
 
     def _layout(self, unit: Unit, slot: str) -> Sequence[Dim]:
         mark = self._marks.get((self._shown(unit.fqn), slot))
@@ -304,6 +328,15 @@ def _pairs(first: Shape, second: Shape | None) -> list[_Sizes]:
 def _agree(found: _Sizes, wanted: _Sizes) -> bool:
     """Whether a size follows from another in both calls; one that is gone in the second call is no help."""
     return found.first == wanted.first and (wanted.second is None or found.second == wanted.second)
+
+
+def _whole(dim: Dim) -> Dim:
+    """The dim, replicated."""
+    if isinstance(dim, Leaf):
+        return Leaf(dim.size)
+    if isinstance(dim, Product):
+        return Product(tuple(map(_whole, dim.factors)))
+    return Sum(tuple(map(_whole, dim.segments)))
 
 
 def _no_stand_in(unit: Unit, problem: str) -> SolveError:

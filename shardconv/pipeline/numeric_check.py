@@ -133,22 +133,42 @@ class NumericCheck:
         Raises:
             SolveError: the last stage returned something else.
         """
+        problem = self._wrong_stages(plan, calls=2)
+        return inference_only(plan, f"with stages, {problem}") if problem else plan
+
+    def wrong_sequence_stages(self, plan: Plan) -> str:
+        """What is wrong with the gradients of stages in the sequence-parallel form; empty without stages.
+
+        Raises:
+            SolveError: the last stage returned something else.
+        """
+        return "" if plan.stages is None else self._wrong_stages(of_sequence(plan), calls=1)
+
+    def _wrong_stages(self, plan: Plan, calls: int) -> str:
+        """What is wrong with the gradients of stages.
+
+        Args:
+            plan: in one form.
+            calls: 2: with a step of decoding behind a prefill.
+
+        Raises:
+            SolveError: the last stage returned something else.
+        """
         case = self._case_that_fits(plan)
         if case is None:
-            return plan
+            return ""
         self.tell("stages")
         inputs = without_extra_outputs(case.inputs)
-        outcome = case.simulation.evaluate_stages(inputs)
+        outcome = case.simulation.evaluate_stages(inputs, calls=calls)
         if not outcome.agrees:
             raise SolveError(
                 "the model cannot be cut into stages: the last stage's results differ from the unsharded "
                 f"model's by {outcome.worst:.1e} of the largest (allowed: {outcome.tolerance:.0e})"
             )
         if plan.training is None:
-            return plan
+            return ""
         self.tell("gradients of stages")
-        problem = case.simulation.wrong_stage_gradient(inputs)
-        return inference_only(plan, f"with stages, {problem}") if problem else plan
+        return case.simulation.wrong_stage_gradient(inputs)
 
     def with_padding(self, plan: Plan) -> Plan:
         """The plan, whose sequence-parallel form may pad if that changes no token's results."""

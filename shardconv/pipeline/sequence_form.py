@@ -20,15 +20,19 @@ from ..solving.sequence_dims import sequence_leaves, solve_sequence
 from ..verifying.retracing.retrace import retrace
 from .problem import PlanProblem
 from .rounds import RuledOut, in_rounds
+from .staged_form import StagedForm
 
 
-def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Plan:
+def with_sequence_form(
+    problem: PlanProblem, plan: Plan, plain: Solution, staged: StagedForm | None = None
+) -> Plan:
     """The plan with its sequence-parallel form.
 
     Args:
         problem: of the plan.
         plan: its plain form.
         plain: the solution that this was made of.
+        staged: of a plan with stages.
 
     Raises:
         SolveError: there is no such form.
@@ -42,7 +46,7 @@ def with_sequence_form(problem: PlanProblem, plan: Plan, plain: Solution) -> Pla
         raise no_sequence_form(problem, "it takes no token ids, or several at a position")
 
     def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
-        found = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out)
+        found = _attempt(problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out, staged)
         if not isinstance(found, Obstacle):
             return found
         if not found.nodes and not found.several_calls_of:
@@ -64,7 +68,12 @@ def no_sequence_form(problem: PlanProblem, why: str) -> SolveError:
 
 
 def _attempt(
-    problem: PlanProblem, plan: Plan, training: TrainingPlan, plain: Solution, ruled_out: RuledOut
+    problem: PlanProblem,
+    plan: Plan,
+    training: TrainingPlan,
+    plain: Solution,
+    ruled_out: RuledOut,
+    staged: StagedForm | None,
 ) -> Plan | Obstacle | None:
     assignment = solve_sequence(problem.analysis, plain.layouts.assignment, problem.folded, ruled_out.nodes)
     if assignment is None:
@@ -80,6 +89,8 @@ def _attempt(
     parameters = _stored_alike(problem, plan, parameter_plans(solution, problem.model))
     sequence = SequencePlan(modules, gradient_plans(parameters), draw_plans(solution, problem.model))
     plan = replace(plan, training=replace(training, sequence=sequence))
+    if staged is not None:
+        plan = staged.with_sequence_stages(plan, solution)
     given = solution.layouts, problem.model, problem.inputs, problem.bypassed
     return retrace(of_sequence(plan), *given) or plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.parallel.build import stored_tensors
@@ -29,36 +30,64 @@ def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
     return replace(inputs, options=options)
 
 
-def with_stages(problem: PlanProblem, plan: Plan, solution: Solution, tape: Tape) -> Plan:
-    """The plan with the stages that its options ask for.
+class StagedForm:
+    """A model that is to be cut into stages, traced as they run it.
 
     Args:
-        problem: of the plan.
-        plan: of one stage.
-        solution: that it was made of.
+        problem: of its plan.
         tape: of the model, not folded.
-
-    Raises:
-        SolveError: the model cannot be cut into stages.
-        ShardconvError: it cannot be cut into so many, or not at the given layers.
     """
-    inputs = without_extra_outputs(problem.inputs)
-    if inputs.options != problem.inputs.options:
-        tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
-    if not tape.given_caches:
-        tape = _given_a_cache(problem.model, inputs) or tape
-    options = StageOptions(problem.options.pp, problem.options.stages)
-    stages = stages_plan(
-        options,
-        tape,
-        solution.layouts,
-        solution.folded,
-        stored_bytes(problem.model, plan),
-        plan.tied,
-        second_call(problem.model, inputs),
-    )
-    notes = (*plan.notes, NOT_MEASURED) if problem.options.measure else plan.notes
-    return replace(plan, stages=stages, memory=None, notes=notes)
+
+    def __init__(self, problem: PlanProblem, tape: Tape) -> None:
+        self._problem = problem
+        inputs = without_extra_outputs(problem.inputs)
+        if inputs.options != problem.inputs.options:
+            tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
+        if not tape.given_caches:
+            tape = _given_a_cache(problem.model, inputs) or tape
+        self._tape = tape
+        self._second = second_call(problem.model, inputs)
+
+    def with_stages(self, plan: Plan, solution: Solution) -> Plan:
+        """The plan with the stages that its options ask for.
+
+        Args:
+            plan: of one stage.
+            solution: that it was made of.
+
+        Raises:
+            SolveError: the model cannot be cut into stages.
+            ShardconvError: it cannot be cut into so many, or not at the given layers.
+        """
+        notes = (*plan.notes, NOT_MEASURED) if self._problem.options.measure else plan.notes
+        return replace(plan, stages=self._stages(plan, solution), memory=None, notes=notes)
+
+    def with_sequence_stages(self, plan: Plan, solution: Solution) -> Plan:
+        """The plan with stages, with those of its sequence-parallel form.
+
+        Args:
+            plan: with that form.
+            solution: that the form was made of.
+
+        Raises:
+            SolveError: a stand-in cannot make what the ranks have parts of.
+        """
+        assert plan.training is not None
+        assert plan.training.sequence is not None
+        sequence = replace(plan.training.sequence, stages=self._stages(plan, solution).modules)
+        return replace(plan, training=replace(plan.training, sequence=sequence))
+
+    def _stages(self, plan: Plan, solution: Solution) -> StagesPlan:
+        problem = self._problem
+        return stages_plan(
+            StageOptions(problem.options.pp, problem.options.stages),
+            self._tape,
+            solution.layouts,
+            solution.folded,
+            stored_bytes(problem.model, plan),
+            plan.tied,
+            self._second,
+        )
 
 
 def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:

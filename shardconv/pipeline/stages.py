@@ -35,7 +35,7 @@ from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
 from .sequence_form import no_sequence_form, with_sequence_form
-from .staged_form import with_stages
+from .staged_form import StagedForm
 
 Tell = Callable[[str], None]
 
@@ -136,9 +136,11 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     if not options.check and plan.training is not None and plan.training.parallel_loss:
         is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)
         plan = replace(plan, training=replace(plan.training, parallel_loss=is_known))
+    staged: StagedForm | None = None
     if options.pp > 1:
         tell("cutting the model into stages")
-        plan = with_stages(problem, plan, solution, tape)
+        staged = StagedForm(problem, tape)
+        plan = staged.with_stages(plan, solution)
     elif options.measure:
         tell("measuring caches and activations")
         plan = _with_memory(plan, model, inputs, bypassed)
@@ -158,7 +160,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
             check.require_right_when_disabled(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")
-        plan = with_sequence_form(problem, plan, solution)
+        plan = with_sequence_form(problem, plan, solution, staged)
         if check is not None:
             plan = _checked_sequence_form(problem, plan, check)
     return plan if adapted is None else adapted.stored(plan)
@@ -190,7 +192,7 @@ def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck
     Raises:
         SolveError: a gradient is not that of the unsharded model.
     """
-    problem_found = check.wrong_sequence_form(plan)
+    problem_found = check.wrong_sequence_form(plan) or check.wrong_sequence_stages(plan)
     if problem_found:
         raise no_sequence_form(problem, problem_found)
     return check.with_padding(plan)

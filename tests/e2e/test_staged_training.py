@@ -44,12 +44,14 @@ class Run:
     steps: int = 1
     recompute: bool = False
     clip: bool = True
+    sequence_parallel: bool = False
+    length: int = 6
 
 
-def batch(step: int = 0) -> dict[str, Tensor]:
+def batch(step: int = 0, length: int = 6) -> dict[str, Tensor]:
     """Eight sequences, of which some tokens have no label, and one none."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(3, 250, (8, 6), generator=generator)
+    ids = torch.randint(3, 250, (8, length), generator=generator)
     labels = ids.clone()
     labels[0, 3:] = labels[5] = labels[6, :2] = -100
     return {"input_ids": ids, "labels": labels}
@@ -61,11 +63,11 @@ def gpt2(path: Path) -> tuple[Path, nn.Module]:
     return source, transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).train()
 
 
-def planned(source: Path, tp: int) -> str:
+def planned(source: Path, tp: int, **options: bool) -> str:
     """A plan in two stages beside a model."""
     path = source / f"staged-{tp}.json"
     if not path.exists():
-        plan_json.write(shardconv.plan(source, tp, pp=PP, dtype="float64"), path)
+        plan_json.write(shardconv.plan(source, tp, pp=PP, dtype="float64", **options), path)
     return str(path)
 
 
@@ -79,9 +81,8 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     mesh = None
     if run.dp > 1:
         mesh = init_device_mesh("cpu", (PP, run.dp, run.tp), mesh_dim_names=("pp", "dp", "tp"))
-    model = shardconv_runtime.load(
-        source, plan=plan, training=True, mesh=mesh, data_parallel=run.dp > 1
-    ).train()
+    forms = {"training": True, "sequence_parallel": run.sequence_parallel}
+    model = shardconv_runtime.load(source, plan=plan, mesh=mesh, data_parallel=run.dp > 1, **forms).train()
     if run.recompute:
         shardconv_runtime.checkpoint_activations(model)
     pipeline = shardconv_runtime.Pipeline(model, microbatches=run.microbatches, schedule=run.schedule)
@@ -89,7 +90,7 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "plan": plan}
     with Float64():
         for step in range(run.steps):
-            given = batch(step)
+            given = batch(step, run.length)
             if mesh is not None:
                 number = mesh.get_local_rank("dp")
                 given = {n: v.chunk(run.dp)[number] for n, v in equal_labels(given).items()}
@@ -100,7 +101,7 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            found["logits"] = model(batch()["input_ids"]).logits
+            found["logits"] = model(batch(0, run.length)["input_ids"]).logits
     found["parameters"] = {n: whole(p) for n, p in model.named_parameters()}
     return found
 
@@ -150,7 +151,8 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": []}
     with Float64():
         for step in range(run.steps):
-            given = batch(step) if run.dp == 1 else equal_labels(batch(step))
+            given = batch(step, run.length)
+            given = given if run.dp == 1 else equal_labels(given)
             loss = model(**given).loss
             loss.backward()
             found["losses"].append(loss.item())
@@ -161,7 +163,7 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            found["logits"] = model(batch()["input_ids"]).logits
+            found["logits"] = model(batch(0, run.length)["input_ids"]).logits
     found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
     return found
 
@@ -198,6 +200,21 @@ def require_same(found: list[dict[str, Any]], want: dict[str, Any], run: Run) ->
 def test_stages_train_as_one_process(run: Run, tmp_path: Path) -> None:
     source, model = gpt2(tmp_path)
     found = run_processes(PP * run.tp, trained, str(source), planned(source, run.tp), run)
+    require_same(found, trained_alone(model, run), run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(tp=2, steps=2, sequence_parallel=True),
+        Run(tp=2, dp=2, steps=2, microbatches=2, sequence_parallel=True, length=7, recompute=True),
+    ],
+    ids=["even", "padded, dp 2, recomputed"],
+)
+def test_stages_with_sequence_parallelism(run: Run, tmp_path: Path) -> None:
+    source, model = gpt2(tmp_path)
+    plan = planned(source, run.tp, sequence_parallel=True, check=True)
+    found = run_processes(PP * run.tp * run.dp, trained, str(source), plan, run)
     require_same(found, trained_alone(model, run), run)
 
 

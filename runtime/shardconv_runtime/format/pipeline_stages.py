@@ -27,6 +27,10 @@ class StandInDim:
     of: tuple[SlotDim, ...] = ()
     size: Dim | None = None
     """A layout, of which each rank has its local size."""
+    times: int = 1
+    """In the sequence-parallel form: what is given is this part of the dim."""
+    over: int = 1
+    """In the sequence-parallel form: the dim is this part of what is given."""
 
 
 @dataclass(frozen=True, slots=True)

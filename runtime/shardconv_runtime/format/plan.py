@@ -12,7 +12,7 @@ from ..errors import PlanError
 from .dims import Dim, size
 from .measured import MemoryPlan
 from .names import MAX_NAMES, expand_all
-from .pipeline_stages import StagesPlan
+from .pipeline_stages import StagedModule, StagesPlan
 from .slices import Mesh, local_size
 
 VERSION = 4
@@ -351,6 +351,8 @@ class SequencePlan:
     draws: tuple[DrawPlan, ...] = ()
     may_pad: bool = False
     """Lengths that the ranks do not divide are padded: it was shown that tokens keep their results."""
+    stages: tuple[StagedModule, ...] = ()
+    """The modules of the stages, if the plan has any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def of_sequence(plan: Plan) -> Plan:
     return replace(
         plan,
         modules=sequence.modules,
+        stages=plan.stages and replace(plan.stages, modules=sequence.stages),
         parameters=parameters,
         training=training,
         proven_arguments=(),

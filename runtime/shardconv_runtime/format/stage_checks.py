@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .pipeline_stages import RETURNS, StagedModule, StagesPlan, StandInItem, StandInTensor
 from .plan import Plan
@@ -31,6 +32,19 @@ def check_stages(plan: Plan) -> None:
     for index, entry in enumerate(stages.modules):
         _check_module(f"stages.modules[{index}]", entry, stages, plan)
     staged_modules(plan)
+    sequence = plan.training.sequence if plan.training is not None else None
+    if sequence is not None:
+        for index, entry in enumerate(sequence.stages):
+            _check_module(f"training.sequence.stages[{index}]", entry, stages, plan)
+        of_form = replace(plan, stages=replace(stages, modules=sequence.stages))
+        if _ways(of_form) != _ways(plan):
+            fail("training.sequence.stages", "other modules, or other results that are sent, than in stages")
+
+
+def _ways(plan: Plan) -> dict[str, tuple[object, ...]]:
+    """By module where it runs, and what of its results is sent where."""
+    found = staged_modules(plan)
+    return {fqn: (entry.stages, [(s.item, s.to) for s in entry.sent]) for fqn, (entry, _) in found.items()}
 
 
 def _check_module(where: str, entry: StagedModule, stages: StagesPlan, plan: Plan) -> None:
@@ -72,6 +86,8 @@ def _check_tensor(where: str, tensor: StandInTensor, plan: Plan) -> None:
             fail(where, f"more than {MAX_TENSOR_DIMS} dims make one")
         for each in dim.of:
             check_slot(where, each.slot, "input")
+        if min(dim.times, dim.over) < 1 or max(dim.times, dim.over) > plan.tp:
+            fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
         if dim.size is not None:
             check_dims(where, (dim.size,), plan.mesh)
 

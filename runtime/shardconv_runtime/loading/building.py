@@ -75,7 +75,6 @@ class Wanted:
     def unknown_to_stages(self) -> dict[str, bool]:
         """The arguments that a model with stages cannot be loaded with, and whether they were given."""
         return {
-            "sequence_parallel=True": self.sequence_parallel,
             "adapter=": self.adapter is not None,
             "gather_logits=False": self.gather_logits is False,
             "all_reduce=": self.all_reduce is not None,
@@ -242,7 +241,8 @@ class Building:
             from ..format.staged_names import held_by
             from .staged_models import keep_own
 
-            stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, training=wanted.training)
+            forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
+            stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
             weights = checked.checkpoint and held_by(plan, place.number, checked.checkpoint)
             checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
             built = replace(checked.plan, fused=built.fused)

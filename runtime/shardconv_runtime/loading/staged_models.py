@@ -56,6 +56,7 @@ def keep_own(
     names: ArgumentNames,
     *,
     training: bool,
+    sequence_parallel: bool,
 ) -> StageModel:
     """Put stand-ins in the place of other stages' modules, in place.
 
@@ -66,7 +67,12 @@ def keep_own(
         dtype: that modules compute in; None: that of the parameters as they are stored.
         names: of the unsharded model.
         training: the model is to be trained.
+        sequence_parallel: its activations are sharded over the sequence.
     """
+    if sequence_parallel:
+        from ..format.plan_forms import of_sequence
+
+        plan = of_sequence(plan)
     dtype = dtype or getattr(torch, plan.model.dtype)
     if training:
         from ..training.stage_training import prepare_stage

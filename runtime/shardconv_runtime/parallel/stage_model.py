@@ -76,7 +76,10 @@ def keep_stage(
         forms[fqn] = _Forms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype)
         if link.stage in entry.stages:
             if entry.sent:
-                module.register_forward_hook(_Sender(link, forms[fqn]), with_kwargs=True)
+                sender = _Sender(link, forms[fqn])
+                module.register_forward_hook(sender, with_kwargs=True)
+                if forms[fqn].has_parts:
+                    module.register_forward_pre_hook(sender.before, prepend=True, with_kwargs=True)
             continue
         parent, _, attribute = fqn.rpartition(".")
         submodule(model, parent)._modules[attribute] = _made(module, forms[fqn], link, device)
@@ -155,6 +158,11 @@ class _Sender:
     def __init__(self, link: StageLink, forms: _Forms) -> None:
         self._link = link
         self._forms = forms
+        self._given: dict[str, Any] | None = None
+
+    def before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Keep what the caller gives, before the steps of the plan make parts of it."""
+        self._given = self._forms.bound(args, kwargs)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Send, in the order of the plan.
@@ -164,7 +172,8 @@ class _Sender:
         """
         forms = self._forms
         items = [output] if isinstance(output, Tensor) else output
-        given = forms.bound(args, kwargs)
+        given = forms.bound(args, kwargs) if self._given is None else self._given
+        self._given = None
         planned = [item.tensor is not None for item in forms.entry.items]
         if [isinstance(item, Tensor) for item in items] != planned:
             raise _other_form(forms.fqn, "other results")
@@ -241,6 +250,9 @@ class _Forms:
         self.shapes = [None if i.tensor is None else self._shape(i.tensor) for i in entry.items]
         self.cache = [self._cache_call(call, position) for call in entry.cache]
         self.received = {value.item: value.to for value in entry.sent}
+        self.has_parts = any(
+            d.times != d.over for i in entry.items if i.tensor is not None for d in i.tensor.dims
+        )
 
     def shape(self, index: int, given: Mapping[str, Any]) -> tuple[int, ...]:
         """The local shape of an item that is a tensor."""
@@ -269,12 +281,13 @@ class _Forms:
         if not dim.of:
             return lambda given: size
         paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
+        times, over = dim.times, dim.over
 
         def product(given: Mapping[str, Any]) -> int:
             found = size
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
                 found = found * self._required(given, path).shape[d]
-            return found
+            return found if times == over else found * times // over
 
         return product
 

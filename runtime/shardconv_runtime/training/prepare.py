@@ -87,7 +87,8 @@ def parallelize_for_training(
     if gather is not None and not is_inside(_head(plan), absent):
         _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
-        head = None if plan.logits is None else submodule(model, plan.logits.module)
+        # With stages, positions would be picked on the head's stage alone.
+        head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
         attach_sequence(model, plan.tp, may_pad, head)
         if training and regather is not False:
             attach_regather(model, comm, 0 if regather else MIN_BYTES)

@@ -10,8 +10,10 @@ The model gets the request for all, and the module that computes the logits pick
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,9 @@ FLAT_OUTPUTS = ("output_router_logits",)
 _KEPT = "logits_to_keep"
 """Argument: how many positions at the end of the sequence to compute logits for, 0 for all, or which."""
 
+_PADDING_OF: WeakKeyDictionary[nn.Module, _Padding] = WeakKeyDictionary()
+"""The hooks of models whose activations are sharded over the sequence."""
+
 
 def attach_sequence(
     model: nn.Module, num_ranks: int, may_pad: bool = True, head: nn.Module | None = None
@@ -61,11 +66,30 @@ def attach_sequence(
         head: computes the logits; None: it is not known, and requests for some positions are refused.
     """
     hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head))
+    _PADDING_OF[model] = hooks
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel) and module is not model:
             module.register_forward_pre_hook(hooks.require_running, prepend=True)
+
+
+@contextmanager
+def padded(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments that the model's code gets in a call with these, while it is called past its hooks; the
+    same ones without sequence parallelism.
+
+    Raises:
+        PlanError: they cannot be padded.
+    """
+    hooks = _PADDING_OF.get(model)
+    if hooks is None:
+        yield dict(inputs)
+        return
+    try:
+        yield hooks.before(model, (), dict(inputs))[1]
+    finally:
+        hooks.after(model, (), ())
 
 
 class _Picked:

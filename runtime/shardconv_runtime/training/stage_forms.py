@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..comm.stage_link import Crossing, Handover
 from ..errors import ShardconvError
 from ..parallel.stage_model import StageModel
+from .sequence import padded
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,13 @@ def measured_forms(model: nn.Module, stage: StageModel, inputs: Mapping[str, Any
     link.depth += 1
     devices = [stage.device] if stage.device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), stage.without_units(model):
-            model.forward(**inputs)
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            stage.without_units(model),
+            padded(model, inputs) as given,
+        ):
+            model.forward(**given)
     finally:
         link.handover = None
         link.depth -= 1

@@ -15,6 +15,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.pipeline_stages import StagedModule, StandInDim
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.format.staged_names import held_names, staged_modules
 from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config
@@ -160,9 +161,24 @@ def test_more_stages_than_layers_are_refused() -> None:
         solve_plan(spec(), SolveOptions(1, pp=5))
 
 
-def test_stages_and_sequence_parallelism_are_refused_together() -> None:
-    with pytest.raises(ShardconvError, match="no sequence-parallel form yet"):
-        SolveOptions(2, pp=2, sequence_parallel=True)
+def test_stages_of_the_sequence_parallel_form() -> None:
+    """The first layer makes parts of the sequence, the head gathers them; a plan of other ways is refused."""
+    plan = solve_plan(spec(), SolveOptions(2, pp=2, sequence_parallel=True))
+    form = of_sequence(plan)
+    parts = {}
+    for fqn, (entry, _) in staged_modules(form).items():
+        tensor = entry.items[0].tensor
+        assert tensor is not None
+        parts[fqn] = [(dim.times, dim.over) for dim in tensor.dims]
+    changed = {fqn: dims[1] for fqn, dims in parts.items() if dims[1] != (1, 1)}
+    assert changed == {"model.layers.0": (1, 2), "lm_head": (2, 1)}
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
+    assert plan.training is not None
+    assert plan.training.sequence is not None
+    sequence = replace(plan.training.sequence, stages=plan.training.sequence.stages[1:])
+    wrong = replace(plan, training=replace(plan.training, sequence=sequence))
+    with pytest.raises(PlanError, match=r"training\.sequence\.stages: other modules"):
+        plan_json.loads(plan_json.dumps(wrong))
 
 
 def test_interleaving_waits_less() -> None:
