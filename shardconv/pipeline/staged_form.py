@@ -12,6 +12,7 @@ from shardconv_runtime.parallel.build import stored_tensors
 from torch import nn
 from transformers import DynamicCache
 
+from ..cutting.capped_sizes import with_capped_sizes
 from ..cutting.second_call import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
 from ..dim_analysis.rules import RULES
@@ -45,7 +46,7 @@ class StagedForm:
             tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
         if not tape.given_caches:
             tape = _given_a_cache(problem.model, inputs) or tape
-        self._tape = tape
+        self._tape, self._inputs = tape, inputs
         self._second = second_call(problem.model, inputs)
 
     def with_stages(self, plan: Plan, solution: Solution) -> Plan:
@@ -79,7 +80,7 @@ class StagedForm:
 
     def _stages(self, plan: Plan, solution: Solution) -> StagesPlan:
         problem = self._problem
-        return stages_plan(
+        stages = stages_plan(
             StageOptions(problem.options.pp, problem.options.stages),
             self._tape,
             solution.layouts,
@@ -88,6 +89,7 @@ class StagedForm:
             plan.tied,
             self._second,
         )
+        return with_capped_sizes(stages, problem.model, self._inputs)
 
 
 def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:

@@ -31,6 +31,8 @@ class StandInDim:
     """In the sequence-parallel form: what is given is this part of the dim."""
     over: int = 1
     """In the sequence-parallel form: the dim is this part of what is given."""
+    at_most: int = 0
+    """The most that the product of what is given can be; 0: anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,8 @@ def _check_tensor(where: str, tensor: StandInTensor, plan: Plan) -> None:
             check_slot(where, each.slot, "input")
         if min(dim.times, dim.over) < 1 or max(dim.times, dim.over) > plan.tp:
             fail(where, f"a part of a dim should be one of at most {plan.tp} ranks")
+        if dim.at_most < 0:
+            fail(where, f"a dim of at most {dim.at_most}")
         if dim.size is not None:
             check_dims(where, (dim.size,), plan.mesh)
 

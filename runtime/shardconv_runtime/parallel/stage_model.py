@@ -281,13 +281,14 @@ class _Forms:
         if not dim.of:
             return lambda given: size
         paths = [(each.slot.split(".")[1:], each.dim) for each in dim.of]
-        times, over = dim.times, dim.over
+        times, over, at_most = dim.times, dim.over, dim.at_most
 
         def product(given: Mapping[str, Any]) -> int:
             found = size
             for path, d in paths:  # Dynamo knows no math.prod of symbolic sizes
                 found = found * self._required(given, path).shape[d]
-            return found if times == over else found * times // over
+            found = found if times == over else found * times // over
+            return min(found, at_most) if at_most else found
 
         return product
 
