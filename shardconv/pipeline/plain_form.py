@@ -21,7 +21,7 @@ from ..planning.sharded_logits import logits_info
 from ..planning.solution import Solution
 from ..solving.pins import Pins, pins_of
 from ..solving.solve import solve
-from ..tracing.inputs import EXTRA_OUTPUTS
+from ..tracing.input_maker import EXTRA_OUTPUTS
 from ..tracing.tape import Tape
 from ..verifying.retracing.retrace import retrace
 from .plan_notes import plan_notes

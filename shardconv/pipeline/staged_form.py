@@ -17,7 +17,8 @@ from ..cutting.second_call import second_call
 from ..cutting.stage_plans import StageOptions, stages_plan
 from ..dim_analysis.rules import RULES
 from ..planning.solution import Solution
-from ..tracing.inputs import EXTRA_OUTPUTS, TraceInputs
+from ..tracing.input_maker import EXTRA_OUTPUTS
+from ..tracing.inputs import TraceInputs
 from ..tracing.tape import Tape
 from ..tracing.trace import trace
 from .problem import PlanProblem

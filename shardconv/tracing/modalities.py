@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMAGES = ("pixel_values", "image_pixel_values")
+from .config_sizes import all_ints, first_int, has, nodes
+from .image_sizes import ImageSizes
+
+IMAGES = ("pixel_values", "image_pixel_values", "flattened_patches")
 """Names of the parameter that takes images."""
+VIDEOS = ("pixel_values_videos",)
+"""Names of the parameter that takes videos; they are made up where no images are taken."""
 SOUNDS = ("input_features", "audio_input_features", "input_values")
 """Names of the parameter that takes sounds: spectra, or samples."""
 STATES = ("encoder_hidden_states", "cross_attention_states")
@@ -23,6 +28,10 @@ STATES = ("encoder_hidden_states", "cross_attention_states")
 
 _GRIDS = ("image_grid_thw", "image_grid_hw")
 _PATCH_POSITIONS = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
+_SEEN_IMAGES = ("image_attention_mask",)
+"""Names of the parameter that says which images a token sees."""
+_FLATTENED = "flattened_patches"
+"""Patches of an image, with the row and the column of each in front."""
 _SOUND_MASKS = ("input_features_mask", "feature_attention_mask", "audio_attention_mask", "padding_mask")
 _MEL_BINS = (
     "num_mel_bins",
@@ -32,14 +41,9 @@ _MEL_BINS = (
     "input_size",
     "input_dim",
 )
-_MERGES = (
-    "spatial_merge_size",
-    "merge_size",
-    "pooling_kernel_size",
-    "downsample_factor",
-    "adapter_merge_size",
-)
 _NUM_STATES = 11
+_NUM_FRAMES = 4
+"""Of a video of which the config does not say it."""
 _SECOND = 16_000
 """Samples of a sound."""
 
@@ -49,9 +53,16 @@ class Form:
     """One way of giving a model one kind of input."""
 
     kind: str
-    """``image``, ``audio`` or ``states``."""
+    """``image``, ``video``, ``audio`` or ``states``."""
     tensors: dict[str, Tensor]
     """By parameter; the batch is the first dim, or a factor of it."""
+    seen: tuple[str, ...] = ()
+    """Parameters that say which images each token sees, ``[B, S, N]``."""
+
+    @property
+    def num_images(self) -> int:
+        """Of a row: N of images ``[B, N, C, H, W]``."""
+        return next(iter(self.tensors.values())).shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +82,23 @@ class FormMaker:
         """The kinds of input, beside tokens, that the model may be given."""
         names = {"image": IMAGES, "audio": SOUNDS}
         kinds = [kind for kind, known in names.items() if self._first(known)]
+        if self._first(VIDEOS) and "image" not in kinds:
+            kinds.append("video")
         return kinds + (["states"] if self._takes_states() else [])
 
     def forms(self, kind: str) -> Iterator[Form]:
         """The forms of one kind, likelier ones first; images are ``[B, C, H, W]`` or lists of patches."""
-        makers = {"image": self._images, "audio": self._sounds, "states": self._states}
-        return (Form(kind, tensors) for tensors in makers[kind]())
+        makers = {
+            "image": self._images,
+            "video": self._videos,
+            "audio": self._sounds,
+            "states": self._states,
+        }
+        for tensors in makers[kind]():
+            yield Form(kind, tensors)
+            seen = tuple(n for n in _SEEN_IMAGES if n in self.parameters)
+            if kind == "image" and seen and next(iter(tensors.values())).dim() == 5:
+                yield Form(kind, tensors, seen)
 
     def _first(self, names: Collection[str]) -> str:
         return next((n for n in names if n in self.parameters), "")
@@ -89,7 +111,10 @@ class FormMaker:
 
     def _images(self) -> Iterator[dict[str, Tensor]]:
         name = self._first(IMAGES)
-        image = _Image.of(self.config)
+        image = ImageSizes.of(self.config)
+        if name == _FLATTENED:
+            yield self._placed_patches(image)
+            return
         if self._first(_GRIDS):
             yield self._grids(name, image)
         if self._first(_PATCH_POSITIONS):
@@ -100,8 +125,8 @@ class FormMaker:
             yield {name: patches[name].flatten(0, 1)}
             yield patches
 
-    def _pixels(self, name: str, image: _Image) -> Iterator[dict[str, Tensor]]:
-        """One image for each row; the same as a list of one image."""
+    def _pixels(self, name: str, image: ImageSizes) -> Iterator[dict[str, Tensor]]:
+        """One image for each row; the frames of a video; the same as a list of one image."""
         pixels = self._random(self.batch, image.channels, image.height, image.width)
         yield {name: pixels}
         extra = {}
@@ -110,17 +135,37 @@ class FormMaker:
             yield {name: pixels, **extra}
         if "pixel_attention_mask" in self.parameters:
             extra["pixel_attention_mask"] = torch.ones(pixels[:, :1].shape, dtype=torch.bool)
+        if image.frames:
+            yield from self._videos()
         yield {name: pixels[:, None], **extra}
+        if "pixel_attention_mask" in self.parameters:
+            whole = {"pixel_attention_mask": torch.ones(self.batch, 1, dtype=torch.bool)}
+            yield {name: pixels[:, None], **extra, **whole}
 
-    def _grids(self, name: str, image: _Image) -> dict[str, Tensor]:
+    def _videos(self) -> Iterator[dict[str, Tensor]]:
+        """As many frames as the config says, ``[B, T, C, H, W]``."""
+        name = self._first((*IMAGES, *VIDEOS))
+        image = ImageSizes.of(self.config)
+        shape = image.frames or _NUM_FRAMES, image.channels, image.height, image.width
+        yield {name: self._random(self.batch, *shape)}
+
+    def _placed_patches(self, image: ImageSizes) -> dict[str, Tensor]:
+        """Patches of each image, each behind its row and its column, ``[B, N, 2 + C]``."""
+        rows, columns = image.grid(self.seed)
+        width = first_int(self.config, ("patch_embed_hidden_size",)) or image.patch_numel
+        positions = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(self.dtype) + 1
+        patches = self._random(self.batch, rows * columns, width)
+        return {_FLATTENED: torch.cat([positions.expand(self.batch, -1, -1), patches], dim=-1)}
+
+    def _grids(self, name: str, image: ImageSizes) -> dict[str, Tensor]:
         """Patches of all images in one list, and how many there are of each image."""
         rows, columns = image.grid(self.seed)
-        patches = self._random(self.batch * rows * columns, image.patch_numel * image.frames)
+        patches = self._random(self.batch * rows * columns, image.patch_numel * image.patch_frames)
         grid = self._first(_GRIDS)
         shape = [1, rows, columns] if grid.endswith("thw") else [rows, columns]
         return {name: patches, grid: torch.tensor([shape] * self.batch)}
 
-    def _patches(self, name: str, image: _Image) -> dict[str, Tensor]:
+    def _patches(self, name: str, image: ImageSizes) -> dict[str, Tensor]:
         """Patches of each image in a list, and where they are."""
         rows, columns = image.grid(self.seed)
         tensors = {name: self._random(self.batch, rows * columns, image.patch_numel)}
@@ -177,41 +222,6 @@ class FormMaker:
             yield {self._first(STATES): self._random(self.batch, _NUM_STATES - 2 * bool(self.seed), width)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    channels: int
-    height: int
-    width: int
-    patch: tuple[int, int]
-    frames: int
-    """Of a patch in time."""
-    merge: int
-    """Into how many sides of patches the model divides rows and columns."""
-
-    @classmethod
-    def of(cls, config: Any) -> _Image:
-        node = next((n for n in nodes(config) if _has(n, "patch_size") or _has(n, "image_size")), config)
-        patch = _pair(getattr(node, "patch_size", None)) or (1, 1)
-        size = _pair(getattr(node, "image_size", None)) or (4 * patch[0], 4 * patch[1])
-        merges = [m for n in nodes(config) for name in _MERGES if (m := _int(n, name)) > 1]
-        return cls(
-            channels=first_int(node, ("num_channels", "in_channels", "in_chans")) or 3,
-            height=size[0],
-            width=size[1],
-            patch=patch,
-            frames=first_int(node, ("temporal_patch_size",)) or 1,
-            merge=max(merges, default=2),
-        )
-
-    @property
-    def patch_numel(self) -> int:
-        return self.channels * self.patch[0] * self.patch[1]
-
-    def grid(self, seed: int) -> tuple[int, int]:
-        """Rows and columns of patches; others for another seed."""
-        return 2 * self.merge, (3 - bool(seed)) * self.merge
-
-
 def _num_frames(config: Any, seed: int) -> int:
     """Frames of a spectrum: as many as positions demand, or as windows divide, or any."""
     positions = first_int(config, ("max_source_positions",))
@@ -222,46 +232,6 @@ def _num_frames(config: Any, seed: int) -> int:
 
 
 def _num_samples(config: Any, seed: int) -> int:
-    strides = next((v for n in nodes(config) if _has(n, "conv_stride") and (v := n.conv_stride)), ())
+    strides = next((v for n in nodes(config) if has(n, "conv_stride") and (v := n.conv_stride)), ())
     step = math.prod(strides) if isinstance(strides, (tuple, list)) else 16
     return step * (23 - 4 * bool(seed)) + step // 4 + 80
-
-
-# Configs ---------------------------------------------------------------------------------------------
-
-
-def nodes(config: Any) -> list[Any]:
-    """A config and those in it, outer ones first."""
-    out = [config]
-    for node in out:
-        values = vars(node).values() if hasattr(node, "__dict__") else ()
-        out += [v for v in values if hasattr(v, "to_dict") and hasattr(v, "model_type")]
-    return out
-
-
-def first_int(config: Any, names: Collection[str]) -> int:
-    """The first positive int under one of the names, outer configs and earlier names first; else 0."""
-    return next(iter(all_ints(config, names)), 0)
-
-
-def all_ints(config: Any, names: Collection[str]) -> list[int]:
-    """The positive ints under these names, each once, outer configs and earlier names first."""
-    found = (_int(n, name) for n in nodes(config) for name in names)
-    return list(dict.fromkeys(value for value in found if value > 0))
-
-
-def _has(node: Any, name: str) -> bool:
-    return getattr(node, name, None) is not None
-
-
-def _int(node: Any, name: str) -> int:
-    value = getattr(node, name, None)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _pair(value: Any) -> tuple[int, int] | None:
-    if isinstance(value, int) and value > 0:
-        return value, value
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) for v in value):
-        return int(value[0]), int(value[1])
-    return None

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .modalities import IMAGES, SOUNDS, STATES, first_int, nodes
+from .config_sizes import first_int, nodes
+from .modalities import IMAGES, SOUNDS, STATES, VIDEOS, Form
 
-_TYPE_IDS = {"image": 1, "audio": 3}
-"""``mm_token_type_ids`` of the placeholders of an image or a sound."""
+_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
+"""``mm_token_type_ids`` of the placeholders of an image, a video or a sound."""
+_POSITION_MASKS = {"image": "image_embeds_position_mask"}
+"""Names of the parameter that says where the features of an image go, in place of an id that says it."""
 _FIRST_PLACEHOLDER = 3
 """Position of the first placeholder: behind the padding and one token."""
 
@@ -22,7 +25,7 @@ def token_parameter(model: nn.Module, parameters: Collection[str]) -> str:
     if "input_ids" in parameters:
         return "input_ids"
     main: str = getattr(model, "main_input_name", "input_ids")
-    takes_others = main in STATES or any(name in parameters for name in (*IMAGES, *SOUNDS))
+    takes_others = main in STATES or any(name in parameters for name in (*IMAGES, *VIDEOS, *SOUNDS))
     has_words = first_int(getattr(model, "config", None), ("vocab_size",)) > 0
     return main if main in parameters and not takes_others and has_words else ""
 
@@ -61,7 +64,9 @@ class TokenMaker:
         types = torch.zeros_like(ids)
         start = _FIRST_PLACEHOLDER
         for kind, count in placeholders:
-            ids[:, start : start + count] = self.placeholder_id(kind) or 0
+            placeholder = self.placeholder_id(kind)
+            if placeholder is not None:
+                ids[:, start : start + count] = placeholder
             types[:, start : start + count] = _TYPE_IDS[kind]
             start += count
         tensors = {self.name: ids}
@@ -71,24 +76,43 @@ class TokenMaker:
             tensors["attention_mask"] = mask
         if "mm_token_type_ids" in self.parameters:
             tensors["mm_token_type_ids"] = types
+        for kind, name in _POSITION_MASKS.items():
+            if name in self.parameters:
+                tensors[name] = types == _TYPE_IDS[kind]
         pages = first_int(self.config, ("max_2d_position_embeddings",))
         if "bbox" in self.parameters and pages:
             tensors["bbox"] = self._boxes(ids.shape[1], pages)
         return tensors
 
     def ids(self, length: int, seed: int) -> Tensor:
-        """Random ids, int64 ``[B * streams, S]``, of which none is a placeholder."""
+        """Random ids, int64 ``[B * streams, S]``, none of which the config gives a meaning."""
         rows, streams = self._vocabulary()
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(min(3, rows - 1), rows, (self.batch * streams, length), generator=generator)
-        for special in self._placeholder_ids():
-            ids[ids == special] = min(3, rows - 1)
-        return ids
+        special = self._special_ids()
+        plain = next((i for i in range(min(3, rows - 1), rows) if i not in special), rows - 1)
+        return ids.masked_fill(torch.isin(ids, torch.tensor(sorted(special), dtype=torch.long)), plain)
+
+    def ids_of_part(self, name: str, length: int) -> Tensor:
+        """Random ids, int64 ``[B, S]``, for the part of the model that ``name`` begins with."""
+        part = getattr(self.config, f"{name.removesuffix('_input_ids')}_config", None)
+        rows = first_int(part, ("vocab_size",)) or self._smallest_vocabulary()
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(min(3, rows - 1), rows, (self.batch, length), generator=generator)
+
+    def seen(self, form: Form, ids: Tensor) -> dict[str, Tensor]:
+        """Which images of a form each token of ``ids`` ``[B, S]`` sees: all, but for the first token.
+
+        Returns:
+            int64 tensors ``[B, S, N]`` by parameter.
+        """
+        mask = torch.ones(*ids.shape, form.num_images if form.seen else 0, dtype=torch.long)
+        mask[:, 0] = 0
+        return dict.fromkeys(form.seen, mask)
 
     def codes(self, length: int, streams: int, seed: int) -> Tensor:
         """Random ids of several streams, int64 ``[B, S, streams]``, which are in each of the vocabularies."""
-        known = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
-        rows = min([n for n in known if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
+        rows = self._smallest_vocabulary()
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(min(3, rows - 1), rows, (self.batch, length, streams), generator=generator)
 
@@ -101,19 +125,35 @@ class TokenMaker:
 
     def placeholder_id(self, kind: str) -> int | None:
         """The id of a kind's placeholders; None if the config names none."""
-        names = (f"{kind}_token_id", f"{kind}_token_index")
-        found = (getattr(n, name, None) for n in nodes(self.config) for name in names)
+        kinds = (kind, "video") if kind == "image" else (kind,)  # frames may come as images do
+        names = [f"{k}_{name}" for k in kinds for name in ("token_id", "token_index")]
+        found = (getattr(n, name, None) for name in names for n in nodes(self.config))
         return next((i for i in found if isinstance(i, int)), None)
 
-    def _placeholder_ids(self) -> list[int]:
-        kinds = ("image", "video", "audio")
-        return [i for kind in kinds if (i := self.placeholder_id(kind)) is not None] if self.config else []
+    def has_placeholders(self, kind: str) -> bool:
+        """Whether tokens stand for the features of a kind."""
+        return self.placeholder_id(kind) is not None or _POSITION_MASKS.get(kind) in self.parameters
+
+    def _special_ids(self) -> set[int]:
+        """Those that the config names: placeholders, and what code may look for."""
+        found = (
+            value
+            for node in nodes(self.config)
+            for name, value in getattr(node, "__dict__", {}).items()
+            if name.endswith(("_token_id", "_token_index"))
+        )
+        lists = (value if isinstance(value, (list, tuple)) else [value] for value in found)
+        return {i for ids in lists for i in ids if isinstance(i, int)}
 
     def _boxes(self, length: int, pages: int) -> Tensor:
         """Corners ``[B, S, 4]``: left and top, right and bottom."""
         generator = torch.Generator().manual_seed(self.seed)
         corners = torch.randint(0, min(pages, 1000), (self.batch, length, 2, 2), generator=generator)
         return corners.sort(dim=2).values.reshape(self.batch, length, 4)
+
+    def _smallest_vocabulary(self) -> int:
+        known = [n for node in nodes(self.config) for k, n in vars(node).items() if k.endswith("vocab_size")]
+        return min([n for n in known if isinstance(n, int) and n > 3] or [self._vocabulary()[0]])
 
     def _vocabulary(self) -> tuple[int, int]:
         """Rows of the embedding, and how many streams of ids are stacked in the batch."""

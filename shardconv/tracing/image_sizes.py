@@ -1,0 +1,65 @@
+"""The sizes of images and of their patches, as a config has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config_sizes import first_int, has, int_of, nodes, pair
+
+_MERGES = (
+    "spatial_merge_size",
+    "merge_size",
+    "pooling_kernel_size",
+    "downsample_factor",
+    "adapter_merge_size",
+)
+_SIDE = 64
+"""Of an image of which the config says nothing: networks of convolutions make it smaller, to a 32nd."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSizes:
+    """What a config says of images; plausible numbers for what it does not say."""
+
+    channels: int
+    height: int
+    width: int
+    patch: tuple[int, int]
+    patch_frames: int
+    """Of a patch in time."""
+    frames: int
+    """Of a video; 0 if the config does not tell."""
+    merge: int
+    """Into how many sides of patches the model divides rows and columns."""
+
+    @classmethod
+    def of(cls, config: Any) -> ImageSizes:
+        """The sizes in the first part of a config that knows some."""
+        node = next((n for n in nodes(config) if has(n, "patch_size") or has(n, "image_size")), config)
+        patch = pair(getattr(node, "patch_size", None)) or (1, 1)
+        size = pair(getattr(node, "image_size", None)) or _unsaid(patch)
+        merges = [m for n in nodes(config) for name in _MERGES if (m := int_of(n, name)) > 1]
+        return cls(
+            channels=first_int(node, ("num_channels", "in_channels", "in_chans")) or 3,
+            height=size[0],
+            width=size[1],
+            patch=patch,
+            patch_frames=first_int(node, ("temporal_patch_size",)) or 1,
+            frames=first_int(node, ("num_frames",)),
+            merge=max(merges, default=2),
+        )
+
+    @property
+    def patch_numel(self) -> int:
+        """Numbers in a patch of one frame."""
+        return self.channels * self.patch[0] * self.patch[1]
+
+    def grid(self, seed: int) -> tuple[int, int]:
+        """Rows and columns of patches; others for another seed."""
+        return 2 * self.merge, (3 - bool(seed)) * self.merge
+
+
+def _unsaid(patch: tuple[int, int]) -> tuple[int, int]:
+    """Height and width where the config does not say them."""
+    return (_SIDE, _SIDE) if patch == (1, 1) else (4 * patch[0], 4 * patch[1])

@@ -1,0 +1,331 @@
+"""Makes the inputs of one model: what its forward method asks for, as far as names and sizes tell."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.training.sequence import FLAT_OUTPUTS
+from torch import Tensor, nn
+
+from .config_sizes import first_int, nodes
+from .free_sizes import free_sizes
+from .modalities import IMAGES, SOUNDS, VIDEOS, Form, FormMaker
+from .tape import Mark, Tape
+from .tokens import TokenMaker, token_parameter
+from .trace import trace
+from .trace_errors import is_about_tokens, needed_width, numbers, release
+
+EXTRA_OUTPUTS = FLAT_OUTPUTS
+"""Arguments that ask for further outputs, of which losses are made."""
+DECODER_IDS = "decoder_input_ids"
+_NUM_PLACEHOLDERS = (
+    "num_query_tokens",
+    "latent_query_num",
+    "mm_tokens_per_image",
+    "num_image_tokens",
+    "image_seq_length",
+    "image_seq_len",
+)
+"""Names under which configs say how many tokens an image takes."""
+_UNKNOWN_WIDTH = 37
+"""Of an input of which nothing is known, until the first product tells which it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which inputs to call the model with."""
+
+    forms: tuple[Form, ...] = ()
+    placeholders: tuple[tuple[str, int], ...] = ()
+    """(kind of input, placeholders in each row)."""
+    length: int | None = None
+    """Of the text; None: any."""
+    repeats: bool = False
+    """The decoder is given the same ids, which end as texts do: some heads look for the end."""
+    streams: int = 0
+    """Ids at each position of what is generated, as codes of a sound have; 0: one, and no dim for it."""
+    widths: tuple[tuple[str, int], ...] = ()
+    """(parameter, size of its last dim) where the model's layers told it."""
+
+
+class InputMaker:
+    """Makes the inputs of one model for one seed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        keep: Collection[str],
+        seed: int,
+        multiple: int,
+        batch: int = 0,
+        cache: bool = True,
+        extras: Collection[str] = EXTRA_OUTPUTS,
+    ) -> None:
+        self.model = model
+        self.keep = keep
+        self.config = getattr(model, "config", None)
+        self.parameters = inspect.signature(model.forward).parameters
+        self.cache = cache and "use_cache" in self.parameters
+        self.extras = tuple(name for name in extras if self._can_return(name))
+        self.seed = seed
+        self.tokens = token_parameter(model, self.parameters)
+        self.multiple = multiple
+        self.batch, self.length = free_sizes(model, multiple)
+        if seed:
+            self.batch, self.length = self.batch - 1, self.length - 3
+        self.batch = batch or self.batch
+        self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
+
+    def choices(self) -> Iterator[Choice]:
+        """Combinations of the forms of the inputs beside tokens: all kinds, one.
+
+        There are as many placeholders as the model makes features of a form.
+        """
+        sizes = {n for p in self.model.parameters() for n in p.shape}
+        maker = FormMaker(
+            list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes
+        )
+        kinds = maker.kinds()
+        subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
+        for subset in subsets if kinds else ():
+            combinations = itertools.product(*(list(maker.forms(kind)) for kind in subset))
+            yield from (Choice(forms, self._placeholders(forms)) for forms in combinations)
+
+    def plain_choices(self) -> list[Choice]:
+        """Those without forms, where the model can be called without."""
+        required = self._required(())
+        needs_forms = any(name in required for name in (*IMAGES, *VIDEOS, *SOUNDS))
+        if needs_forms or not (self.tokens or required):
+            return []
+        has_decoder = self.tokens and DECODER_IDS in self.parameters
+        return [Choice(), Choice(repeats=True)] if has_decoder else [Choice()]
+
+    def resized(self, choice: Choice, error: Exception) -> Iterator[Choice]:
+        """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
+
+        They are those that the model's error names and, if it complains of tokens, the rows of the forms
+        and quotients of their longest dim. None are tried where it names one number twice: as many tokens as
+        features, which are of another width.
+        """
+        sizes = numbers(error)
+        if choice.forms and is_about_tokens(error) and len(sizes) == 1 < str(error).count(str(sizes[0])):
+            return
+        if self.tokens and not choice.forms and not choice.repeats:
+            yield from (replace(choice, streams=n) for n in sizes if n > 1)
+        if choice.forms and is_about_tokens(error):
+            shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
+            sizes += [math.prod(shape[:-1]) for shape in shapes]
+            sizes += [max(map(max, shapes)) >> k for k in range(6)]
+        with_placeholders = [
+            form.kind for form in choice.forms if self.token_maker.has_placeholders(form.kind)
+        ]
+        for n in sizes if choice.forms and self.tokens else ():
+            for kind in with_placeholders:
+                counted = dict(choice.placeholders)
+                yield from (
+                    replace(choice, placeholders=tuple((counted | {kind: m}).items()))
+                    for m in dict.fromkeys((n // self.batch, n))
+                    if m and m * self.batch % n == 0
+                )
+            if not with_placeholders and n != self.length:
+                yield replace(choice, length=n)
+
+    def widened(self, choice: Choice, error: Exception, of_forms: bool) -> Choice | None:
+        """The same with an input of the width that the model's error asks for; None if it asks for none.
+
+        Args:
+            choice: with which the model failed.
+            error: how it failed.
+            of_forms: whether the inputs in question are those in forms, or those of which nothing is known.
+        """
+        try:
+            tensors = self.tensors(choice)
+        except SolveError:
+            return None  # they could not be made
+        formed = {name for form in choice.forms for name in form.tensors} - {n for n, _ in choice.widths}
+        unknown = set(self.unknown(choice)) - {n for n, _ in choice.widths}
+        names = formed if of_forms else unknown
+        found = needed_width(error, {n: t for n, t in tensors.items() if n in names})
+        return None if found is None else replace(choice, widths=(*choice.widths, found))
+
+    def tensors(self, choice: Choice) -> dict[str, Tensor]:
+        """Tokens, the chosen forms, whose placeholders are among the tokens, and what else is required.
+
+        Raises:
+            SolveError: nothing is known of a required parameter.
+        """
+        tensors = self._known(choice)
+        tensors |= {n: self._unknown(n) for n in self._required(tensors)}
+        if not tensors:
+            raise self.refusal(self.parameters)
+        return tensors | {name: self._of_width(tensors[name], width) for name, width in choice.widths}
+
+    def unknown(self, choice: Choice) -> list[str]:
+        """The required parameters of which no more is known than that they are tensors."""
+        return self._required(self._known(choice))
+
+    def _known(self, choice: Choice) -> dict[str, Tensor]:
+        tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
+        if self.tokens:
+            length = choice.length or self._text_length(choice)
+            tensors = {**self.token_maker.tensors(choice.placeholders, length), **tensors}
+            for form in choice.forms:
+                tensors |= self.token_maker.seen(form, tensors[self.tokens])
+        if choice.repeats:
+            self.token_maker.end(tensors[self.tokens])
+            tensors[DECODER_IDS] = tensors[self.tokens].clone()
+        elif DECODER_IDS in self.parameters:
+            tensors[DECODER_IDS] = self.token_maker.ids(self._decoder_length(), self.seed + 1)
+        if choice.streams:
+            generated = DECODER_IDS if DECODER_IDS in self.parameters else self.tokens
+            length = tensors[generated].shape[1]
+            tensors[generated] = self.token_maker.codes(length, choice.streams, self.seed)
+        return tensors | self._other_ids(self.parameters, tensors)
+
+    def _required(self, given: Collection[str]) -> list[str]:
+        """The parameters that the model cannot be called without, beside those that are given."""
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        return [
+            n
+            for n, p in self.parameters.items()
+            if p.default is p.empty and p.kind in kinds and n not in given
+        ]
+
+    def _other_ids(
+        self, parameters: Mapping[str, inspect.Parameter], given: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Ids for the required parameters that are named as such: those of a part of the model."""
+        required = (n for n, p in parameters.items() if p.default is p.empty and n not in given)
+        names = [n for n in required if n.endswith("_input_ids")]
+        return {n: self.token_maker.ids_of_part(n, self._decoder_length()) for n in names}
+
+    def _unknown(self, name: str) -> Tensor:
+        """Numbers ``[B, width]`` for a required parameter of which nothing else is known."""
+        annotation = self.parameters[name].annotation
+        is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
+        if name in (*IMAGES, *VIDEOS, *SOUNDS) or not is_tensor:
+            raise self.refusal([name])
+        return self._random(self.batch, _UNKNOWN_WIDTH)
+
+    def _of_width(self, tensor: Tensor, width: int) -> Tensor:
+        """A tensor whose last dim is cut, or gets more random numbers."""
+        more = self._random(*tensor.shape[:-1], max(0, width - tensor.shape[-1]))
+        return torch.cat([tensor, more], dim=-1)[..., :width]
+
+    def _random(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(shape, generator=generator).to(_dtype(self.model))
+
+    def _text_length(self, choice: Choice) -> int:
+        """So many tokens that there is a multiple of them, with the placeholders."""
+        return self.length + -(self.length + sum(count for _, count in choice.placeholders)) % self.multiple
+
+    def _decoder_length(self) -> int:
+        """Another length than that of the text, and a multiple as well."""
+        shorter = self.length - max(self.multiple, 5 - 5 % self.multiple)
+        return shorter if shorter > 0 else self.length + self.multiple
+
+    def options(self) -> dict[str, Any]:
+        """With a cache: its sizes may be read off attributes that no other code reads."""
+        cache = {"use_cache": self.cache} if "use_cache" in self.parameters else {}
+        return cache | dict.fromkeys(self.extras, True)
+
+    def _can_return(self, name: str) -> bool:
+        """Whether the model knows an argument that asks for more outputs."""
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return (takes_any or name in self.parameters) and any(hasattr(n, name) for n in nodes(self.config))
+
+    def refusal(self, names: Iterable[str]) -> SolveError:
+        """Nothing is known of these parameters, or the model has no forward method."""
+        name = type(self.model).__name__
+        if type(self.model).forward is nn.Module.forward:
+            parts = [f"{n} ({type(m).__name__})" for n, m in self.model.named_children()]
+            return SolveError(
+                f"{name} has no forward method; save one of the models in it with save_pretrained and "
+                f"convert that: {', '.join(parts)}"
+            )
+        return SolveError(
+            f"{name} takes {', '.join(names)}, which cannot be made up; models that are called with token "
+            "ids, images or sounds can be converted so far"
+        )
+
+    def run(self, tensors: Mapping[str, Tensor], forms: Sequence[Form]) -> Tape:
+        """Trace the forward pass.
+
+        Raises:
+            SolveError: it fails, or does not read a form's tensor.
+        """
+        tape = trace(self.model, tensors, self.keep, self.options())
+        for form in forms:
+            name = next(iter(form.tensors))
+            if not _is_read(tape, tape.inputs[list(tensors).index(name)]):
+                raise SolveError(f"{name} is not read")
+        return tape
+
+    def _placeholders(self, forms: Sequence[Form]) -> tuple[tuple[str, int], ...]:
+        """How many placeholders of each form every row has: as many as the model makes features."""
+        counts = ((form.kind, self._num_placeholders(form)) for form in forms)
+        return tuple((kind, n) for kind, n in counts if n)
+
+    def _num_placeholders(self, form: Form) -> int:
+        """In each row; as the config says where the model does not tell. 0 if it is unknown."""
+        if not self.token_maker.has_placeholders(form.kind):
+            return 0
+        known = self._num_features(form) // self.batch
+        return known or (first_int(self.config, _NUM_PLACEHOLDERS) if form.kind in ("image", "video") else 0)
+
+    def _num_features(self, form: Form) -> int:
+        """Number of features that the model makes of a form: the product of all dims but the last.
+
+        0 if it is unknown: the model may lack such a method, or want more than the form has.
+        """
+        kinds = (form.kind, "video") if form.kind == "image" else (form.kind,)
+        method = next((m for k in kinds if hasattr(self.model, m := f"get_{k}_features")), None)
+        if method is None:
+            return 0
+        known = inspect.signature(getattr(self.model, method)).parameters
+        tensors = {n: t for n, t in form.tensors.items() if n in known}
+        if next(iter(form.tensors)) not in tensors:
+            tensors = form.tensors  # the signature is *args, **kwargs
+        try:
+            tape = trace(_Features(self.model, method), tensors | self._other_ids(known, tensors), self.keep)
+        except SolveError as error:
+            release(error)
+            return 0
+        return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
+
+
+class _Features(nn.Module):
+    """A method of a model that turns images or sounds into features, as a module."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        self.model = model
+        self.method = method
+
+    def forward(self, **tensors: Tensor) -> Any:
+        result = getattr(self.model, self.method)(**tensors)
+        features = getattr(result, "pooler_output", None)
+        return result if features is None else features
+
+
+def _is_read(tape: Tape, tid: int) -> bool:
+    """Whether any operator reads a tensor."""
+    names = {tid}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            names |= {event.target} if event.source in names else set()
+        elif names & set(event.inputs):
+            return True
+    return False
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,49 @@
+"""What the errors of a traced forward pass tell of the inputs that it was given."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+
+from torch import Tensor
+
+_LONGEST = 4096
+"""Larger numbers in errors are not tried as sizes."""
+_PRODUCT = re.compile(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)")
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: copies of modules with parameters, among others."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def numbers(error: Exception) -> list[int]:
+    """Those in the text of an error that may be sizes, once each."""
+    found = map(int, re.findall(r"\b\d+\b", str(error)))
+    return [n for n in dict.fromkeys(found) if 0 < n < _LONGEST]
+
+
+def is_about_tokens(error: Exception) -> bool:
+    """Whether an error complains of the number of tokens."""
+    return "token" in str(error) and "has no attribute" not in str(error)
+
+
+def needed_width(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    """The input of which a linear layer could not take the last dim, and the size that it needs.
+
+    None if the error is another one, or its product is not of an input as it was given.
+    """
+    found = _PRODUCT.search(str(error))
+    if found is None:
+        return None
+    rows, width, needed = map(int, found.groups())
+    names = (
+        name
+        for name, t in tensors.items()
+        if t.is_floating_point() and t.dim() and t.shape[-1] == width and t.numel() == rows * width
+    )
+    name = next(names, None)
+    return None if name is None else (name, needed)

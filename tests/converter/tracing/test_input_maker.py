@@ -1,0 +1,259 @@
+"""Inputs of which little is known: their names, the config's sizes and the model's errors tell the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from made_inputs import make_inputs
+from shardconv_runtime.errors import SolveError
+from torch import Tensor, nn
+
+VOCAB, WIDTH, SIDE, PATCH = 64, 48, 8, 4
+
+
+@dataclass
+class Config:
+    """As much of a config as is looked at."""
+
+    vocab_size: int = VOCAB
+    image_size: int | None = SIDE
+    patch_size: int | None = PATCH
+    model_type: str = "any"
+    prompter_config: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Model(nn.Module):
+    """Has an embedding and a way to see images; a test gives it a forward method."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.config = config or Config()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.see = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.measure = nn.Linear(20, WIDTH)
+        self.to("meta")
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def features(self, images: Tensor) -> Tensor:
+        """``[B, C, H, W]`` to ``[B, patches, WIDTH]``."""
+        return self.see(images).flatten(2).transpose(1, 2)
+
+
+# What a layer or the model says ------------------------------------------------------------------------
+
+
+def test_an_unknown_input_gets_the_width_that_a_layer_needs() -> None:
+    class Robot(Model):
+        def forward(self, state: Tensor, input_ids: Tensor | None = None) -> Tensor:
+            assert input_ids is not None
+            return self.embed(input_ids) + self.measure(state)[:, None]
+
+    tensors = make_inputs(Robot()).tensors
+    assert tensors["state"].shape == (len(tensors["input_ids"]), 20)
+    assert tensors["state"].is_floating_point()
+
+
+def test_stacked_frames_are_found_once_no_form_will_do() -> None:
+    @dataclass
+    class Sounds(Config):
+        num_mel_bins: int = 5
+
+    class Ears(Model):
+        main_input_name = "input_features"
+
+        def forward(self, input_features: Tensor) -> Tensor:
+            return self.measure(input_features)
+
+    shape = make_inputs(Ears(Sounds())).tensors["input_features"].shape
+    assert shape[1:] == (104, 20)
+
+
+def test_what_no_layer_tells_cannot_be_made_up() -> None:
+    class Strange(Model):
+        def forward(self, input_ids: Tensor, weather: Tensor) -> Tensor:
+            return self.embed(input_ids) + weather
+
+    class Named(Model):
+        def forward(self, input_ids: Tensor, weather: str) -> Tensor:
+            return self.embed(input_ids)
+
+    for model in (Strange(), Named()):
+        with pytest.raises(SolveError, match="takes weather, which cannot be made up"):
+            make_inputs(model)
+
+
+def test_the_error_of_a_model_that_needs_images_is_its_own() -> None:
+    class Blind(Model):
+        def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+            raise ValueError("it is dark")
+
+    with pytest.raises(SolveError, match="it is dark"):
+        make_inputs(Blind())
+
+
+def test_a_model_without_a_forward_method_is_refused_with_its_parts() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thinker = Model()
+
+    with pytest.raises(SolveError, match=r"no forward method.*thinker \(Model\)"):
+        make_inputs(Wrapper())
+
+
+# Ids and masks -----------------------------------------------------------------------------------------
+
+
+def test_a_part_gets_ids_of_its_own_vocabulary() -> None:
+    class Prompted(Model):
+        def forward(self, prompter_input_ids: Tensor, input_ids: Tensor | None = None) -> Tensor:
+            return self.embed(prompter_input_ids).sum() + self.embed(input_ids)
+
+    for config, rows in ((Config(prompter_config=Config(vocab_size=9)), 9), (Config(), VOCAB)):
+        ids = make_inputs(Prompted(config)).tensors["prompter_input_ids"]
+        assert ids.dtype == torch.long
+        assert 3 <= int(ids.min()) <= int(ids.max()) < rows
+
+
+def test_ids_with_a_meaning_are_not_drawn() -> None:
+    @dataclass
+    class Special(Config):
+        vocab_size: int = 6
+        start_token_id: int = 3
+        end_token_ids: int = 4
+        stop_token_id: tuple[int, ...] = (5,)
+
+    class Text(Model):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.embed(input_ids)
+
+    model = Text(Special())
+    model.embed = nn.Embedding(6, WIDTH, device="meta")
+    assert make_inputs(model).tensors["input_ids"].unique().tolist() == [4]
+
+
+def test_a_mask_may_say_where_the_features_go() -> None:
+    @dataclass
+    class Placed(Config):
+        latent_query_num: int = 4
+
+    class Places(Model):
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            image_embeds_position_mask: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_embeds_position_mask is not None
+            x = self.embed(input_ids)
+            features = self.features(pixel_values).flatten(0, 1)
+            if int(image_embeds_position_mask.sum()) != len(features):
+                raise ValueError("as many as there are features, please")
+            return x.masked_scatter(image_embeds_position_mask[..., None], features)
+
+    tensors = make_inputs(Places(Placed())).tensors
+    assert tensors["image_embeds_position_mask"].sum(1).unique().tolist() == [4]
+
+
+def test_a_mask_may_say_which_images_a_token_sees() -> None:
+    class Looks(Model):
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            image_attention_mask: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_attention_mask is not None
+            seen = self.features(pixel_values.flatten(0, 1)).mean(1).view(len(pixel_values), -1, WIDTH)
+            return self.embed(input_ids) + image_attention_mask.to(seen.dtype) @ seen
+
+    tensors = make_inputs(Looks()).tensors
+    mask = tensors["image_attention_mask"]
+    assert mask.shape == (*tensors["input_ids"].shape, tensors["pixel_values"].shape[1])
+    assert mask[:, 0].sum() == 0
+    assert mask[:, 1:].all()
+
+
+def test_there_are_as_many_placeholders_as_the_config_says() -> None:
+    """The code takes the first tokens away without counting them."""
+
+    @dataclass
+    class Queries(Config):
+        image_token_id: int = 60
+        num_query_tokens: int = 30
+
+    class Drops(Model):
+        def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+            return (
+                self.embed(input_ids[:, 30:]).view(len(input_ids), -1, WIDTH) + self.see(pixel_values).mean()
+            )
+
+    ids = make_inputs(Drops(Queries())).tensors["input_ids"]
+    assert (ids == 60).sum(1).unique().tolist() == [30]
+
+
+# Images and videos -------------------------------------------------------------------------------------
+
+
+def test_patches_behind_their_positions() -> None:
+    class Patches(Model):
+        main_input_name = "flattened_patches"
+
+        def forward(self, flattened_patches: Tensor) -> Tensor:
+            rows, columns = flattened_patches[..., :2].long().unbind(-1)
+            return self.embed(rows) + self.embed(columns) + flattened_patches[..., 2:].sum()
+
+    patches = make_inputs(Patches()).tensors["flattened_patches"]
+    assert patches.shape[2] == 2 + 3 * PATCH**2
+    positions = patches[0, :, :2].long()
+    assert len(positions.unique(dim=0)) == len(positions)
+    assert int(positions.min()) == 1
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos"])
+def test_videos(name: str) -> None:
+    @dataclass
+    class Frames(Config):
+        num_frames: int = 6
+
+    class Watches(Model):
+        main_input_name = "pixel_values"
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            batch, frames, *_ = pixel_values.shape
+            if frames != 6 or pixel_values.dim() != 5:
+                raise ValueError("six frames, please")
+            return self.features(pixel_values.flatten(0, 1)).reshape(batch, frames, -1)
+
+    class WatchesVideos(Watches):
+        def forward(self, pixel_values_videos: Tensor) -> Tensor:
+            return super().forward(pixel_values_videos)
+
+    model = Watches(Frames()) if name == "pixel_values" else WatchesVideos(Frames())
+    assert make_inputs(model).tensors[name].shape[1:] == (6, 3, SIDE, SIDE)
+
+
+def test_an_image_of_unknown_size_is_large_enough_for_a_few_strides() -> None:
+    class Eyes(Model):
+        main_input_name = "pixel_values"
+
+        def __init__(self) -> None:
+            super().__init__(Config(image_size=None, patch_size=None))
+            self.narrow = nn.Conv2d(WIDTH, WIDTH, 8, 8, device="meta")
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.narrow(self.see(pixel_values))
+
+    assert make_inputs(Eyes()).tensors["pixel_values"].shape[2:] == (64, 64)
