@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,8 +117,15 @@ def models(family: str) -> Iterator[Sized]:
     }
     for model_type, class_name in found:
         if class_name not in seen:
-            for release in RELEASES.get(model_type, (None,)):
+            for release in _releases(model_type, class_name):
                 yield Sized(family, model_type, class_name, release)
+
+
+def _releases(model_type: str, class_name: str) -> Sequence[Release | None]:
+    """Those of a class if it has its own, else those of its type, else its defaults."""
+    found = RELEASES.get(model_type, ())
+    own = [r for r in found if r.class_name == class_name]
+    return own or [r for r in found if not r.class_name] or [None]
 
 
 def measure_planning(model: Sized, tp: int, *, check: bool) -> Measured:

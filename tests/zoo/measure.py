@@ -218,7 +218,7 @@ class _Trial:
             want = _run(fill(copy.deepcopy(self.whole), self.weights).eval(), self.inputs, exact)
         except (RuntimeError, ValueError):
             return math.nan, counts
-        if not any(t.isfinite().any() for t in want if t.numel()):
+        if not want or not all(t.isfinite().any() for t in want if t.numel()):
             return math.nan, counts
 
         def rank(comm: Communicator) -> float:

@@ -53,6 +53,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "bamba": {"attn_layer_indices": [1]},
+    "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
     "blt": {
         "encoder_hash_byte_group_vocab": 64,
         "encoder_config": {"hidden_size_global": 64},
@@ -113,9 +114,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hubert": {"conv_dim": (32,) * 7},
     "inkling2_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]},
     "inkling_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "instructblip": {"image_token_index": 250},
+    "instructblipvideo": {"video_token_index": 250},
     "internvl": {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 4, "attn_layer_offset": 2},
     "jetmoe": {"kv_channels": 8},
+    "kosmos-2": {"text_config": {"layers": 2}, "latent_query_num": 8},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
         "num_attention_heads_per_layer": [8, 12],
@@ -181,6 +185,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
     "qwen2_5_vl": _MROPE,
     "qwen2_vl": _MROPE,
+    "qwen3_omni_moe_thinker": _MROPE
+    | {"audio_config": {"downsample_hidden_size": 32, "output_dim": 64}}
+    | {"vision_config": {"deepstack_visual_indexes": [0]}}
+    | {"vision_start_token_id": 247, "vision_end_token_id": 248},
     "qwen3_vl": _MROPE,
     "qwen2_moe": {"mlp_only_layers": [0]},
     "qwen3": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
@@ -220,6 +228,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "depths": [1, 1, 1],
         },
         "acoustic_tokenizer_chunk_size": 64,
+    },
+    "videoprism": {
+        "vision_config": {
+            "num_spatial_layers": 2,
+            "num_temporal_layers": 2,
+            "num_auxiliary_layers": 1,
+            "tubelet_size": (1, 8, 8),
+            "num_frames": 4,
+        }
     },
     "wav2vec2": {"conv_dim": (32,) * 7},
     "xmod": {"default_language": "en_XX"},

@@ -22,6 +22,8 @@ class Release:
     """Of the config's class; a mapping is a sub-config."""
     dtype: str = DTYPE
     """Another one where the model's own code cannot compute in that."""
+    class_name: str = ""
+    """The class that the release is of; empty: all classes of the type without one of their own."""
 
 
 def _decoder(
@@ -99,6 +101,12 @@ _NEMOTRON_H_8B = _decoder(4096, 21504, 52, 32, 8, 131072, head_dim=128) | {
 }
 _VICUNA_13B = _decoder(5120, 13824, 40, 40, 40, 32064, model_type="llama")
 _VIT_HUGE = _bert(1280, 5120, 32, 16, patch_size=14)
+_INSTRUCTED = {
+    "text_config": _decoder(4096, 11008, 32, 32, 32, 32001) | {"model_type": "llama"},
+    "qformer_config": {"vocab_size": 30523},
+}
+"""A Q-Former that reads the instruction, before a decoder."""
+
 _VISION_TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 """That the code of a thinker reads and its config lacks; those of Qwen's tokenizers."""
 _FITTED = "defaults, images as wide as the text"
@@ -133,6 +141,11 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
                 },
                 "image_token_index": 50265,
             },
+        ),
+        Release(
+            "BLIP-2 ITM ViT-g",
+            {"qformer_config": {"use_qformer_text_input": True, "vocab_size": 30523}},
+            class_name="Blip2ForImageTextRetrieval",
         ),
     ),
     "bloom": (
@@ -264,6 +277,8 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             _decoder(4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=8),
         ),
     ),
+    "instructblip": (Release("InstructBLIP Vicuna-7B", _INSTRUCTED | {"image_token_index": 32000}),),
+    "instructblipvideo": (Release("InstructBLIP Vicuna-7B", _INSTRUCTED | {"video_token_index": 32000}),),
     "internvl": (
         Release(
             "InternVL3-78B",
@@ -366,7 +381,18 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "qwen3_5": _fitted(4096),
     "qwen3_5_moe": _fitted(2048),
     "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
-    "qwen3_omni_moe_thinker": _fitted(2048, audio_config={"output_dim": 2048}, **_VISION_TOKENS),
+    "qwen3_omni_moe_thinker": (
+        Release(
+            "Qwen3-Omni-30B-A3B",
+            {
+                "text_config": _decoder(2048, 768, 48, 32, 4, 152064, head_dim=128)
+                | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+                "vision_config": {"out_hidden_size": 2048},
+                "audio_config": {"output_dim": 2048},
+                **_VISION_TOKENS,
+            },
+        ),
+    ),
     "qwen3_vl": _fitted(4096),
     "qwen3_vl_moe": _fitted(2048),
     "reformer": (Release("defaults of a decoder", {"is_decoder": True}),),
