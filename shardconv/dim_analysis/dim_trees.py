@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 LEAF, PRODUCT, SUM = range(3)
 
@@ -353,9 +354,26 @@ def _pair_up(a: Node, b: Node, join: Join) -> None:
 
 
 def _pair_segments(a: Node, b: Node, join: Join) -> None:
-    sizes = _common_sizes([s.size for s in segments(a)], [s.size for s in segments(b)])
+    left, right = segments(a), segments(b)
+    if _is_shifted(left, right):
+        raise Conflict
+    sizes = _common_sizes([s.size for s in left], [s.size for s in right])
     for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
         join(x, y)
+
+
+def _is_shifted(left: Sequence[Node], right: Sequence[Node]) -> bool:
+    """Whether a segment would be joined with a part of itself, as where a sequence is compared with its next.
+
+    Each cut would make another one necessary, a shift further on.
+    """
+    starts = dict(zip(left, _starts(left), strict=True))
+    places = zip(right, _starts(right), strict=True)
+    return any(0 < abs(start - starts.get(node, start)) < node.size for node, start in places)
+
+
+def _starts(parts: Sequence[Node]) -> list[int]:
+    return [0, *accumulate(p.size for p in parts)][:-1]
 
 
 def _common_sizes(a: list[int], b: list[int]) -> list[int]:

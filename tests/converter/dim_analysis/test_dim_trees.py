@@ -100,6 +100,22 @@ def test_splits_that_do_not_fit_together_block_both() -> None:
     assert any(x.why for x in dim_trees.leaves(a))
 
 
+def test_a_dim_that_is_joined_with_itself_a_shift_further_on_is_blocked() -> None:
+    """Each position belongs to the next one; cutting them apart one by one would take as many steps."""
+    dim = leaf(5000)
+    padded, shifted = dim_trees.concatenation([dim, leaf(3)]), dim_trees.concatenation([leaf(3), dim])
+    dim_trees.unify(padded, shifted)
+    assert dim.blocked
+    assert find(dim).kind == dim_trees.LEAF
+
+
+def test_segments_that_change_places_are_not_blocked() -> None:
+    x, y = leaf(4), leaf(4)
+    dim_trees.unify(dim_trees.concatenation([x, y]), dim_trees.concatenation([y, x]))
+    assert find(x) is find(y)
+    assert not find(x).blocked
+
+
 def test_empty_parts() -> None:
     dim = leaf(8)
     parts = dim_trees.cut(dim, (0, 8, 0))
