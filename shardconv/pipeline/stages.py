@@ -29,7 +29,7 @@ from ..tracing.model_loss import returns_its_loss_function
 from ..tracing.not_in_training import not_in_training
 from ..tracing.tape import Tape
 from ..verifying.shrinking.small_model import FullModel
-from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, find_bypasses
+from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
@@ -110,10 +110,14 @@ class _Run:
     def as_in_training(self) -> _Run:
         """The same, knowing which modules are not called in training."""
         stand_ins = fold(self.tape).representatives()
-        model = bypassed_copy(self.model, find_bypasses(self.tape, stand_ins))
+        model = bypassed_copy(self.model, self.bypasses(stand_ins))
         shown_by = partial(stand_in, stand_ins=stand_ins)
         found = not_in_training(self.tape, model, self.inputs, shown_by)
         return replace(self, tape=replace(self.tape, not_in_training=found))
+
+    def bypasses(self, stand_ins: Mapping[str, str]) -> dict[str, Bypass]:
+        """How the layers that others stand for can be left out."""
+        return working_bypasses(self.model, self.inputs, self.tape, stand_ins)
 
 
 def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run, tell: Tell) -> Plan:
@@ -127,7 +131,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
         folded = isolate_experts(folded, model)
     analysis = with_parts(analyze(folded.tape, folded.ties), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
-    bypassed = find_bypasses(tape, traced.representatives())
+    bypassed = run.bypasses(traced.representatives())
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
     plan, solution = plain_form(problem)
     if adapted is not None:

@@ -163,8 +163,8 @@ class Tape:
     """Questions that were answered by a guess, for the plan's notes."""
     answers: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     """(FQN, index) of a module call -> the guesses that it was given, in order."""
-    result_lengths: dict[int, int] = field(default_factory=dict)
-    """Index of a module call -> the number of items of the tuple that it returned."""
+    result_tuples: dict[int, tuple[type[tuple[Any, ...]], int]] = field(default_factory=dict)
+    """Index of a module call -> the type of the tuple that it returned, and its number of items."""
     returned: dict[int, Returned] = field(default_factory=dict)
     """Index of a module call -> the form of what it returned."""
     cache_updates: list[CacheUpdate] = field(default_factory=list)

@@ -276,8 +276,8 @@ class _ModuleHook:
         recorder = self.recorder
         slots = list(_tensor_slots("output", output))
         recorder.mark(recorder.stack[-1], slots)
-        if type(output) is tuple:
-            recorder.tape.result_lengths[recorder.stack[-1]] = len(output)
+        if isinstance(output, tuple):
+            recorder.tape.result_tuples[recorder.stack[-1]] = type(output), len(output)
         returned = {tensor_key(t) for _, t in slots}
         for tensor, tid in self.tracer.frames[recorder.stack[-1]].outer:
             if tensor_key(tensor) not in returned and not recorder.identities.is_stale(tensor):

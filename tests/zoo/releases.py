@@ -395,7 +395,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "qwen3_vl": _fitted(4096),
     "qwen3_vl_moe": _fitted(2048),
-    "reformer": (Release("defaults of a decoder", {"is_decoder": True}),),
+    "reformer": (
+        Release("defaults of a decoder", {"is_decoder": True}, class_name="ReformerModelWithLMHead"),
+    ),
     "rembert": (Release("RemBERT"),),
     "roberta": (Release("RoBERTa large", _LARGE | {"vocab_size": 50265, "max_position_embeddings": 514}),),
     "rwkv": (Release("RWKV-4-14B", {"hidden_size": 5120, "num_hidden_layers": 40, "vocab_size": 50277}),),

@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
+from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes, starred
+from ...tracing.trace import trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class Bypass:
     """Those of them that are tensors which nobody reads; they become empty ones."""
     like: str
     """FQN of the layer that stands for it, and is run."""
+    kind: type[tuple[Any, ...]] = tuple
+    """Of the tuple that it returns, which may be a named one."""
     is_read_elsewhere: bool = False
     """Whether more than its result is read, as by a loss from the logits of routers, or its result together
     with those of other layers, as by an encoder that returns all hidden states."""
@@ -72,13 +77,36 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
         results = [slot for mark in exits.get(fqn, ()) if mark.target in read for slot in mark.slots]
         if results and all(slot in passed and _is_plain(slot) for slot in results):
             slots = {slot: _index(slot) for mark in exits[fqn] for slot in mark.slots if _is_plain(slot)}
-            length = max(tape.result_lengths.get(exits[fqn][0].call, 0), 1 + max(slots.values()))
+            kind, length = tape.result_tuples.get(exits[fqn][0].call, (tuple, 0))
+            length = max(length, 1 + max(slots.values()))
             arguments = tuple((slot, passed[slot]) for slot in results)
             unread = tuple(index for slot, index in slots.items() if slot not in results and index >= 0)
-            out[fqn] = Bypass(arguments, length, unread, like, is_read_elsewhere=fqn in elsewhere)
+            out[fqn] = Bypass(arguments, length, unread, like, kind, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
     return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+
+
+def working_bypasses(
+    model: nn.Module, inputs: TraceInputs, tape: Tape, layers: Mapping[str, str]
+) -> dict[str, Bypass]:
+    """``find_bypasses`` of a traced model, or none if it does not run with them.
+
+    Code may count its layers: one that keeps a list with an item for each layer finds too few.
+
+    Args:
+        model: on meta; it is copied.
+        inputs: of its trace.
+        tape: of all layers, not folded.
+        layers: as for ``find_bypasses``.
+    """
+    found = find_bypasses(tape, layers)
+    try:
+        if found:
+            trace(bypassed_copy(model, found), inputs.tensors, (), inputs.options)
+    except SolveError:
+        return {}
+    return found
 
 
 def _read_elsewhere(tape: Tape, layers: Collection[str]) -> set[str]:
@@ -172,6 +200,7 @@ class _Bypassed(nn.Module):
         nn.Module.__init__(self)
         self.__dict__.update(_layer=layer, _is_own=False)
         names = list(forward_signature(layer).parameters)
+        self._made = getattr(how.kind, "_make", tuple)  # of a named tuple
         self._length, self._unread = how.length, how.unread
         self._outputs = [
             (_index(slot), name, int(name) if name.isdigit() else names.index(name))
@@ -206,7 +235,7 @@ class _Bypassed(nn.Module):
             return found[-1]
         like = next(value for value in found.values() if isinstance(value, Tensor))
         found |= {index: like.new_zeros(0) for index in self._unread}
-        return tuple(found.get(i) for i in range(self._length))
+        return self._made(found.get(i) for i in range(self._length))
 
 
 def _with_own_attributes(module: nn.Module) -> nn.Module:

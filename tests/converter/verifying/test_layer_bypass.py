@@ -1,0 +1,84 @@
+"""Layers that are left out return what the layer would have returned, in its form, or none is left out."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import torch
+from torch import Tensor, nn
+
+from shardconv.tracing.fold import fold
+from shardconv.tracing.inputs import TraceInputs
+from shardconv.tracing.trace import trace
+from shardconv.verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
+
+Pair = namedtuple("Pair", ["states", "unread"])
+
+
+class Kept:
+    """A cache of the model's own kind."""
+
+    def __init__(self) -> None:
+        self.items: list[Tensor] = []
+
+
+class Layer(nn.Module):
+    """Returns a named tuple, as some layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, states: Tensor, kept: Kept) -> Pair:
+        kept.items.append(states)
+        return Pair(self.inner(states), states.mean())
+
+
+class Stack(nn.Module):
+    """Reads the results of its layers by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_layers(x, Kept())
+
+    def run_layers(self, x: Tensor, kept: Kept) -> Tensor:
+        """All layers, one after another; each keeps what it is given."""
+        for layer in self.layers:
+            x = layer(x, kept).states
+        return x
+
+
+class Counts(Stack):
+    """Finds too few items if layers are left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Kept()
+        x = self.run_layers(x, kept)
+        if len(kept.items) != len(self.layers):
+            raise IndexError("an item for each layer, please")
+        return x
+
+
+def bypasses_of(model: nn.Module) -> dict[str, Bypass]:
+    """How the layers of a model on meta are left out."""
+    inputs = TraceInputs({"x": torch.randn(3, 8)}, {})
+    tape = trace(model.to("meta"), inputs.tensors, ())
+    return working_bypasses(model, inputs, tape, fold(tape).representatives())
+
+
+def test_a_named_tuple_stays_one() -> None:
+    model = Stack().to("meta")
+    found = bypasses_of(model)
+    assert len(found) > 1
+    left_out = bypassed_copy(model, found).get_submodule(next(iter(found)))
+    x = torch.empty(3, 8, device="meta")
+    result = left_out(x, Kept())
+    assert isinstance(result, Pair)
+    assert result.states is x
+
+
+def test_no_layer_is_left_out_of_a_model_that_counts_them() -> None:
+    assert bypasses_of(Counts()) == {}
