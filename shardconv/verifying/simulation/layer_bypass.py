@@ -63,7 +63,8 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
     read = set(tape.outputs)
     for event in tape.events:
         read.update((event.source,) if isinstance(event, Mark) else event.inputs)
-    elsewhere = _read_elsewhere(tape, layers)
+    stacks = {fqn.rpartition(".")[0] for fqn in layers}
+    elsewhere = _read_elsewhere(tape, {c.fqn for c in tape.calls if c.fqn.rpartition(".")[0] in stacks})
     out: dict[str, Bypass] = {}
     failed: set[str] = set()
     for fqn, like in layers.items():

@@ -82,3 +82,26 @@ def test_a_named_tuple_stays_one() -> None:
 
 def test_no_layer_is_left_out_of_a_model_that_counts_them() -> None:
     assert bypasses_of(Counts()) == {}
+
+
+def test_one_layer_of_which_the_result_is_collected_with_another_is_marked() -> None:
+    """In its place the result of the layer before would be collected twice."""
+
+    class Collected(Stack):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            kept = Kept()
+            return (self.run_layers(x, kept), *kept.items[1:])
+
+    class Reads(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.stack = Collected()
+            self.stack.layers = nn.ModuleList(Layer() for _ in range(number))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack(self.stack(x)).mean(0)
+
+    for number in (4, 5):
+        found = bypasses_of(Reads(number))
+        assert len(found) == number - 3
+        assert all(how.is_read_elsewhere for how in found.values())
