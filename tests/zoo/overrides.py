@@ -207,6 +207,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "masked:reformer": {"is_decoder": False},
+    "segformer": {
+        "hidden_sizes": [16, 32, 64, 128],
+        "num_attention_heads": [1, 2, 4, 8],
+        "depths": [2, 1, 1, 1],
+    },
     "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
     "switch_transformers": {
         "num_layers": 3,
