@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.plan import Plan
 
-from .reporting.fits import Load, Needs, fits, needs
+from .reporting.fits import Load, Needs, fits, needs, tightest
 from .reporting.human_numbers import human_bytes, percent
 from .reporting.summary import Summary, summarize
 
@@ -69,11 +69,12 @@ def _candidate(solve: Solve, tp: int, load: Load) -> Candidate:
         plan = solve(tp)
     except SolveError as error:
         return Candidate(tp, None, str(error))
-    if plan.memory is None:
+    part = tightest(plan, load)
+    if part.memory is None:
         problem = "its cache and activations could not be measured"
         return Candidate(tp, plan, problem)
-    needed = needs(plan, plan.memory, load.batch, load.context or 1)
-    return Candidate(tp, plan, needs=needed, is_enough=fits(plan, plan.memory, load))
+    needed = needs(part, part.memory, load.batch, load.context or 1)
+    return Candidate(tp, plan, needs=needed, is_enough=fits(part, part.memory, load))
 
 
 def _fewest(first: Candidate, load: Load) -> int:

@@ -159,10 +159,8 @@ def plan_command(
     chosen = "json" if as_json else chosen
     if check is None:
         check = chosen == "json" or (chosen is None and output is not None)
-    if options["pp"] > 1 and (tp == "auto" or device_memory or chosen == "tp_plan"):
-        raise click.UsageError(
-            "--tp auto, --device-memory and --format tp_plan do not know stages; leave out --pp, or these"
-        )
+    if options["pp"] > 1 and chosen == "tp_plan":
+        raise click.UsageError("--format tp_plan does not know stages; leave out --pp, or this")
     load = _load(tp, device_memory, reserve, context, batch)
     if output is not None and not os.access(Path(output).parent, os.W_OK):
         raise click.UsageError(f"-o {output}: its directory does not exist, or cannot be written")

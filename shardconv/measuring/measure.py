@@ -18,12 +18,15 @@ from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
 from shardconv_runtime.format.memory_sizes import cache_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
+from shardconv_runtime.parallel.stage_model import argument_names, keep_stage
 from torch import Tensor, nn
 
+from ..tracing.identities import META
 from ..tracing.inputs import TraceInputs
 from ..verifying.simulation.layer_bypass import Bypass, bypass, planned_alike
 from .calls import Calls, Size
 from .memory_run import CachedTensor, MemoryRun, Runner
+from .one_stage import UnansweredLink, bypassed_on
 from .polynomials import Growth, growth, largest_moments, live_bytes
 
 _SHORT = 6
@@ -58,7 +61,11 @@ class _MemoryCommunicator(Communicator):
 
 
 def measure_memory(
-    plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]
+    plan: Plan,
+    model: nn.Module,
+    inputs: TraceInputs,
+    bypassed: Mapping[str, Bypass],
+    stage: int | None = None,
 ) -> MemoryPlan:
     """The bytes of caches and activations of rank 0.
 
@@ -67,13 +74,18 @@ def measure_memory(
         model: global, on meta; it is copied.
         inputs: with which it was traced.
         bypassed: layers that others stand for.
+        stage: whose rank is measured; None: of a plan without stages.
 
     Raises:
         NotMeasured: the model cannot be run on meta tensors.
     """
     bypassed = planned_alike(plan, bypassed)
-    counts = Counter(how.like for how in bypassed.values())
+    names = argument_names(model, plan)
     local = parallelize(copy.deepcopy(model), plan, _MemoryCommunicator(0, plan.mesh))
+    if stage is not None:
+        bypassed = bypassed_on(plan, stage, bypassed)
+        keep_stage(local, plan, UnansweredLink(plan, stage), 0, META, getattr(torch, plan.model.dtype), names)
+    counts = Counter(how.like for how in bypassed.values())
     buffer_bytes = _buffer_bytes(local)
     bypass(local, bypassed)
     problem: Exception | None = None

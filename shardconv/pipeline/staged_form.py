@@ -23,8 +23,6 @@ from ..tracing.tape import Tape
 from ..tracing.trace import trace
 from .problem import PlanProblem
 
-NOT_MEASURED = "caches and activations of stages are not measured"
-
 
 def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
     """The inputs of a call that does not collect what layers compute: no stage would have all of it."""
@@ -61,8 +59,7 @@ class StagedForm:
             SolveError: the model cannot be cut into stages.
             ShardconvError: it cannot be cut into so many, or not at the given layers.
         """
-        notes = (*plan.notes, NOT_MEASURED) if self._problem.options.measure else plan.notes
-        return replace(plan, stages=self._stages(plan, solution), memory=None, notes=notes)
+        return replace(plan, stages=self._stages(plan, solution))
 
     def with_sequence_stages(self, plan: Plan, solution: Solution) -> Plan:
         """The plan with stages, with those of its sequence-parallel form.

@@ -35,7 +35,7 @@ from .numeric_check import NumericCheck, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
 from .sequence_form import no_sequence_form, with_sequence_form
-from .staged_form import StagedForm
+from .staged_form import StagedForm, without_extra_outputs
 
 Tell = Callable[[str], None]
 
@@ -145,7 +145,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
         tell("cutting the model into stages")
         staged = StagedForm(problem, tape)
         plan = staged.with_stages(plan, solution)
-    elif options.measure:
+    if options.measure:
         tell("measuring caches and activations")
         plan = _with_memory(plan, model, inputs, bypassed)
     check = None
@@ -184,7 +184,11 @@ def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Ma
     """The plan, with what a rank needs beside its weights if that can be measured."""
     plain = replace(plan, fused=())  # as large inputs are computed
     try:
-        return replace(plan, memory=measure_memory(plain, model, inputs, bypassed))
+        if plan.stages is None:
+            return replace(plan, memory=measure_memory(plain, model, inputs, bypassed))
+        inputs, stages = without_extra_outputs(inputs), range(plan.stages.count)
+        memory = tuple(measure_memory(plain, model, inputs, bypassed, stage) for stage in stages)
+        return replace(plan, stages=replace(plan.stages, memory=memory))
     except NotMeasured as error:
         note = f"the memory of caches and activations could not be measured: {shorten(str(error), 200)}"
         return replace(plan, notes=(*plan.notes, note))

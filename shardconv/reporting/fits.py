@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardconv_runtime.format.measured import MemoryPlan
 from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan, local_shape
+from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.stored_layout import stored_plans
 
-from .summary import item_bytes
+from .summary import item_bytes, shown_stages
 
 RESERVE = 2 * 10**9
 """Default bytes that are kept free on a device: for the driver, libraries and memory that is lost between
@@ -46,6 +47,26 @@ class Needs:
     def total(self) -> int:
         """All of it."""
         return self.weights + self.cache + self.activations
+
+
+def parts(plan: Plan) -> list[Plan]:
+    """A plan for each stage that a plan is about, with what was measured of it; without stages, the plan."""
+    stages = plan.stages
+    if stages is None:
+        return [plan]
+    memory = stages.memory or (None,) * stages.count
+    return [replace(of_stage(plan, k), stages=None, memory=memory[k]) for k in shown_stages(plan)]
+
+
+def tightest(plan: Plan, load: Load) -> Plan:
+    """That of ``parts`` on whose ranks least is left."""
+
+    def left(part: Plan) -> int:
+        if part.memory is None:
+            return -weight_bytes(part)
+        return -needs(part, part.memory, load.batch, load.context or 1).total
+
+    return min(parts(plan), key=left)
 
 
 def weight_bytes(plan: Plan) -> int:

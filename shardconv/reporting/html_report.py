@@ -20,7 +20,7 @@ from shardconv_runtime.format.plan import Plan
 from . import html_values
 from .fused_lines import fused_lines
 from .human_numbers import human_bytes, percent
-from .memory_lines import memory_facts
+from .memory_lines import memory_facts, memory_parts
 from .report import TOKENS, numerics_text, tensor_cells, unplanned
 from .summary import Summary, all_notes, summarize
 
@@ -74,7 +74,7 @@ def _environment() -> Environment:
         "numerics_text": numerics_text,
         "percent_of": percent,
     }
-    environment.globals |= {"values": html_values, "memory_facts": memory_facts}
+    environment.globals |= {"values": html_values, "memory_facts": memory_facts, "memory_parts": memory_parts}
     environment.globals |= {"fused_lines": fused_lines, "tensor_cells": tensor_cells, "unplanned": unplanned}
     return environment
 

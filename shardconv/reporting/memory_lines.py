@@ -8,22 +8,39 @@ from shardconv_runtime.format.measured import LiveBytes, MemoryPlan
 from shardconv_runtime.format.memory_sizes import moment_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
 
-from .fits import MAX_TOKENS, Load, cached_tokens, needs, sequences, weight_bytes
+from .fits import MAX_TOKENS, Load, cached_tokens, needs, parts, sequences, tightest, weight_bytes
 from .human_numbers import human_bytes
+from .summary import shown_stages
 
 _CANNOT_BE_MEASURED = "cache and activations could not be measured; the notes say why"
 
 
 def memory_lines(plan: Plan, num_tokens: int) -> Iterator[str]:
     """The section of the report; empty where nothing was measured."""
-    memory = plan.memory
-    if memory is None:
-        return
-    yield "MEMORY  of each rank"
-    yield _line("weights", human_bytes(weight_bytes(plan)))
-    for head, texts in memory_facts(memory, num_tokens):
-        for index, text in enumerate(texts):
-            yield _line("" if index else head, text)
+    for title, part in memory_parts(plan):
+        assert part.memory is not None
+        yield f"MEMORY  {title}"
+        yield _line("weights", human_bytes(weight_bytes(part)))
+        for head, texts in memory_facts(part.memory, num_tokens):
+            for index, text in enumerate(texts):
+                yield _line("" if index else head, text)
+
+
+def memory_parts(plan: Plan) -> list[tuple[str, Plan]]:
+    """(whose ranks, the plan of these) for what was measured: stages that need the same are said once."""
+    if plan.stages is None:
+        return [("of each rank", plan)] if plan.memory is not None else []
+    alike: dict[tuple[MemoryPlan, int], list[tuple[int, Plan]]] = {}
+    for stage, part in zip(shown_stages(plan), parts(plan), strict=True):
+        if part.memory is not None:
+            alike.setdefault((part.memory, weight_bytes(part)), []).append((stage, part))
+    return [
+        (
+            f"of each rank of stage{'s' if len(same) > 1 else ''} {', '.join(str(k) for k, _ in same)}",
+            same[0][1],
+        )
+        for same in alike.values()
+    ]
 
 
 def memory_facts(memory: MemoryPlan, num_tokens: int) -> list[tuple[str, list[str]]]:
@@ -71,6 +88,10 @@ def device_lines(plan: Plan, load: Load) -> Iterator[str]:
 
 def device_facts(plan: Plan, load: Load) -> Iterator[tuple[str, str]]:
     """(what, text) for each thing that can be said about the device."""
+    if plan.stages is not None:
+        worst = tightest(plan, load)
+        yield "stage", f"{shown_stages(plan)[parts(plan).index(worst)]} has least left:"
+        plan = worst
     memory = plan.memory
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
     if free < 0:

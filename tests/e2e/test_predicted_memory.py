@@ -10,13 +10,14 @@ import torch
 import transformers
 from distributed import run_processes
 from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
+from shardconv_runtime.format.plan import Plan
 from small_models import save_random
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import shardconv
 from shardconv.measuring.memory_run import tensors_of
-from shardconv.reporting.fits import weight_bytes
+from shardconv.reporting.fits import parts, weight_bytes
 
 pytestmark = pytest.mark.usefixtures("measured")
 
@@ -47,12 +48,12 @@ def measured(out: str) -> tuple[int, int, int]:
     return weights, num_bytes([t for _, t in tensors_of({"": outputs.past_key_values})]), most
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_mixture_with_windows(tmp_path: Path, tp: int) -> None:
+def mixture(directory: Path, num_layers: int) -> Path:
+    """A model of which a window ends the cache."""
     config = transformers.MixtralConfig(
         hidden_size=64,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -60,12 +61,30 @@ def test_a_mixture_with_windows(tmp_path: Path, tp: int) -> None:
         vocab_size=101,
         tie_word_embeddings=False,
     )
-    save_random(config, transformers.MixtralForCausalLM, tmp_path / "model")
-    plan = shardconv.convert(tmp_path / "model", tmp_path / "out", tp, check=False)
+    save_random(config, transformers.MixtralForCausalLM, directory)
+    return directory
+
+
+def require_predicted(plan: Plan, found: list[tuple[int, int, int]]) -> None:
+    """What the ranks of a plan, of one stage or without any, were seen to need is what it says."""
     assert plan.memory is not None
-    found = run_processes(tp, measured, str(tmp_path / "out"))
     assert max(weights for weights, _, _ in found) == weight_bytes(plan)  # the vocabulary is uneven
     assert max(cache for _, cache, _ in found) == cache_bytes(plan.memory, BATCH, LENGTH + STEPS)
     expected = prefill_bytes(plan.memory, BATCH, LENGTH)
     live = min(most for _, _, most in found) - cache_bytes(plan.memory, BATCH, LENGTH)
     assert expected == pytest.approx(live, rel=0.25)  # gloo's threads keep a sum for a moment
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_mixture_with_windows(tmp_path: Path, tp: int) -> None:
+    model = mixture(tmp_path / "model", 3)
+    plan = shardconv.convert(model, tmp_path / "out", tp, check=False)
+    require_predicted(plan, run_processes(tp, measured, str(tmp_path / "out")))
+
+
+def test_each_stage_of_a_mixture(tmp_path: Path) -> None:
+    model = mixture(tmp_path / "model", 5)
+    plan = shardconv.convert(model, tmp_path / "out", 2, pp=2, check=False)
+    found = run_processes(4, measured, str(tmp_path / "out"))
+    for stage, part in enumerate(parts(plan)):
+        require_predicted(part, found[2 * stage : 2 * stage + 2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .dims import Dim
+from .measured import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ class StagesPlan:
     """The stage whose tensors are in the directory of the plan; None: those of all stages."""
     computed_again: tuple[str, ...] = ()
     """Modules without parameters that each stage runs; for reports."""
+    memory: tuple[MemoryPlan, ...] = ()
+    """Of each stage, where it was measured; for reports."""
 
 
 RETURNS = ("tensor", "tuple", "list")

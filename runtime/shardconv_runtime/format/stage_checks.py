@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .measured_checks import check_memory
 from .pipeline_stages import RETURNS, StagedModule, StagesPlan, StandInItem, StandInTensor
 from .plan import Plan
 from .plan_checks import MAX_TENSOR_DIMS, MAX_TP, check_dims, check_dtype, check_slot, fail, one_of
@@ -29,6 +30,10 @@ def check_stages(plan: Plan) -> None:
         fail("stages.own", f"{stages.own} is not one of {stages.count} stages")
     if len(stages.layers) != stages.count:
         fail("stages.layers", f"expected one pair for each of {stages.count} stages")
+    if len(stages.memory) not in (0, stages.count):
+        fail("stages.memory", f"expected one for each of {stages.count} stages")
+    for each in stages.memory:
+        check_memory(each)
     for index, entry in enumerate(stages.modules):
         _check_module(f"stages.modules[{index}]", entry, stages, plan)
     staged_modules(plan)

@@ -8,15 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from click.testing import CliRunner, Result
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, small_config
 
+from shardconv.arguments import SolveOptions
 from shardconv.cli.entry import cli
 from shardconv.fitting import MAX_TP, smallest_tp, table
-from shardconv.reporting.fits import Load, cached_tokens, needs, sequences, weight_bytes
+from shardconv.pipeline.stages import solve_plan
+from shardconv.reporting.fits import Load, cached_tokens, needs, parts, sequences, tightest, weight_bytes
 from shardconv.reporting.report import report
 
 pytestmark = pytest.mark.usefixtures("measured")
@@ -136,3 +140,28 @@ def test_auto_names_the_smallest(tmp_path: Path) -> None:
     assert f" tp {found[1]}, mesh" in result.output
     assert int(found[1]) > 1
     assert "fits, and leaves" in result.output
+
+
+def test_what_fits_on_stages() -> None:
+    """The stage that has least left is the one that is spoken of; stages that need the same are said once."""
+    model = ModelSpec(
+        "small", small_config(num_hidden_layers=6), transformers.LlamaForCausalLM, dtype="float32"
+    )
+    plan = solve_plan(model, SolveOptions(1, pp=3, check=False, measure=True))
+    assert plan.stages is not None
+    first, middle, last = (part.memory for part in parts(plan))
+    assert first is not None
+    assert middle is not None
+    assert last is not None
+    assert first.cache == middle.cache == last.cache
+    sizes = [weight_bytes(part) for part in parts(plan)]
+    load = Load(max(sizes) + 100_000, 0, context=10)
+    text = report(plan, load=load)
+    assert text.count("MEMORY  of each rank of stage") == 3
+    worst = parts(plan).index(tightest(plan, load))
+    assert f"stage          {worst} has least left" in text
+    assert "do not fit" in report(plan, load=Load(min(sizes), 0))
+    choice = smallest_tp(lambda tp: plan, load)
+    assert choice.chosen.tp == 1
+    assert choice.chosen.needs is not None
+    assert choice.chosen.needs.weights == sizes[worst]
