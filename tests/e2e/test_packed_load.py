@@ -120,6 +120,26 @@ def stored_bytes(out: Path, rank: int, tp: int) -> int:
     return sum(tensor.nbytes for file in files for tensor in load_file(file).values())
 
 
+def saved_alone(path: Path) -> str:
+    """Runs on one rank: what is said of saving a packed model, whose config is the plain model's."""
+    import shardconv_runtime
+
+    plain_kernels.use_those_of_cpus()
+    model = shardconv_runtime.load(path)
+    with pytest.raises(PlanError) as error:
+        model.save_pretrained(path.parent / "saved")
+    return str(error.value)
+
+
+@pytest.mark.formats
+def test_a_packed_model_on_one_rank_is_not_saved(tmp_path: Path) -> None:
+    SAVE["fp8"](tmp_path / "q")
+    shardconv.convert(tmp_path / "q", tmp_path / "out", 1)
+    (found,) = run_processes(1, saved_alone, tmp_path / "out")
+    assert "weights are packed" in found
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.formats
 @pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", SAVE)

@@ -181,7 +181,7 @@ class Building:
         model = unwrapped(built)
         if self.compiled:
             self._compile(model, place)
-        if start.world_size > 1 or self.wanted.over_mesh:
+        if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
             from .several_ranks import guard
 
             guard(model, start, training=self.wanted.training, check_inputs=self.check_inputs)
