@@ -28,7 +28,6 @@ import shardconv
 from shardconv.verifying.simulation.float64 import Float64
 
 PP = 2
-NUM_STEPS = 50
 EXACT = {"rtol": 0.0, "atol": 1e-9}
 WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
@@ -218,9 +217,10 @@ def test_stages_with_sequence_parallelism(run: Run, tmp_path: Path) -> None:
     require_same(found, trained_alone(model, run), run)
 
 
-def test_fifty_steps_of_eight_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_steps_of_eight_processes(steps: int, tmp_path: Path) -> None:
     source, model = gpt2(tmp_path)
-    run = Run(tp=2, dp=2, microbatches=2, steps=NUM_STEPS)
+    run = Run(tp=2, dp=2, microbatches=2, steps=steps)
     found = run_processes(PP * run.tp * run.dp, trained, str(source), planned(source, run.tp), run)
     require_same(found, trained_alone(model, run), run)
 
