@@ -166,7 +166,6 @@ def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "argument"),
     [
-        ({"sequence_parallel": True}, "sequence_parallel=True"),
         ({"gather_logits": False}, "gather_logits=False"),
         ({"training": True, "compile": True}, "compile=True with training=True"),
     ],

@@ -136,8 +136,14 @@ def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:
 
 
 def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Code asks weights for their device and dtype: those of stand-ins become one number in their shape."""
+    """Code asks weights for their device and dtype: those of stand-ins become one number in their shape, and
+    parts of the model that have none left show one."""
     kept = set(model.modules())
+    one = nn.Parameter(torch.zeros((), dtype=dtype, device=device), requires_grad=False)
+    for module in kept - {model}:
+        has_stand_ins = any(isinstance(inner, _StandIn) for inner in module.modules())
+        if has_stand_ins and not isinstance(module, _StandIn) and next(module.parameters(), None) is None:
+            module.parameters = functools.partial(_shown, one)  # type: ignore[method-assign]
     for module in kept:
         if isinstance(module, _StandIn):
             for owner in set(module._module.modules()) - kept:
@@ -146,6 +152,11 @@ def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
                         own = dtype if tensor.is_floating_point() else tensor.dtype
                         shown = torch.zeros((), dtype=own, device=device).expand(tensor.shape)
                         owner._parameters[name] = nn.Parameter(shown, requires_grad=False)
+
+
+def _shown(parameter: nn.Parameter, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """In place of ``parameters``: a number that is not among the named ones, and so not trained or saved."""
+    return iter((parameter,))
 
 
 class _Sender:

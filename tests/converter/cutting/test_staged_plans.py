@@ -20,6 +20,8 @@ from shardconv_runtime.format.staged_names import held_names, staged_modules
 from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config
 from torch import Tensor, nn
+from zoo.models import build
+from zoo.stages_run import specification
 
 from shardconv.arguments import SolveOptions
 from shardconv.cutting.crossings import Crossings, Uncut
@@ -266,3 +268,11 @@ def test_layers_that_return_more_than_hidden_states(model_type: str) -> None:
     plan = solve_plan(ModelSpec("small", config, model_class, dtype="float32"), SolveOptions(2, pp=3))
     assert plan.stages is not None
     assert plan.training is not None
+
+
+def test_a_part_of_a_model_that_asks_its_parameters_for_their_dtype() -> None:
+    """On a stage that holds none of them, as here in the proof, where its layers are left out."""
+    model = build("causal", "openai-gpt", n_layer=6)
+    plan = solve_plan(specification(model), SolveOptions(2, pp=3))
+    assert plan.stages is not None
+    assert not plan.inference_only
