@@ -30,6 +30,8 @@ class ImageSizes:
     """Of a patch in time."""
     frames: int
     """Of a video; 0 if the config does not tell."""
+    is_known: bool
+    """Whether the config tells the height and the width."""
     merge: int
     """Into how many sides of patches the model divides rows and columns."""
 
@@ -38,7 +40,8 @@ class ImageSizes:
         """The sizes in the first part of a config that knows some."""
         node = next((n for n in nodes(config) if has(n, "patch_size") or has(n, "image_size")), config)
         patch = pair(getattr(node, "patch_size", None)) or (1, 1)
-        size = pair(getattr(node, "image_size", None)) or _unsaid(patch)
+        said = pair(getattr(node, "image_size", None))
+        size = said or _unsaid(patch)
         merges = [m for n in nodes(config) for name in _MERGES if (m := int_of(n, name)) > 1]
         return cls(
             channels=first_int(node, ("num_channels", "in_channels", "in_chans")) or 3,
@@ -47,6 +50,7 @@ class ImageSizes:
             patch=patch,
             patch_frames=first_int(node, ("temporal_patch_size",)) or 1,
             frames=first_int(node, ("num_frames",)),
+            is_known=said is not None,
             merge=max(merges, default=2),
         )
 

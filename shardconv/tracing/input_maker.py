@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
 from .free_sizes import free_sizes
-from .modalities import IMAGES, SOUNDS, VIDEOS, Form, FormMaker
+from .modalities import FORMED, Form, FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter
 from .trace import trace
@@ -49,6 +49,8 @@ class Choice:
     """Of the text; None: any."""
     repeats: bool = False
     """The decoder is given the same ids, which end as texts do: some heads look for the end."""
+    alternatives: int = 0
+    """Texts in each row, of which the model chooses one; 0: one, and no dim for it."""
     streams: int = 0
     """Ids at each position of what is generated, as codes of a sound have; 0: one, and no dim for it."""
     widths: tuple[tuple[str, int], ...] = ()
@@ -101,11 +103,12 @@ class InputMaker:
     def plain_choices(self) -> list[Choice]:
         """Those without forms, where the model can be called without."""
         required = self._required(())
-        needs_forms = any(name in required for name in (*IMAGES, *VIDEOS, *SOUNDS))
+        needs_forms = any(name in required for name in FORMED)
         if needs_forms or not (self.tokens or required):
             return []
         has_decoder = self.tokens and DECODER_IDS in self.parameters
-        return [Choice(), Choice(repeats=True)] if has_decoder else [Choice()]
+        others = [Choice(repeats=True)] if has_decoder else []
+        return [Choice(), *others, *([Choice(alternatives=2)] if self.tokens else [])]
 
     def resized(self, choice: Choice, error: Exception) -> Iterator[Choice]:
         """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
@@ -117,8 +120,9 @@ class InputMaker:
         sizes = numbers(error)
         if choice.forms and is_about_tokens(error) and len(sizes) == 1 < str(error).count(str(sizes[0])):
             return
-        if self.tokens and not choice.forms and not choice.repeats:
-            yield from (replace(choice, streams=n) for n in sizes if n > 1)
+        if self.tokens and not choice.forms and not choice.repeats and not choice.alternatives:
+            own = (1, self.batch, self.length)
+            yield from (replace(choice, streams=n) for n in sizes if n not in own)
         if choice.forms and is_about_tokens(error):
             shapes = [next(iter(form.tensors.values())).shape for form in choice.forms]
             sizes += [math.prod(shape[:-1]) for shape in shapes]
@@ -178,6 +182,9 @@ class InputMaker:
             tensors = {**self.token_maker.tensors(choice.placeholders, length), **tensors}
             for form in choice.forms:
                 tensors |= self.token_maker.seen(form, tensors[self.tokens])
+        if choice.alternatives:
+            shifts = range(choice.alternatives)
+            tensors = {n: torch.stack([t.roll(k, 0) for k in shifts], 1) for n, t in tensors.items()}
         if choice.repeats:
             self.token_maker.end(tensors[self.tokens])
             tensors[DECODER_IDS] = tensors[self.tokens].clone()
@@ -210,7 +217,7 @@ class InputMaker:
         """Numbers ``[B, width]`` for a required parameter of which nothing else is known."""
         annotation = self.parameters[name].annotation
         is_tensor = annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
-        if name in (*IMAGES, *VIDEOS, *SOUNDS) or not is_tensor:
+        if name in FORMED or not is_tensor:
             raise self.refusal([name])
         return self._random(self.batch, _UNKNOWN_WIDTH)
 

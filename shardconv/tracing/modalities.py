@@ -23,10 +23,16 @@ VIDEOS = ("pixel_values_videos",)
 """Names of the parameter that takes videos; they are made up where no images are taken."""
 SOUNDS = ("input_features", "audio_input_features", "input_values")
 """Names of the parameter that takes sounds: spectra, or samples."""
+SERIES = ("past_values",)
+"""Names of the parameter that takes measurements over time."""
+FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES)
+"""Names of the parameters that are given in forms, where they are required."""
 STATES = ("encoder_hidden_states", "cross_attention_states")
 """Names of the parameter that takes the states of an encoder."""
 
-_GRIDS = ("image_grid_thw", "image_grid_hw")
+_GRIDS = ("image_grid_thw", "image_grid_hw", "grid_thw")
+_PATCHES_WITH_GRID = "hidden_states"
+"""Name of the parameter that takes patches, in a part of a model that takes a grid as well."""
 _PATCH_POSITIONS = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
 _SEEN_IMAGES = ("image_attention_mask",)
 """Names of the parameter that says which images a token sees."""
@@ -42,6 +48,10 @@ _MEL_BINS = (
     "input_dim",
 )
 _NUM_STATES = 11
+_LARGE_SIDE = 640
+"""Of an image, for code that takes the best of many places in it."""
+_NUM_STEPS = 64
+"""Of a series of which the config does not say it."""
 _NUM_FRAMES = 4
 """Of a video of which the config does not say it."""
 _SECOND = 16_000
@@ -53,7 +63,7 @@ class Form:
     """One way of giving a model one kind of input."""
 
     kind: str
-    """``image``, ``video``, ``audio`` or ``states``."""
+    """``image``, ``video``, ``audio``, ``series`` or ``states``."""
     tensors: dict[str, Tensor]
     """By parameter; the batch is the first dim, or a factor of it."""
     seen: tuple[str, ...] = ()
@@ -80,8 +90,10 @@ class FormMaker:
 
     def kinds(self) -> list[str]:
         """The kinds of input, beside tokens, that the model may be given."""
-        names = {"image": IMAGES, "audio": SOUNDS}
+        names = {"image": IMAGES, "audio": SOUNDS, "series": SERIES}
         kinds = [kind for kind, known in names.items() if self._first(known)]
+        if _PATCHES_WITH_GRID in self.parameters and self._first(_GRIDS):
+            kinds.append("image")
         if self._first(VIDEOS) and "image" not in kinds:
             kinds.append("video")
         return kinds + (["states"] if self._takes_states() else [])
@@ -92,6 +104,7 @@ class FormMaker:
             "image": self._images,
             "video": self._videos,
             "audio": self._sounds,
+            "series": self._series,
             "states": self._states,
         }
         for tensors in makers[kind]():
@@ -110,7 +123,7 @@ class FormMaker:
     # Images -----------------------------------------------------------------------------------
 
     def _images(self) -> Iterator[dict[str, Tensor]]:
-        name = self._first(IMAGES)
+        name = self._first((*IMAGES, _PATCHES_WITH_GRID))
         image = ImageSizes.of(self.config)
         if name == _FLATTENED:
             yield self._placed_patches(image)
@@ -126,7 +139,7 @@ class FormMaker:
             yield patches
 
     def _pixels(self, name: str, image: ImageSizes) -> Iterator[dict[str, Tensor]]:
-        """One image for each row; the frames of a video; the same as a list of one image."""
+        """One image for each row; the frames of a video; a list of one image; a pair; a large image."""
         pixels = self._random(self.batch, image.channels, image.height, image.width)
         yield {name: pixels}
         extra = {}
@@ -141,6 +154,9 @@ class FormMaker:
         if "pixel_attention_mask" in self.parameters:
             whole = {"pixel_attention_mask": torch.ones(self.batch, 1, dtype=torch.bool)}
             yield {name: pixels[:, None], **extra, **whole}
+        yield {name: self._random(self.batch, 2, *pixels.shape[1:])}
+        if not image.is_known:
+            yield {name: self._random(self.batch, image.channels, _LARGE_SIDE, _LARGE_SIDE)}
 
     def _videos(self) -> Iterator[dict[str, Tensor]]:
         """As many frames as the config says, ``[B, T, C, H, W]``."""
@@ -206,6 +222,17 @@ class FormMaker:
     def _masks(self, length: int) -> dict[str, Tensor]:
         names = [n for n in self.parameters if n in _SOUND_MASKS]
         return {n: torch.ones(self.batch, length, dtype=torch.long) for n in names}
+
+    # Measurements over time ---------------------------------------------------------------------
+
+    def _series(self) -> Iterator[dict[str, Tensor]]:
+        """As many steps as the config says, of several channels ``[B, T, C]`` or of one ``[B, T]``."""
+        name = self._first(SERIES)
+        steps = first_int(self.config, ("context_length",)) or _NUM_STEPS
+        channels = first_int(self.config, ("num_input_channels",))
+        if channels:
+            yield {name: self._random(self.batch, steps, channels)}
+        yield {name: self._random(self.batch, steps)}
 
     # States of an encoder -----------------------------------------------------------------------
 

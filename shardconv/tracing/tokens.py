@@ -16,6 +16,8 @@ _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
 """``mm_token_type_ids`` of the placeholders of an image, a video or a sound."""
 _POSITION_MASKS = {"image": "image_embeds_position_mask"}
 """Names of the parameter that says where the features of an image go, in place of an id that says it."""
+_PAGE = 1000
+"""Of boxes, where a page ends."""
 _FIRST_PLACEHOLDER = 3
 """Position of the first placeholder: behind the padding and one token."""
 
@@ -79,8 +81,8 @@ class TokenMaker:
         for kind, name in _POSITION_MASKS.items():
             if name in self.parameters:
                 tensors[name] = types == _TYPE_IDS[kind]
-        pages = first_int(self.config, ("max_2d_position_embeddings",))
-        if "bbox" in self.parameters and pages:
+        if "bbox" in self.parameters:
+            pages = first_int(self.config, ("max_2d_position_embeddings",)) or _PAGE
             tensors["bbox"] = self._boxes(ids.shape[1], pages)
         return tensors
 
@@ -148,7 +150,7 @@ class TokenMaker:
     def _boxes(self, length: int, pages: int) -> Tensor:
         """Corners ``[B, S, 4]``: left and top, right and bottom."""
         generator = torch.Generator().manual_seed(self.seed)
-        corners = torch.randint(0, min(pages, 1000), (self.batch, length, 2, 2), generator=generator)
+        corners = torch.randint(0, min(pages, _PAGE), (self.batch, length, 2, 2), generator=generator)
         return corners.sort(dim=2).values.reshape(self.batch, length, 4)
 
     def _smallest_vocabulary(self) -> int:

@@ -257,3 +257,75 @@ def test_an_image_of_unknown_size_is_large_enough_for_a_few_strides() -> None:
             return self.narrow(self.see(pixel_values))
 
     assert make_inputs(Eyes()).tensors["pixel_values"].shape[2:] == (64, 64)
+
+
+def test_code_that_needs_a_large_image_of_unknown_size_gets_one() -> None:
+    class Detects(Model):
+        main_input_name = "pixel_values"
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.features(pixel_values).max(-1).values.topk(300, dim=1).values
+
+    model = Detects(Config(image_size=None, patch_size=None))
+    assert make_inputs(model).tensors["pixel_values"].shape[2:] == (640, 640)
+
+
+def test_pairs_of_images() -> None:
+    class Matches(Model):
+        main_input_name = "pixel_values"
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            first, second = pixel_values.unbind(1)
+            if pixel_values.dim() != 5:
+                raise ValueError("pairs, please")
+            return self.features(first) @ self.features(second).mT
+
+    assert make_inputs(Matches()).tensors["pixel_values"].shape[1:] == (2, 3, SIDE, SIDE)
+
+
+def test_patches_of_a_part_with_their_grid() -> None:
+    class Tower(Model):
+        main_input_name = "hidden_states"
+
+        def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
+            if int(grid_thw.prod(-1).sum()) != len(hidden_states):
+                raise ValueError("as many patches as the grids have, please")
+            return hidden_states.view(-1, 3, PATCH, PATCH).mean(1)
+
+    tensors = make_inputs(Tower()).tensors
+    assert tensors["hidden_states"].shape[1] == 3 * PATCH**2
+    assert tensors["grid_thw"].shape[1] == 3
+
+
+# Others ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [0, 3])
+def test_measurements_over_time(channels: int) -> None:
+    @dataclass
+    class Series(Config):
+        context_length: int = 20
+        num_input_channels: int = channels
+
+    class Forecasts(Model):
+        main_input_name = "past_values"
+
+        def forward(self, past_values: Tensor) -> Tensor:
+            return self.measure(past_values.mT if channels else past_values)
+
+    shape = make_inputs(Forecasts(Series())).tensors["past_values"].shape
+    assert shape[1:] == ((20, channels) if channels else (20,))
+
+
+def test_texts_of_which_one_is_chosen() -> None:
+    class Chooses(Model):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            assert attention_mask is not None
+            if input_ids.dim() != 3 or attention_mask.dim() != 3:
+                raise ValueError("several texts for each row, please")
+            return (self.embed(input_ids) * attention_mask[..., None]).sum((-1, -2))
+
+    tensors = make_inputs(Chooses()).tensors
+    assert tensors["input_ids"].shape[1] == 2
+    assert tensors["input_ids"].shape == tensors["attention_mask"].shape
+    assert tensors["input_ids"][:, 0].ne(tensors["input_ids"][:, 1]).any()
