@@ -31,7 +31,6 @@ class GivenCaches:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._given: dict[int, list[tuple[str, str, Cache]]] = {}
-        self.is_paused: Callable[[], bool] = lambda: False
 
     def enter(self, call: int, arguments: Mapping[str, Any]) -> None:
         """A module is called."""
@@ -42,6 +41,8 @@ class GivenCaches:
     def note(self, cache: Cache, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A cache is about to be written to."""
         recorder = self._recorder
+        if recorder.is_paused:
+            return
         givers = {
             call: (name, attribute)
             for call in recorder.stack
@@ -74,8 +75,7 @@ def watching_caches(given: GivenCaches) -> Iterator[None]:
 def _noted(given: GivenCaches, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def update(self: Cache, *args: Any, **kwargs: Any) -> Any:
-        if not given.is_paused():
-            given.note(self, name, args, kwargs)
+        given.note(self, name, args, kwargs)
         return method(self, *args, **kwargs)
 
     return update

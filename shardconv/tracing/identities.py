@@ -7,7 +7,7 @@ do the tensors that share its memory: these are **stale** until they are next re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -43,13 +43,13 @@ class Identities:
     Args:
         tape: gets the tensors, and an ``alias_write`` for each stale one that is read.
         values: of its tensors.
-        current_call: gives the index of the module call that is running.
+        stack: the indices of the module calls that are running, outermost first; the recorder changes it.
     """
 
-    def __init__(self, tape: Tape, values: Values, current_call: Callable[[], int]) -> None:
+    def __init__(self, tape: Tape, values: Values, stack: Sequence[int]) -> None:
         self.tape = tape
         self.values = values
-        self._current_call = current_call
+        self._stack = stack
         self._tids: Journal[TensorKey, int] = Journal()
         self._alive: list[Tensor] = []
         self._twins: dict[TensorKey, Tensor] = {}
@@ -146,7 +146,8 @@ class Identities:
             new = self.new(tensor)
             shape = self.tape.tensors[mutated].shape
             overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
-            op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), self._current_call())
+            call = self._stack[-1] if self._stack else 0
+            op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), call)
             self.tape.events.append(op)
             self.values.wrote(op, MemoryLayout.of(self.meta(tensor)), MemoryLayout.of(self.meta(holder)))
 

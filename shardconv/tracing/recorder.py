@@ -42,10 +42,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.keep = keep
         self.answers = answers or {}
         self.tape = Tape()
-        self.values = Values(self.tape)
-        self.identities = Identities(self.tape, self.values, self.call)
         self.stack: list[int] = []
         """Indices of the module calls that are running, outermost first."""
+        self.values = Values(self.tape)
+        self.identities = Identities(self.tape, self.values, self.stack)
+        self.is_paused = False
+        """Whether a module is being run on numbers: its calls are not recorded."""
         self.call_counts: dict[str, int] = {}
         """FQN -> number of calls."""
         self._facts: dict[Any, OperatorFacts] = {}
@@ -93,24 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any], origin: str) -> Any:
         inputs: list[int] = []
-        tensors: list[torch.Tensor] = []
-
-        def ref(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                tid = self.identities.tid(value)
-                inputs.append(tid)
-                tensors.append(value)
-                return Ref(tid)
-            if isinstance(value, (tuple, list)):
-                return (
-                    type(value)(ref(v) for v in value)
-                    if type(value) in (tuple, list)
-                    else [ref(v) for v in value]
-                )
-            return value
-
-        recorded_args = tuple(ref(a) for a in args)
-        recorded_kwargs = {k: ref(v) for k, v in kwargs.items()}
+        recorded_args = tuple([self._recorded(a, inputs) for a in args])
+        recorded_kwargs = {k: self._recorded(v, inputs) for k, v in kwargs.items()}
         op = Op(facts.name, recorded_args, recorded_kwargs, tuple(inputs), (), self.call(), func, origin)
         result, values = self._run(func, facts, args, kwargs, op)
         if facts.is_mutable:
@@ -123,6 +109,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tid, value in zip(op.outputs, values, strict=False):
             (self.values.guessed if self.values.is_unknown(tid) else self.values.known)[tid] = value
         return result
+
+    def _recorded(self, value: Any, inputs: list[int]) -> Any:
+        """An argument as it is on the tape; its tensors are added to ``inputs``."""
+        if isinstance(value, torch.Tensor):
+            tid = self.identities.tid(value)
+            inputs.append(tid)
+            return Ref(tid)
+        if isinstance(value, (tuple, list)):
+            items = [self._recorded(v, inputs) for v in value]
+            return tuple(items) if type(value) is tuple else items
+        return value
 
     def _outputs(self, result: Any) -> tuple[int, ...]:
         leaves = result if isinstance(result, (tuple, list)) else (result,)

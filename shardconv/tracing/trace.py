@@ -106,10 +106,7 @@ class _Tracer:
     def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None) -> None:
         self.recorder = recorder
         self.like = like
-        self.is_paused = False
-        """Whether a module is being run on numbers: its calls are not recorded."""
         self.caches = GivenCaches(recorder)
-        self.caches.is_paused = lambda: self.is_paused
         self.frames: list[_Frame] = []
         """One for each module call of the tape."""
         self.hooks: dict[nn.Module, _ModuleHook] = {}
@@ -136,12 +133,19 @@ class _Tracer:
             module.__dict__["forward"] = hook.guarded(module.forward)
 
     def undo(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was.
+
+        The tracer lets go of its hooks, which refer to it: solving runs without the garbage collector, and
+        all tensors of a trace would live as long.
+        """
         for handle in self.handles:
             handle.remove()
         for attributes, before in self.saved:
             attributes.clear()
             attributes.update(before)
+        self.kept.clear()
+        self.hooks.clear()
+        self.frames.clear()
 
     def copied(self, module: nn.Module) -> nn.Module:
         """A deep copy of a module, without hooks of the tracer."""
@@ -231,7 +235,7 @@ class _ModuleHook:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: the call is on the tape, and its inputs get marks."""
-        if not self.tracer.is_paused:
+        if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():  # the model does not read this size
                 self._enter(module, args, kwargs)
 
@@ -252,7 +256,7 @@ class _ModuleHook:
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook: the outputs get marks; the caller's tensors get their earlier identities back."""
-        if not self.tracer.is_paused:
+        if not self.recorder.is_paused:
             with torch._C.DisableTorchFunction():
                 self.recorder.tape.returned[self.recorder.stack[-1]] = self._form(output, args, kwargs)
                 self._leave(output)
@@ -289,7 +293,7 @@ class _ModuleHook:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.tracer.is_paused or not self.is_entered:
+            if self.recorder.is_paused or not self.is_entered:
                 return forward(*args, **kwargs)
             self.is_entered = False
             point = self.recorder.point()
@@ -326,11 +330,11 @@ class _ModuleHook:
         read = self.tracer.rewind(point)
         frame = self.tracer.frames[self.recorder.stack[-1]]
         frame.restore()
-        self.tracer.is_paused = True
+        self.recorder.is_paused = True
         try:
             return Opaque(self.recorder, self.tracer.copied, read).record(frame.module, args, kwargs)
         finally:
-            self.tracer.is_paused = False
+            self.recorder.is_paused = False
 
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:

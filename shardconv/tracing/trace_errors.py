@@ -14,9 +14,10 @@ _PRODUCT = re.compile(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: copies of modules with parameters, among others."""
+    """Let go of what the frames of an error hold: tapes, and copies of modules with parameters."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None  # a cleared frame still holds its function, with all that it encloses
         error = error.__cause__ or error.__context__
 
 

@@ -253,19 +253,22 @@ def _base(op: Op) -> str:
 def _call(op: Op, load: Callable[[int], Tensor]) -> Any:
     """Run an operator on CPU tensors; it writes to copies, and always draws the same random numbers."""
     func = op.overload
-    is_mutable = func._schema.is_mutable
-
-    def restore(value: Any) -> Any:
-        if isinstance(value, Ref):
-            tensor = load(value.tid)
-            return tensor.clone() if is_mutable else tensor
-        if isinstance(value, (tuple, list)):
-            return type(value)(restore(v) for v in value)
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     with _disable_current_modes(), fixed_seed() if seeded else nullcontext():
-        return func(*restore(op.args), **{k: restore(v) for k, v in op.kwargs.items()})
+        args, kwargs = _restored(op.args, op, load), _restored(op.kwargs, op, load)
+        return func(*args, **kwargs)
+
+
+def _restored(value: Any, op: Op, load: Callable[[int], Tensor]) -> Any:
+    """An argument of an operator on the CPU; of a tensor that may be written to, a copy."""
+    if isinstance(value, Ref):
+        tensor = load(value.tid)
+        return tensor.clone() if op.overload._schema.is_mutable else tensor
+    if isinstance(value, dict):
+        return {k: _restored(v, op, load) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_restored(v, op, load) for v in value)
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -536,3 +538,24 @@ def test_operators_that_draw_random_numbers() -> None:
         "aten.randn.default",
         "aten.rand_like.default",
     ]
+
+
+def test_what_a_trace_made_is_freed_without_the_garbage_collector() -> None:
+    """Solving runs without it; the tape alone stays."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.cat([x + 1, x])
+        held.append(weakref.ref(y))
+        x[0] = y[1]
+        return x.sum()
+
+    gc.collect()
+    gc.disable()
+    try:
+        tape = tape_of(Call(forward))
+        assert len(held) == 1
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    assert tape.events
