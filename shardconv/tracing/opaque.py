@@ -128,13 +128,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Random parameters, zeros where a buffer has no value; the buffers and copies of them."""
     done: dict[TensorKey, Tensor] = {}
+    numbers = _Numbers()
 
     def real(tensor: Tensor) -> Tensor:
         key = tensor_key(tensor)
         if tensor.device == META and key not in done:
-            value = _random(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            done[key] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+            value = numbers.like(tensor)
+            done[key] = nn.Parameter(value, requires_grad=False) if is_parameter else value.clone()
         return done.get(key, tensor)
 
     for part in module.modules():
@@ -148,17 +149,31 @@ def _fill(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return buffers, [b.clone() for b in buffers]
 
 
-def _random(tensor: Tensor) -> Tensor:
-    """Numbers of a size that keeps activations in range."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if tensor.numel() > MAX_STAND_IN:
-        return torch.full((), 1e-3, dtype=tensor.dtype).expand(tensor.shape)
-    if tensor.dim() < 2:
-        return (torch.rand(tensor.shape) + 0.5).to(tensor.dtype)
+class _Numbers:
+    """Random numbers that keep activations in range; tensors of equal rows share memory."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Numbers of the shape and dtype of a tensor, which nobody may write to."""
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel() > MAX_STAND_IN:
+            return torch.full((), 1e-3, dtype=tensor.dtype).expand(tensor.shape)
+        if tensor.dim() < 2:
+            return (torch.rand(tensor.shape) + 0.5).to(tensor.dtype)
+        key = tensor.shape[-1], tensor.dtype
+        known = self._drawn.get(key)
+        if known is None or len(known) < tensor.numel():
+            known = self._drawn[key] = _repeated(tensor)
+        return known[: tensor.numel()].view(tensor.shape)
+
+
+def _repeated(tensor: Tensor) -> Tensor:
+    """As many random numbers as a tensor has elements."""
     drawn = torch.randn(min(_DRAWN, tensor.numel())).div_(math.sqrt(tensor.shape[-1])).to(tensor.dtype)
-    repeated = drawn.repeat(-(-tensor.numel() // _DRAWN))
-    return repeated[: tensor.numel()].reshape(tensor.shape)
+    return drawn.repeat(-(-tensor.numel() // _DRAWN))[: tensor.numel()]
 
 
 def pristine_copy(module: nn.Module, keep: Mapping[int, Any], forwards: Mapping[str, Any]) -> nn.Module:

@@ -212,6 +212,22 @@ def test_the_model_itself_is_never_opaque() -> None:
         tape_of(Root())
 
 
+def test_parameters_of_equal_rows_share_memory_on_numbers() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, width) for width in (9, 5, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            memory.append({layer.weight.untyped_storage()._cdata for layer in self.layers})
+            untraceable(x)
+            return x
+
+    memory: list[set[int]] = []
+    tape_of(Around(Wide()))
+    assert len(memory[-1]) == 1
+
+
 def test_attributes_that_were_set_before_it_failed_are_taken_back() -> None:
     class Counts(Opaque):
         def __init__(self) -> None:
