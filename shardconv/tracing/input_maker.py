@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ _NUM_PLACEHOLDERS = (
 """Names under which configs say how many tokens an image takes."""
 _UNKNOWN_WIDTH = 37
 """Of an input of which nothing is known, until the first product tells which it needs."""
+
+
+class NotReadError(SolveError):
+    """The forward pass runs without reading an input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +100,12 @@ class InputMaker:
             list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes
         )
         kinds = maker.kinds()
+        forms = {kind: [_CountedForm(self, form) for form in maker.forms(kind)] for kind in kinds}
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
-            combinations = itertools.product(*(list(maker.forms(kind)) for kind in subset))
-            yield from (Choice(forms, self._placeholders(forms)) for forms in combinations)
+            for counted in itertools.product(*(forms[kind] for kind in subset)):
+                placeholders = tuple((c.form.kind, c.placeholders) for c in counted if c.placeholders)
+                yield Choice(tuple(c.form for c in counted), placeholders)
 
     def plain_choices(self) -> list[Choice]:
         """Those without forms, where the model can be called without."""
@@ -263,25 +270,21 @@ class InputMaker:
             "ids, images or sounds can be converted so far"
         )
 
-    def run(self, tensors: Mapping[str, Tensor], forms: Sequence[Form]) -> Tape:
+    def run(self, tensors: Mapping[str, Tensor], forms: Sequence[Form], on_numbers: bool) -> Tape:
         """Trace the forward pass.
 
         Raises:
-            SolveError: it fails, or does not read a form's tensor.
+            SolveError: it fails.
+            NotReadError: it does not read a form's tensor.
         """
-        tape = trace(self.model, tensors, self.keep, self.options())
+        tape = trace(self.model, tensors, self.keep, self.options(), on_numbers=on_numbers)
         for form in forms:
             name = next(iter(form.tensors))
             if not _is_read(tape, tape.inputs[list(tensors).index(name)]):
-                raise SolveError(f"{name} is not read")
+                raise NotReadError(f"{name} is not read")
         return tape
 
-    def _placeholders(self, forms: Sequence[Form]) -> tuple[tuple[str, int], ...]:
-        """How many placeholders of each form every row has: as many as the model makes features."""
-        counts = ((form.kind, self._num_placeholders(form)) for form in forms)
-        return tuple((kind, n) for kind, n in counts if n)
-
-    def _num_placeholders(self, form: Form) -> int:
+    def num_placeholders(self, form: Form) -> int:
         """In each row; as the config says where the model does not tell. 0 if it is unknown."""
         if not self.token_maker.has_placeholders(form.kind):
             return 0
@@ -307,6 +310,19 @@ class InputMaker:
             release(error)
             return 0
         return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
+
+
+@dataclass(frozen=True)
+class _CountedForm:
+    """A form, and how many placeholders of it every row has: as many as the model makes features."""
+
+    maker: InputMaker
+    form: Form
+
+    @cached_property
+    def placeholders(self) -> int:
+        """0 if it is unknown."""
+        return self.maker.num_placeholders(self.form)
 
 
 class _Features(nn.Module):

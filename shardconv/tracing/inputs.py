@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .input_maker import Choice, InputMaker
+from .input_maker import Choice, InputMaker, NotReadError
 from .tape import Tape
 from .trace_errors import is_about_tokens, release
 
@@ -68,13 +68,14 @@ def trace_inputs(
     lone = InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
     problems: list[tuple[Choice, Exception]] = []
     attempts = itertools.chain(
-        ((each, choice) for choice in maker.choices() for each in makers),
-        ((each, choice) for choice in _widened(maker, problems) for each in makers),
-        ((each, choice) for choice in maker.plain_choices() for each in makers),
-        ((lone, choice) for choice in lone.plain_choices()[:1] if maker.tokens),
+        ((choice, makers) for choice in maker.choices()),
+        ((choice, makers) for choice in _widened(maker, problems)),
+        ((choice, makers) for choice in maker.plain_choices()),
+        ((choice, [lone]) for choice in lone.plain_choices()[:1] if maker.tokens),
     )
-    for each, choice in attempts:
-        found = _attempt(each, choice, problems)
+    seen = _Seen()
+    for choice, each in attempts:
+        found = _attempt(each, choice, seen, problems)
         if found is not None:
             inputs, tape = found
             return replace(inputs, notes=_left_out(choice, problems)), tape
@@ -98,29 +99,88 @@ def _why(maker: InputMaker, problems: Sequence[tuple[Choice, Exception]]) -> Exc
     return maker.refusal(maker.parameters)
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What earlier attempts showed of errors."""
+
+    on_numbers: set[str] = field(default_factory=set)
+    """Those that are raised on numbers as well."""
+    with_all_options: set[str] = field(default_factory=set)
+    """Those that are raised whatever the options are."""
+
+
 def _attempt(
-    maker: InputMaker, choice: Choice, problems: list[tuple[Choice, Exception]]
+    makers: Sequence[InputMaker], choice: Choice, seen: _Seen, problems: list[tuple[Choice, Exception]]
 ) -> tuple[TraceInputs, Tape] | None:
-    """Inputs with which the model runs; where its error names numbers, they are tried as sizes."""
-    first, todo = choice, [choice]
+    """What the first of some makers, with other options each, can call the model with.
+
+    Modules that fail are run on numbers where no size is right without: that takes time and memory. If there
+    are too many or too few tokens for the features of an image, numbers do not help.
+    """
+    texts: list[set[str]] = []
+    for maker in makers:
+        failed: list[tuple[Choice, Exception]] = []
+        found = _first(maker, [choice], "", failed, on_numbers=False)
+        texts.append({str(e) for _, e in failed})
+        again = [c for c, e in failed if str(e) not in seen.on_numbers and not _is_certain(c, e)]
+        if found is None and again:
+            on_numbers: list[tuple[Choice, Exception]] = []
+            found = _first(maker, again, str(failed[0][1]), on_numbers, on_numbers=True)
+            seen.on_numbers.update(texts[-1] & {str(e) for _, e in on_numbers})
+            failed += on_numbers
+        problems += failed
+        if found is not None:
+            return found
+        if isinstance(failed[0][1], NotReadError) or texts[-1] <= seen.with_all_options:
+            return None
+    seen.with_all_options.update(set.intersection(*texts))
+    return None
+
+
+def _first(
+    maker: InputMaker,
+    choices: Sequence[Choice],
+    known: str,
+    failed: list[tuple[Choice, Exception]],
+    *,
+    on_numbers: bool,
+) -> tuple[TraceInputs, Tape] | None:
+    """The first choice with which the model runs.
+
+    Where an error says the width of an input, it gets that; where the error of the first choice names
+    numbers, they are tried as sizes, unless it is a known error.
+
+    Args:
+        maker: of the inputs.
+        choices: to be tried.
+        known: an error.
+        failed: gets the choices with which the model does not run, and its errors.
+        on_numbers: modules that fail are run on numbers.
+    """
+    todo, before = list(choices), ""
     while todo:
         current = todo.pop(0)
         try:
             tensors = maker.tensors(current)
-            tape = maker.run(tensors, current.forms)
+            return TraceInputs(tensors, maker.options()), maker.run(tensors, current.forms, on_numbers)
         except Exception as error:
             release(error)
-            problems.append((current, error))
+            failed.append((current, error))
             wider = maker.widened(current, error, of_forms=False)
             if wider is not None:
-                first, todo = (wider if current is first else first), [wider, *todo]
-            elif current is first:
-                todo = list(maker.resized(current, error))
-            elif str(error) == str(problems[-2][1]) and not is_about_tokens(error):
+                todo = [wider, *todo]
+                continue
+            if not before and str(error) != known:
+                todo = list(maker.resized(current, error)) or todo
+            elif str(error) == before and not is_about_tokens(error):
                 return None  # sizes do not matter
-        else:
-            return TraceInputs(tensors, maker.options()), tape
+            before = str(error)
     return None
+
+
+def _is_certain(choice: Choice, error: Exception) -> bool:
+    """Whether the error would be the same on numbers: there are more or fewer tokens than features."""
+    return isinstance(error, NotReadError) or (bool(choice.forms) and is_about_tokens(error))
 
 
 def _left_out(choice: Choice, problems: Sequence[tuple[Choice, Exception]]) -> tuple[str, ...]:

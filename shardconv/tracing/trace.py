@@ -37,6 +37,7 @@ def trace(
     keep: Collection[str],
     options: Mapping[str, Any] | None = None,
     like: Tape | None = None,
+    on_numbers: bool = True,
 ) -> Tape:
     """Run ``model(**inputs, **options)`` once and record it.
 
@@ -48,6 +49,7 @@ def trace(
         options: further arguments, not tensors.
         like: the tape of the model of which this is one rank's: questions get the same answers, and
             the same modules become one operator.
+        on_numbers: a module that fails on the meta device is run on numbers, and becomes one operator.
 
     Raises:
         SolveError: the forward pass failed on the meta device.
@@ -55,7 +57,7 @@ def trace(
     recorder = Recorder(keep, like.answers if like else None)
     recorder.register_model(model)
     arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
-    tracer = _Tracer(recorder, model, like)
+    tracer = _Tracer(recorder, model, like, on_numbers and like is None)
     try:
         with (
             torch.inference_mode(),
@@ -103,9 +105,11 @@ class _Tracer:
     The forward pass may store tensors on modules, such as caches of positions: that is undone too.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, like: Tape | None, on_numbers: bool) -> None:
         self.recorder = recorder
         self.like = like
+        self.on_numbers = on_numbers
+        """Whether modules that fail may become one operator; those of ``like`` always do."""
         self.caches = GivenCaches(recorder)
         self.frames: list[_Frame] = []
         """One for each module call of the tape."""
@@ -304,7 +308,7 @@ class _ModuleHook:
             except Exception as error:
                 self.tracer.note_failure(error, self.fqn)
                 is_hopeless = error is self.tracer.wrong_inputs
-                if not self.fqn or self.tracer.like is not None or is_hopeless:
+                if not self.fqn or not self.tracer.on_numbers or is_hopeless:
                     raise
                 return self._instead(point, error, args, kwargs)
 

@@ -317,6 +317,32 @@ def test_places_are_found_by_what_the_model_says(says: str) -> None:
     assert set(places(make_inputs(on_meta(Seeing(says=says))))) == {(SIDE // PATCH) ** 2}
 
 
+def test_nothing_is_run_on_numbers_where_another_number_of_places_is_right() -> None:
+    devices: list[str] = []
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Seeing(says="{places} tokens, {features} features")
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            devices.append(args[0].device.type)
+            return self.inner(*args, **kwargs)
+
+    class Around(Text):
+        def __init__(self) -> None:
+            super().__init__(Config(vision=Vision()))
+            self.inside = Inside()
+
+        def forward(  # type: ignore[override]
+            self, input_ids: Tensor, attention_mask: Tensor | None = None, pixel_values: Tensor | None = None
+        ) -> Tensor:
+            return self.inside(input_ids, pixel_values=pixel_values)
+
+    assert set(places(make_inputs(on_meta(Around())))) == {(SIDE // PATCH) ** 2}
+    assert set(devices) == {"meta"}
+
+
 def test_a_model_on_numbers_gets_the_same_as_one_on_meta() -> None:
     real, meta = make_inputs(SeeingAndSaying()), make_inputs(on_meta(SeeingAndSaying()))
     assert {n: t.shape for n, t in real.tensors.items()} == {n: t.shape for n, t in meta.tensors.items()}
@@ -447,7 +473,7 @@ def test_errors_of_earlier_attempts_hold_no_tensors() -> None:
                 left.append(sum(ref() is not None for ref in held))
                 held.append(weakref.ref(ids))
             if len(ids) > 1:
-                raise ValueError("one row, please")
+                raise ValueError(f"one row, please, after {len(left)} runs")
             return ids
 
     class Wants(Text):

@@ -212,6 +212,13 @@ def test_the_model_itself_is_never_opaque() -> None:
         tape_of(Root())
 
 
+def test_on_request_nothing_is_run_on_numbers() -> None:
+    model = Around(Opaque()).to("meta")
+    assert opaque_ops(trace(model, {"x": torch.randn(5, 6)}, RULES))
+    with pytest.raises(SolveError, match=r"middle: .*cannot be traced"):
+        trace(model, {"x": torch.randn(5, 6)}, RULES, on_numbers=False)
+
+
 def test_parameters_of_equal_rows_share_memory_on_numbers() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
