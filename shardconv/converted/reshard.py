@@ -86,7 +86,7 @@ def reshard(
     from ..writing.writer import write
 
     spec = derived.spec_of(found)
-    has_sequence_form = derived.has_sequence_form(found.plan)
+    has_sequence_form = tp > 1 and derived.has_sequence_form(found.plan)
     options = SolveOptions(
         tp, found.plan.experts, has_sequence_form, check, measure=True, pp=pp, stages=stages
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import save_causal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import Declared, declared, plans, random_bytes
@@ -188,3 +189,13 @@ class TestModels:
         shardconv.convert(model, tmp_path / "2", 2, check=False)
         shardconv.merge(tmp_path / "2", tmp_path / "merged", max_file_size="100kB")
         assert contents(tmp_path / "merged") == expected
+
+
+def test_one_rank_has_no_sequence_parallel_form(tmp_path: Path) -> None:
+    """It is not refused for want of one: there is nothing to shard."""
+    source = save_causal("llama", tmp_path / "model")
+    shardconv.convert(source, tmp_path / "out", 2, sequence_parallel=True, check=False)
+    for tp in (1, 2):
+        plan = shardconv.reshard(tmp_path / "out", tmp_path / str(tp), tp, check=False)
+        assert plan.training is not None
+        assert (plan.training.sequence is not None) == (tp > 1)
