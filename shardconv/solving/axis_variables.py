@@ -16,7 +16,14 @@ import numpy as np
 from ..dim_analysis import dim_trees
 from ..dim_analysis.analysis import Analysis, Partial, find_partial
 from ..dim_analysis.dim_trees import Node, find
-from ..dim_analysis.structure import frozen_leaves, num_tokens, weighted_leaves, width
+from ..dim_analysis.structure import (
+    corresponding_leaves,
+    frozen_leaves,
+    multiplying_pairs,
+    num_tokens,
+    weighted_leaves,
+    width,
+)
 from ..tracing.fold import Folded
 from .elimination import Problem, Table
 
@@ -52,6 +59,7 @@ class SolverInput:
         self.calls = Counter(call.fqn for call in analysis.tape.calls)
         """How often each module is called."""
         self.signatures = self._signatures()
+        self._corresponding: dict[tuple[Node, Node], tuple[tuple[Node, Node], ...] | None] = {}
 
     def may_be_sharded(self, leaf: Node) -> bool:
         """Whether no constraint but its size keeps a leaf (as ``find`` gives it) replicated.
@@ -63,13 +71,47 @@ class SolverInput:
             return False
         return not leaf.atomic or leaf in self.sequence
 
-    def _signatures(self) -> list[tuple[tuple[Node, ...], Partial, int]]:
-        """Distinct (dims, state) of tensors, with how often they occur."""
+    def corresponding(self, a: Node, b: Node) -> tuple[tuple[Node, Node], ...] | None:
+        """``corresponding_leaves`` of two dims, each pair once."""
+        key = find(a), find(b)
+        if key not in self._corresponding:
+            pairs = corresponding_leaves(*key)
+            self._corresponding[key] = None if pairs is None else tuple(dict.fromkeys(pairs))
+        return self._corresponding[key]
+
+    def _signatures(self) -> list[Signature]:
+        """Those of all tensors."""
         counts = Counter(
             (tuple(find(d) for d in dims), find_partial(self.analysis.partial[tid]))
             for tid, dims in self.analysis.dims.items()
         )
-        return [(dims, state, count) for (dims, state), count in counts.items()]
+        return [self._signature(dims, state, count) for (dims, state), count in counts.items()]
+
+    def _signature(self, dims: Sequence[Node], state: Partial, count: int) -> Signature:
+        pairs = list(dict.fromkeys((find(x), find(y)) for x, y in multiplying_pairs(dims)))
+        leaves = [x for dim in dims for x in dict.fromkeys(map(find, dim_trees.leaves(dim)))]
+        return Signature(
+            tuple(x for x in dict.fromkeys(x for pair in pairs for x in pair) if self.may_be_sharded(x)),
+            tuple((x, y) for x, y in pairs if self.may_be_sharded(x) and self.may_be_sharded(y)),
+            tuple(x for x in leaves if self.may_be_sharded(x)),
+            state,
+            count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What tensors of the same dims and state have in common. Its leaves are those that may be sharded."""
+
+    multiplying: tuple[Node, ...]
+    """Leaves that multiply with others, in order."""
+    pairs: tuple[tuple[Node, Node], ...]
+    """Leaves that multiply with each other, each pair once."""
+    leaves: tuple[Node, ...]
+    """Of all dims, each once for each dim."""
+    state: Partial
+    count: int
+    """How many tensors have it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,9 @@ import numpy as np
 from ..dim_analysis import dim_trees
 from ..dim_analysis.analysis import Contraction, Partial, TableLookup
 from ..dim_analysis.dim_trees import LEAF, SUM, Node, find
-from ..dim_analysis.structure import (
-    corresponding_leaves,
-    differentiable,
-    multiplying_pairs,
-)
+from ..dim_analysis.structure import differentiable
 from ..tracing.tape import Mark
-from .axis_variables import AxisVariables, OneOf, SolverInput
+from .axis_variables import AxisVariables, OneOf, Signature, SolverInput
 from .elimination import Table
 
 TOKENS_PER_WIDTH = 1 / 8
@@ -87,8 +83,8 @@ class AxisProblem(AxisVariables):
         self.moved = (extent - 1) / extent * given.width * TOKENS_PER_WIDTH / given.tokens
         for contraction in analysis.contractions:
             self._contraction(contraction)
-        for dims, state, count in given.signatures:
-            self._exclusions(dims, state, count)
+        for signature in given.signatures:
+            self._exclusions(signature)
         for event in analysis.tape.events:
             if isinstance(event, Mark):
                 self._mark(event)
@@ -117,20 +113,22 @@ class AxisProblem(AxisVariables):
 
     # Constraints and costs -------------------------------------------------------------------
 
-    def _exclusions(self, dims: tuple[Node, ...], state: Partial, count: int) -> None:
+    def _exclusions(self, of: Signature) -> None:
         """s(a) + s(b) <= 1 for leaves that multiply, s(l) + p <= 1; a trifle for each that is 1."""
-        for x, y in multiplying_pairs(dims):
+        for x in of.multiplying:
+            self.leaf(x)
+        for x, y in of.pairs:
             a, b = self.leaf(x), self.leaf(y)
             if a is not None and b is not None:
                 self._exclude(a, b)
-        variables = [v for dim in dims for v in self.leaves(dim)]
-        partial = self.state(state)
+        variables = [v for x in of.leaves if (v := self.leaf(x)) is not None]
+        partial = self.state(of.state)
         for v in variables:
-            self._charge(v, EPSILON * count * self.latency)
+            self._charge(v, EPSILON * of.count * self.latency)
             if partial is not None:
                 self._exclude(v, partial)
         if partial is not None:
-            self._charge(partial, 10 * EPSILON * count * self.latency)
+            self._charge(partial, 10 * EPSILON * of.count * self.latency)
 
     def _contraction(self, contraction: Contraction) -> None:
         """p(output) = sum of p(inputs) + sum of s(contracted dims) <= 1."""
@@ -211,7 +209,7 @@ class AxisProblem(AxisVariables):
 
     def _mark_dim(self, before: Node, after: Node, gather: float) -> None:
         """For each pair of leaves, s(before) (1 - s(after)) costs ``gather``; slicing is almost free."""
-        pairs = corresponding_leaves(before, after)
+        pairs = self.given.corresponding(before, after)
         slice_ = 100 * EPSILON * self.latency
         if pairs is None:
             for v in self.leaves(before):
@@ -219,7 +217,7 @@ class AxisProblem(AxisVariables):
             for v in self.leaves(after):
                 self._charge(v, slice_)
             return
-        for x, y in dict.fromkeys(pairs):
+        for x, y in pairs:
             a, b = self.leaf(x), self.leaf(y)
             if a is not None and b is not None:
                 if a != b:
@@ -311,7 +309,7 @@ class AxisProblem(AxisVariables):
         self._tie_variables(self.state(partial[a]), self.state(partial[b]))
 
     def _tie_dims(self, x: Node, y: Node) -> None:
-        leaves = corresponding_leaves(x, y)
+        leaves = self.given.corresponding(x, y)
         if leaves is None:
             self.zero.update([*self.leaves(x), *self.leaves(y)])
             return
