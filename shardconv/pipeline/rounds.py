@@ -28,11 +28,17 @@ class RuledOut:
     """Modules whose calls must get the same steps."""
 
     def and_also(self, obstacle: Obstacle) -> RuledOut:
-        """This, and the dims that an obstacle is blamed on.
+        """This, and the dims that an obstacle, and those that were met with it, are blamed on.
 
         Raises:
             SolveError: the obstacle is blamed on nothing that was sharded.
         """
+        out = self._with(obstacle)
+        for other in obstacle.others:
+            out = out._with(other)
+        return out
+
+    def _with(self, obstacle: Obstacle) -> RuledOut:
         module = obstacle.several_calls_of
         if module and module not in self.alike:
             return replace(self, alike=self.alike | {module})

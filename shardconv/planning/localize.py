@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import leaves
+from ..tracing.fold import NUMBERED
 from ..tracing.ints import Expr, evaluate, sources, traced_ints
-from ..tracing.tape import Ref, Replay, Tape
+from ..tracing.tape import Ref, Replay, Tape, prefixes
 from .layout import Layouts, Shapes
-from .obstacle import Obstacle
+from .obstacle import Obstacle, joined
 
 Attribute = tuple[str, str]
 """(module FQN, attribute)."""
@@ -98,31 +99,30 @@ class _Localizer:
         self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
         """Calls whose tensors keep their shapes, which edits must leave as they are."""
         self.values = {a: value for call in self.calls for a, value in call.attributes.items()}
+        self.num_trials = 0
         self.memo: dict[tuple[_Call, tuple[tuple[Attribute, int], ...]], bool] = {}
 
     def changes(self) -> dict[Attribute, Change] | Obstacle:
         """The attributes whose local value is not the global one; an obstacle if no values are right."""
         failing = [call for call in self.calls if not self._holds(call, {})]
-        for call in failing:
-            if not call.attributes:
-                return self._obstacle(call)
+        obstacles = [self._obstacle(call) for call in failing if not call.attributes]
         out: dict[Attribute, Change] = {}
         pending = {a for call in failing for a in call.attributes}
-        while pending:
+        while pending and not (obstacles and self.num_trials >= MAX_TRIALS):
             group = self._component(min(pending), pending)
             chosen = self._search(sorted(group), self._concerned(group))
             if isinstance(chosen, Obstacle):
                 reading = (call for call in self.calls if group & call.attributes.keys())
                 wider = {a for call in reading for a in call.attributes} - out.keys()
-                if wider == group:
-                    return chosen
-                group = wider
-                chosen = self._search(sorted(group), self._concerned(group))
-                if isinstance(chosen, Obstacle):
-                    return chosen
+                if wider != group:
+                    group = wider
+                    chosen = self._search(sorted(group), self._concerned(group))
             pending -= group
-            out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
-        return out
+            if isinstance(chosen, Obstacle):
+                obstacles.append(chosen)
+            else:
+                out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
+        return _of_several_layers(obstacles) or out
 
     def _matters(self, replay: Replay) -> bool:
         known = self.analysis.dims
@@ -152,6 +152,7 @@ class _Localizer:
         """The fewest changes that make every call right, among the first ``MAX_TRIALS``."""
         candidates = {attribute: self._candidates(attribute, calls) for attribute in group}
         for edits in itertools.islice(_trials(candidates), MAX_TRIALS):
+            self.num_trials += 1
             if all(self._holds(call, edits) for call in calls):
                 return edits
         return self._obstacle(next(call for call in calls if not self._holds(call, {})))
@@ -215,6 +216,19 @@ class _Localizer:
         nodes = dict.fromkeys(x for t in tids for dim in self.analysis.dims[t] for x in leaves(dim))
         changed = tuple(x for x in nodes if self.shapes.changed(x))
         return Obstacle(changed, f"{replay.fqn}: {_name(replay)}")
+
+
+def _of_several_layers(obstacles: Sequence[Obstacle]) -> Obstacle | None:
+    """One obstacle of each layer, the first: what is ruled out for it may help other calls of that layer."""
+    first: dict[str, Obstacle] = {}
+    for obstacle in obstacles:
+        first.setdefault(_layer_of(obstacle.where), obstacle)
+    return joined(first.values())
+
+
+def _layer_of(where: str) -> str:
+    """The innermost numbered module around a call."""
+    return next((fqn for fqn in prefixes(where.partition(":")[0]) if NUMBERED.fullmatch(fqn)), "")
 
 
 def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attribute, int]]:

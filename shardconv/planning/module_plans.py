@@ -29,7 +29,7 @@ from ..dim_analysis.dim_trees import Node, leaves
 from ..dim_analysis.rules import contraction
 from ..tracing.tape import Mark, Op, starred
 from .mark_steps import steps_at
-from .obstacle import Obstacle
+from .obstacle import Obstacle, joined
 from .solution import Solution
 
 
@@ -165,14 +165,18 @@ def _collect_experts(solution: Solution, entries: dict[str, _Entry]) -> None:
 def _collect_steps(solution: Solution, entries: dict[str, _Entry]) -> Obstacle | None:
     """The steps of every module; of one that is called several times, the same for all calls."""
     first: dict[str, _Call] = {}
+    obstacles: dict[str, Obstacle] = {}
     for call, found in _calls(solution).items():
         fqn = solution.analysis.tape.calls[call].fqn
         known = first.setdefault(fqn, found)
         if known.from_end != found.from_end:
             nodes = [x for d in known.nodes + found.nodes for x in leaves(d)]
-            return Obstacle(solution.sharded(nodes), f"{fqn} is called in different ways", fqn)
-        if list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
+            where = f"{fqn} is called in different ways"
+            obstacles.setdefault(fqn, Obstacle(solution.sharded(nodes), where, fqn))
+        elif list(map(_dim, known.inputs + known.outputs)) != list(map(_dim, found.inputs + found.outputs)):
             first[fqn] = known.counted_from_end()
+    if obstacles:
+        return joined(obstacles.values())
     for fqn, found in first.items():
         if found.from_end:
             entry = entries.setdefault(fqn, _Entry())

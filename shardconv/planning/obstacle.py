@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from ..dim_analysis.dim_trees import Node
+from ..dim_analysis.dim_trees import Node, find, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,3 +18,17 @@ class Obstacle:
     """The call or the module that does not work on shards, and why."""
     several_calls_of: str = ""
     """A module whose calls got different steps, which it cannot have; empty if that is not the problem."""
+    others: tuple[Obstacle, ...] = ()
+    """Those of other modules that were met in the same solution: each would take a round of its own."""
+
+
+def joined(obstacles: Iterable[Obstacle]) -> Obstacle | None:
+    """The first obstacle, with those of others that blame other dims; None if there are none."""
+    blamed: set[Node] = set()
+    kept: list[Obstacle] = []
+    for obstacle in obstacles:
+        nodes = {find(x) for node in obstacle.nodes for x in leaves(node)}
+        if not kept or ((nodes or obstacle.several_calls_of) and nodes.isdisjoint(blamed)):
+            kept.append(obstacle)
+            blamed |= nodes
+    return replace(kept[0], others=tuple(kept[1:])) if kept else None

@@ -6,7 +6,7 @@ write to states which the model made before, would each meet the obstacle in a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..tracing.fold import NUMBERED
 from ..tracing.layer_kinds import Segment, alike, segments_of
-from .obstacle import Obstacle
+from .obstacle import Obstacle, joined
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,18 @@ class PeerLayers:
     analysis: Analysis
 
     def widened(self, obstacle: Obstacle) -> Obstacle:
-        """The obstacle with the leaves that correspond to its own, in all layers like those of its own."""
-        found = dict.fromkeys(find(x) for node in obstacle.nodes for x in leaves(node))
-        if not found:
-            return obstacle
-        for group in self._groups:
+        """The obstacle with the leaves that correspond to its own, in all layers like those of its own.
+
+        Of those that were met with it, what blames some of these leaves is left out.
+        """
+        each = (obstacle, *obstacle.others)
+        return joined(replace(one, nodes=self._widened(one.nodes), others=()) for one in each) or obstacle
+
+    def _widened(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        found = dict.fromkeys(find(x) for node in nodes for x in leaves(node))
+        for group in self._groups if found else ():
             found |= self._corresponding(group, found)
-        return replace(obstacle, nodes=tuple(found))
+        return tuple(found) if found else tuple(nodes)
 
     @cached_property
     def _groups(self) -> list[list[Segment]]:

@@ -9,7 +9,7 @@ from shardconv_runtime.errors import SolveError
 
 from shardconv.dim_analysis.dim_trees import Node, leaf, split
 from shardconv.pipeline.rounds import MAX_ROUNDS, RuledOut, in_rounds
-from shardconv.planning.obstacle import Obstacle
+from shardconv.planning.obstacle import Obstacle, joined
 
 Seen = list[Sequence[Node]]
 
@@ -76,3 +76,17 @@ def test_calls_of_a_module_are_made_alike_before_dims_are_ruled_out() -> None:
         ([], {"norm"}),
         ([dim], {"norm"}),
     ]
+
+
+def test_obstacles_that_were_met_together_are_ruled_out_together() -> None:
+    first, second = leaf(4), leaf(8)
+    both = joined([Obstacle((first,), "first"), Obstacle((second,), "second")])
+    assert both is not None
+    assert RuledOut(()).and_also(both) == RuledOut((first, second), {first: "first", second: "second"})
+
+
+def test_of_obstacles_that_blame_one_dim_the_first_counts() -> None:
+    shared, other = leaf(4), leaf(8)
+    first = Obstacle((shared,), "first")
+    assert joined([first, Obstacle((other, shared), "second"), Obstacle((), "nothing to blame")]) == first
+    assert joined([]) is None
