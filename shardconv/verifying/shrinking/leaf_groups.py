@@ -14,7 +14,7 @@ from ...dim_analysis.analysis import Analysis
 from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
-from ...tracing.tape import Mark, Op
+from ...tracing.tape import Mark, Op, Ref
 from .hashed_tables import HashedTable, hashed_tables
 
 _PICKING = frozenset(
@@ -41,6 +41,8 @@ _PICKING = frozenset(
     )
 )
 """Operators that take or return positions along their dim ``dim``."""
+_FILLING = frozenset(("aten.index_put", "aten.masked_scatter"))
+"""Operators whose third argument is as many rows as a mask has places."""
 _INDEXING = frozenset(("aten.index", "aten.index_put", "aten._unsafe_index"))
 
 
@@ -188,7 +190,10 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
         return _leaves(analysis, op.inputs[:1], 0)
     if base.rstrip("_") in _INDEXING:
         indexed = [i for i, index in enumerate(op.args[1]) if index is not None]
-        return [x for dim in indexed for x in _leaves(analysis, op.inputs[:1], dim)]
+        picked = [x for dim in indexed for x in _leaves(analysis, op.inputs[:1], dim)]
+        return picked + _filling_rows(analysis, op)
+    if base.rstrip("_") in _FILLING:
+        return _filling_rows(analysis, op)
     if base == "aten.one_hot":
         return _leaves(analysis, op.outputs, -1)
     if base.rstrip("_") in _PICKING and op.overload is not None:
@@ -198,6 +203,13 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
             dim = op.kwargs.get("dim", op.args[position] if position < len(op.args) else -1)
             return _leaves(analysis, (*op.inputs, *op.outputs), dim if isinstance(dim, int) else -1)
     return ()
+
+
+def _filling_rows(analysis: Analysis, op: Op) -> list[Node]:
+    """The leaves that count the rows with which an operator fills places: all dims but the last."""
+    if op.name.rsplit(".", 1)[0].rstrip("_") not in _FILLING or not isinstance(op.args[2], Ref):
+        return []
+    return [x for dim in analysis.dims.get(op.args[2].tid, ())[:-1] for x in leaves(dim)]
 
 
 def _leaves(analysis: Analysis, tids: Iterable[int], dim: int) -> list[Node]:

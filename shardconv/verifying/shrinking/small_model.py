@@ -267,6 +267,9 @@ class _Attempt:
             if tid is not None and self.shapes.is_changed(tid):
                 smaller[name] = torch.empty(self.shapes.local_shape(tid), dtype=tensor.dtype, device="meta")
         fill(model, smaller, gradients=True)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):  # fused products read these
+                module.out_features, module.in_features = module.weight.shape
         for name, buffer in list(model.named_buffers()):
             tid = tids.get(stand_in(name, self.stand_ins))
             if name not in smaller and tid is not None and self.shapes.is_changed(tid):
