@@ -63,9 +63,11 @@ class Identities:
         """Give ``tensor``, of any shape, a new identity on the tape."""
         tid = len(self.tape.tensors)
         self.tape.tensors.append(TensorInfo(tuple(tensor.shape), tensor.dtype, kind, name))
-        self._tids[tensor_key(tensor)] = tid
-        self._alive.append(tensor)
-        self._on_storage.setdefault(storage_key(tensor), []).append(tensor)
+        key = tensor_key(tensor)
+        if key not in self._tids:  # code may write to one tensor a thousand times
+            self._alive.append(tensor)
+            self._on_storage.setdefault(storage_key(tensor), []).append(tensor)
+        self._tids[key] = tid
         return tid
 
     def tid(self, tensor: Tensor) -> int:
