@@ -99,7 +99,8 @@ def _of_sequence_alone(obstacle: Obstacle, sequence: Collection[Node]) -> Obstac
     """The obstacle, blamed on the sequence if that is among its dims; others were none in the plain form."""
     blamed = [find(x) for node in obstacle.nodes for x in leaves(node)]
     own = tuple(dict.fromkeys(x for x in blamed if x in sequence))
-    return replace(obstacle, nodes=own) if own else obstacle
+    others = tuple(_of_sequence_alone(other, sequence) for other in obstacle.others)
+    return replace(obstacle, nodes=own or obstacle.nodes, others=others)
 
 
 def _stored_alike(
