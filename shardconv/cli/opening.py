@@ -134,7 +134,8 @@ def _local(path: Path, tp: int | None) -> list[Opened]:
 
 def _directories(path: Path, tp: int | None) -> list[Path]:
     """The converted directories in ``path``, or itself."""
-    from shardconv_runtime.format.manifest import MANIFEST_NAME, stage_directories, variant
+    from shardconv_runtime.format.manifest import MANIFEST_NAME
+    from shardconv_runtime.format.variants import stage_directories, variant
     from shardconv_runtime.hub.tp_folders import folders, only
 
     if tp is not None:

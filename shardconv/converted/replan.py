@@ -15,6 +15,7 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
+from shardconv_runtime.format.variants import stage_directories
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
@@ -50,7 +51,7 @@ def replan(
             nothing was changed.
         ShardconvError: ``out`` is not a converted directory, or its model cannot be planned.
     """
-    parts = [_read(part) for part in manifest.stage_directories(Path(out)) or [Path(out)]]
+    parts = [_read(part) for part in stage_directories(Path(out)) or [Path(out)]]
     first = parts[0]
     old = first.plan
     if old.model.trust_remote_code and not trust_remote_code:

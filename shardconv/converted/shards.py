@@ -19,6 +19,7 @@ from shardconv_runtime.format.samples import check_sample
 from shardconv_runtime.format.slices import Mesh, Range, group_of
 from shardconv_runtime.format.staged_names import held_names
 from shardconv_runtime.format.stored_layout import is_common, layout_sha256, stored_plans
+from shardconv_runtime.format.variants import stage_directories
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
@@ -99,7 +100,7 @@ def read(directory: str | os.PathLike[str], *, may_be_damaged: bool = False) -> 
         PlanError: the plan is malformed, or the directory is that of one stage.
     """
     path = Path(directory)
-    if manifest.stage_directories(path):
+    if stage_directories(path):
         return _joined(read_stages(path, may_be_damaged=may_be_damaged))
     found = _read(path, may_be_damaged)
     if found.plan.stages is not None:
@@ -121,7 +122,7 @@ def read_stages(path: Path, *, may_be_damaged: bool = False) -> list[Converted]:
         CheckpointError: see ``read``; or they are stages of several conversions.
         PlanError: see ``read``.
     """
-    directories = manifest.stage_directories(path)
+    directories = stage_directories(path)
     if not directories:
         return [read(path, may_be_damaged=may_be_damaged)]
     stages = [_read(directory, may_be_damaged) for directory in directories]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
+from shardconv_runtime.format.variants import stage_directories
 from shardconv_runtime.hub.tp_folders import Folder, folders
 
 from ..reporting.progress import Advance, Progress, Silent
@@ -94,7 +95,7 @@ def push(
 
     progress, directory = progress or Silent(), Path(out)
     remote = Remote(repo_id, revision, token)
-    parts = manifest.stage_directories(directory) or [directory]
+    parts = stage_directories(directory) or [directory]
     for part in parts:
         manifest.read(part)
     if not dry_run:

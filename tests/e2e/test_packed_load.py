@@ -28,8 +28,8 @@ from packed_ranks import held_bytes, in_float32
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
 from shardconv_runtime.errors import PlanError, ShardconvError
-from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import rank_directory
+from shardconv_runtime.format.variants import stage_directory
 
 import shardconv
 
@@ -244,7 +244,7 @@ def test_packed_weights_on_stages(kind: str, tmp_path: Path) -> None:
     found = run_processes(4, calls_of_rank, out)
     for rank, (logits, drawn, held) in enumerate(found):
         error = float((logits - expected).abs().max() / expected.abs().max())
-        overhead = held / stored_bytes(out / manifest.stage_directory(rank // 2, 2), rank % 2, 2)
+        overhead = held / stored_bytes(out / stage_directory(rank // 2, 2), rank % 2, 2)
         print(f"{kind} rank {rank}: {error:.1e}, memory {overhead:.4f}, {torch.equal(drawn, tokens)}")
         assert error <= TOLERANCES.get(kind, 1e-5)
         assert kind in TOLERANCES or torch.equal(drawn, tokens)

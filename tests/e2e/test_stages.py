@@ -17,9 +17,9 @@ from distributed import run_errors, run_processes
 from shardconv_runtime import CheckpointError, LaunchError, PlanError, ShardconvError
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
-from shardconv_runtime.format.manifest import stage_directory
 from shardconv_runtime.format.plan import parameter_plans
 from shardconv_runtime.format.staged_names import held_names
+from shardconv_runtime.format.variants import stage_directory
 from torch import Tensor
 
 import shardconv

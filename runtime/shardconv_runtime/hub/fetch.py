@@ -21,7 +21,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 
 from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
-from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest, variant_name
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
+from ..format.variants import variant_name
 from ..hub_options import Hub
 from . import time_limits
 from .access import require_repo_id

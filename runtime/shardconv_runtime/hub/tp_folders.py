@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import SourceError
-from ..format.manifest import MANIFEST_NAME, VARIANT, stage_directory, staged_variant, variant_name
+from ..format.manifest import MANIFEST_NAME
+from ..format.variants import VARIANT, stage_directory, staged_variant, variant_name
 from ..wording import is_command, option
 
 _STAGE = re.compile(r"stage-[0-9]{5}-of-([0-9]{5})")

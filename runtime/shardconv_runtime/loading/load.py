@@ -253,8 +253,10 @@ def _converted(wanted: Wanted, rank: int, world_size: int) -> Checked:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
-        directory = manifest.variant(directory, world_size)
-        directory = manifest.of_stage_of(directory, rank, world_size)
+        if not (directory / manifest.MANIFEST_NAME).is_file():
+            from ..format.variants import of_stage_of, variant
+
+            directory = of_stage_of(variant(directory, world_size), rank, world_size)
         found = manifest.read(directory)
         return Checked(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted

@@ -32,6 +32,7 @@ from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
+from ..format.variants import stage_directories, stage_directory
 from ..loaded import Loaded, loaded
 from .replicas import Replicas, full_tensor, replicas_of
 from .staging import Staging, staged
@@ -105,14 +106,14 @@ def converted_files(directory: Path) -> Collection[str]:
     Raises:
         CheckpointError: the directory is not a converted one.
     """
-    if stages := manifest.stage_directories(directory):
+    if stages := stage_directories(directory):
         return {f"{stage.name}/{file}" for stage in stages for file in converted_files(stage)}
     return {MANIFEST_NAME, PLAN_NAME, *(entry.path for entry in manifest.read(directory).files)}
 
 
 def _directory(path: Path, plan: Plan, stage: int) -> Path:
     """The directory of a stage, or of a model without any."""
-    return path if plan.stages is None else path / manifest.stage_directory(stage, plan.stages.count)
+    return path if plan.stages is None else path / stage_directory(stage, plan.stages.count)
 
 
 def _of_stage(plan: Plan, stage: int) -> Plan:

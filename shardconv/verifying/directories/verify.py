@@ -14,6 +14,7 @@ from shardconv_runtime.format.fingerprint import check_code
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.variants import stage_directories
 from shardconv_runtime.hub_options import Hub
 
 from ...converted.shards import of_all_stages
@@ -99,7 +100,7 @@ def verify(
     progress, directory = progress or Silent(), Path(out)
     hub = Hub(revision, cache_dir, local_files_only, token)
     _require_model(against, hub)
-    parts = [open_contents(part) for part in manifest.stage_directories(directory) or [directory]]
+    parts = [open_contents(part) for part in stage_directories(directory) or [directory]]
     plan = parts[0].plan and of_all_stages(parts[0].plan)
     if plan is not None and (numerics or against is not None):
         _require_usable(directory, plan, numerics, trust_remote_code)

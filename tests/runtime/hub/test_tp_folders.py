@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format import manifest
+from shardconv_runtime.format.variants import variant
 from shardconv_runtime.hub.tp_folders import Folder, folder_in, folders, nothing_for, only, stages_for
 
 STAGES = [f"pp-2-tp-4/stage-{k:05d}-of-00002/manifest.json" for k in (0, 1)]
@@ -57,9 +57,9 @@ def test_variants_beside_each_other(tmp_path: Path) -> None:
     for name in (*STAGES, "tp-2/manifest.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
-    assert manifest.variant(tmp_path, 8) == tmp_path / "pp-2-tp-4"
-    assert manifest.variant(tmp_path, 2) == tmp_path / "tp-2"
-    assert manifest.variant(tmp_path, 3) == tmp_path
+    assert variant(tmp_path, 8) == tmp_path / "pp-2-tp-4"
+    assert variant(tmp_path, 2) == tmp_path / "tp-2"
+    assert variant(tmp_path, 3) == tmp_path
     (tmp_path / "pp-4-tp-2").mkdir()
     with pytest.raises(CheckpointError, match="several models for 8 ranks"):
-        manifest.variant(tmp_path, 8)
+        variant(tmp_path, 8)
