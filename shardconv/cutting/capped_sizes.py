@@ -156,9 +156,9 @@ def _fitted_dim(fqn: str, dim: StandInDim, item: int, index: int, calls: Sequenc
     for of in tried:
         products = [_product(call, of) for call in calls]
         if products == sizes:
-            return StandInDim(of)
+            return replace(dim, of=of, size=None)
         if [product and min(product, most) for product in products] == sizes:
-            return StandInDim(of, at_most=most)
+            return replace(dim, of=of, size=None, at_most=most)
     raise SolveError(
         f"the model cannot be cut into stages: {fqn} returns integers whose dim {index} follows neither what "
         f"it is given nor a constant: {sizes} in {len(sizes)} calls"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
@@ -11,6 +11,8 @@ from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.hub.tp_folders import Folder
+
+from ..converted.shards import of_all_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,7 @@ def published(directories: Sequence[Path]) -> Published:
     plans = [manifest.read_plan(d, m) for d, m in zip(directories, manifests, strict=True)]
     stages = plans[0].stages
     count = 1 if stages is None else stages.count
-    whole = {
-        plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=None))
-        for plan in plans
-    }
+    whole = set(map(of_all_stages, plans))
     if len(whole) > 1 or len(plans) != count:
         raise CheckpointError(f"{directories[0]} is one of {count} stages, which are pushed together")
     return Published(Folder(plans[0].tp, count), manifests, whole.pop())

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from .manifest import MANIFEST_NAME
 
-_STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
+STAGE_DIRECTORY = re.compile(r"stage-([0-9]{5})-of-([0-9]{5})")
 VARIANT = re.compile(r"(?:pp-([1-9][0-9]{0,4})-)?tp-([1-9][0-9]{0,4})")
 """A folder beside those for other numbers of ranks: ``tp-8``, or ``pp-2-tp-8`` with directories of stages."""
 
@@ -71,7 +71,7 @@ def stages_in(path: Path) -> int:
     """
     if (path / MANIFEST_NAME).is_file() or not path.is_dir():
         return 0
-    found = (_STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
+    found = (STAGE_DIRECTORY.fullmatch(entry.name) for entry in path.iterdir())
     counts = {int(match[2]) for match in found if match is not None}
     if len(counts) > 1:
         raise CheckpointError(
@@ -99,7 +99,9 @@ def of_stage_of(path: Path, rank: int, world_size: int) -> Path:
         world_size: number of processes.
     """
     count = stages_in(path)
-    if not count:
-        return path
-    ranks = max(1, world_size // count)
-    return path / stage_directory(min(rank // ranks, count - 1), count)
+    return path / stage_directory(stage_of(rank, world_size, count), count) if count else path
+
+
+def stage_of(rank: int, world_size: int, count: int) -> int:
+    """The stage of a rank among all processes; the last one for those beyond."""
+    return min(rank // max(1, world_size // count), count - 1)

@@ -22,7 +22,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, 
 from ..errors import CheckpointError, ShardconvError, SourceError, brief
 from ..format import manifest
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
-from ..format.variants import variant_name
+from ..format.variants import stage_of, variant_name
 from ..hub_options import Hub
 from . import time_limits
 from .access import require_repo_id
@@ -122,8 +122,7 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
     """
     with _explained(where, hub):
         repo_id, found = _directories(where, hub, world_size)
-        place = min(rank // max(1, world_size // len(found)), len(found) - 1)
-        return _with_plan(repo_id, *found[place], hub)
+        return _with_plan(repo_id, *found[stage_of(rank, world_size, len(found))], hub)
 
 
 def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Manifest]]:

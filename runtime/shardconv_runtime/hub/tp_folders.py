@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
-from ..format.variants import VARIANT, stage_directory, staged_variant, variant_name
+from ..format.variants import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
 from ..wording import is_command, option
-
-_STAGE = re.compile(r"stage-[0-9]{5}-of-([0-9]{5})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,6 +17,12 @@ class Folder:
 
     tp: int
     stages: int = 1
+
+    @classmethod
+    def named(cls, name: str) -> Folder | None:
+        """The folder of a name; None of others."""
+        match = VARIANT.fullmatch(name)
+        return None if match is None else cls(int(match[2]), int(match[1] or 1))
 
     @property
     def name(self) -> str:
@@ -41,9 +44,8 @@ def folders(names: Iterable[str]) -> list[Folder]:
         names: of all files.
     """
     there = set(names)
-    found = {VARIANT.fullmatch(name.partition("/")[0]) for name in there}
-    made = (Folder(int(match[2]), int(match[1] or 1)) for match in found if match is not None)
-    return sorted({f for f in made if all(f"{part}/{MANIFEST_NAME}" in there for part in f.parts)})
+    named = filter(None, {Folder.named(name.partition("/")[0]) for name in there})
+    return sorted(f for f in named if all(f"{part}/{MANIFEST_NAME}" in there for part in f.parts))
 
 
 def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, ...]:
@@ -63,7 +65,7 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
     if found is not None:
         return by_name[found].parts
     directories = (name.removesuffix(f"/{MANIFEST_NAME}") for name in there)
-    counts = {int(match[1]) for match in map(_STAGE.fullmatch, directories) if match is not None}
+    counts = {int(match[2]) for match in map(STAGE_DIRECTORY.fullmatch, directories) if match is not None}
     if len(counts) != 1:
         return ()
     (count,) = counts
@@ -73,10 +75,8 @@ def stages_for(where: str, names: Iterable[str], world_size: int) -> tuple[str, 
 def folder_in(where: str) -> tuple[str, Folder | None]:
     """The id of a repository and the folder behind it, as in ``user/model/pp-2-tp-8``; None without one."""
     repo_id, _, last = where.rpartition("/")
-    match = VARIANT.fullmatch(last)
-    if match is None or "/" not in repo_id:
-        return where, None
-    return repo_id, Folder(int(match[2]), int(match[1] or 1))
+    folder = Folder.named(last)
+    return (where, None) if folder is None or "/" not in repo_id else (repo_id, folder)
 
 
 def only(where: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     if solved.stages is not None:
         from .staged_models import require_known
 
-        require_known(solved, wanted.unknown_to_stages, dequantize=wanted.dequantize)
+        require_known(wanted.unknown_to_stages)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet

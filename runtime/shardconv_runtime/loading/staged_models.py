@@ -15,18 +15,15 @@ from ..format.staged_names import num_stages
 from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
 
 
-def require_known(plan: Plan, unknown: Mapping[str, bool], *, dequantize: bool) -> None:
+def require_known(unknown: Mapping[str, bool]) -> None:
     """Refuse what a model with stages cannot be loaded with.
 
     Args:
-        plan: of the model.
         unknown: arguments that stages do not know, and whether each was given.
-        dequantize: packed parameters are multiplied out.
 
     Raises:
-        PlanError: such an argument was given, or the model is packed.
+        PlanError: such an argument was given.
     """
-    assert plan.stages is not None
     for argument in (name for name, is_given in unknown.items() if is_given):
         raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
 

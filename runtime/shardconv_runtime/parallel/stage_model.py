@@ -141,8 +141,9 @@ def _let_go(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     kept = set(model.modules())
     one = nn.Parameter(torch.zeros((), dtype=dtype, device=device), requires_grad=False)
     for module in kept - {model}:
-        has_stand_ins = any(isinstance(inner, _StandIn) for inner in module.modules())
-        if has_stand_ins and not isinstance(module, _StandIn) and next(module.parameters(), None) is None:
+        if isinstance(module, _StandIn) or next(module.parameters(), None) is not None:
+            continue
+        if any(isinstance(inner, _StandIn) for inner in module.modules()):
             module.parameters = functools.partial(_shown, one)  # type: ignore[method-assign]
     for module in kept:
         if isinstance(module, _StandIn):
