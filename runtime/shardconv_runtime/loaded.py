@@ -46,27 +46,33 @@ class Loaded:
         return self.launch.rank % self.plan.tp
 
     @property
-    def stage_number(self) -> int:
-        """Of this process."""
-        return 0 if self.stage is None else int(self.stage.link.stage)
+    def stages(self) -> tuple[int, ...]:
+        """Of this process; the only one of a model without stages."""
+        return (0,) if self.stage is None else tuple(self.stage.link.stages)
+
+    @property
+    def place(self) -> int:
+        """Of this process among those that share the stages."""
+        return 0 if self.stage is None else int(self.stage.link.place)
 
     @cached_property
     def held_plan(self) -> Plan:
-        """Of what this process holds: all, or a stage's parameters by their names in its model."""
+        """Of what this process holds: all, or its stages' parameters by their names in its model."""
         if self.stage is None:
             return self.plan
         from .format.stage_part import of_stage
 
-        return of_stage(self.plan, self.stage_number)
+        return of_stage(self.plan, self.stages)
 
     @cached_property
     def held_before(self) -> Mapping[str, str]:
-        """The parameters that an earlier stage holds too: the first name of each -> that in this model."""
+        """The parameters that a process of earlier stages holds too: the first name of each -> that in this
+        model."""
         if self.stage is None:
             return {}
         from .format.staged_names import held_before
 
-        return held_before(self.plan, self.stage_number)
+        return held_before(self.plan, self.place, self.stage.link.num_places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model shares its origin and its process group."""

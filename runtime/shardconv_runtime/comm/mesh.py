@@ -56,8 +56,8 @@ def rank(group: dist.ProcessGroup | None = None) -> int:
     return found
 
 
-def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None:
-    """Check that there is one process for each rank of the plan. No collective runs.
+def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None, stages_per_process: int = 1) -> None:
+    """Check that there is one process for each rank of the plan, or of so many stages. No collective runs.
 
     Raises:
         LaunchError: there are fewer or more.
@@ -65,8 +65,9 @@ def check_world_size(plan: Plan, group: dist.ProcessGroup | None = None) -> None
     found, wanted = world_size(group), plan.tp
     made_for = f"tp={plan.tp}"
     if plan.stages is not None:
-        wanted *= plan.stages.count
+        wanted *= plan.stages.count // stages_per_process
         made_for += f" and {plan.stages.count} stages"
+        made_for += f", {stages_per_process} in each process" if stages_per_process > 1 else ""
     if found != wanted:
         raise LaunchError(
             f"the model was converted for {made_for}, and {found} process(es) load it; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -66,13 +67,19 @@ class StageLink(ABC):
     All stages run the same code, so that each tensor is sent and received at the same point of it.
 
     Args:
-        stage: of this rank.
+        place: of this rank among those of equal place in their stages; with one stage each, its stage.
         count: of stages.
+        num_places: how many ranks share the stages, in turn; by default each has one.
     """
 
-    def __init__(self, stage: int, count: int) -> None:
-        self.stage = stage
+    def __init__(self, place: int, count: int, num_places: int | None = None) -> None:
+        self.place = place
         self.count = count
+        self.num_places = count if num_places is None else num_places
+        self.stages = tuple(range(place, count, self.num_places))
+        """Of this rank."""
+        self.stage = self.stages[-1]
+        """The one of them whose pass is running."""
         self.depth = 0
         """How many calls are running in which all stages take part: of the model, or of ``generate``."""
         self.handed_on: set[Crossing] = set()
@@ -103,6 +110,21 @@ class StageLink(ABC):
     def is_scheduled(self) -> bool:
         """Whether a schedule sends and receives in place of the running calls."""
         return self.handover is not None
+
+    @contextmanager
+    def passing(self, stage: int, handover: Handover) -> Iterator[None]:
+        """Run a pass of one of this rank's stages, for which another one sends and receives.
+
+        Args:
+            stage: its number.
+            handover: what the pass takes and leaves.
+        """
+        self.stage, self.handover = stage, handover
+        self.shares_results, shared = False, self.shares_results
+        try:
+            yield
+        finally:
+            self.stage, self.handover, self.shares_results = self.stages[-1], None, shared
 
     def pass_on(self, crossing: Crossing, x: Tensor, stages: Sequence[int]) -> None:
         """Give a result, local of any shape, to later stages."""

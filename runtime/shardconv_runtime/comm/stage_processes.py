@@ -20,52 +20,52 @@ from .stage_link import StageLink
 class StageProcesses:
     """The place of this process among those of a pipeline."""
 
-    number: int
-    """Of the stage."""
     ranks: Launch
-    """The ranks of the stage, and this one among them."""
+    """The ranks of the process's stages, and this one among them."""
     link: StageLink
-    """To the ranks of equal place on other stages."""
+    """To the ranks of equal place on other stages; it knows the stages of this process."""
 
 
-def stage_processes(start: Launch, count: int, tp: int) -> StageProcesses:
+def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) -> StageProcesses:
     """Divide the processes of a launch into stages; every process calls it.
 
     Args:
-        start: as many processes as there are ranks on all stages.
+        start: as many processes as there are ranks on all stages, or that number divided by ``per_process``.
         count: of stages, 2 or more.
         tp: ranks of each stage.
+        per_process: stages of each process, which are as far from each other as there are processes.
 
     Raises:
         LaunchError: they cannot communicate.
     """
     assert start.group is not None, "several ranks have one"
-    number, place = divmod(start.rank, tp)
-    row = tuple(range(number * tp, (number + 1) * tp))
-    column = tuple(range(place, count * tp, tp))
+    place, rank = divmod(start.rank, tp)
+    row = tuple(range(place * tp, (place + 1) * tp))
+    column = tuple(range(rank, count // per_process * tp, tp))
     names = dist.get_process_group_ranks(start.group)
     if list(names) != sorted(names):
         raise LaunchError(f"the ranks of the given group must ascend, they are {list(names)}")
-    ranks = replace(start, rank=place, world_size=tp, group=None, control=None)
+    ranks = replace(start, rank=rank, world_size=tp, group=None, control=None)
     if tp > 1:
         group = axes_group(start.group, row)
-        control = control_group(start.group, tuple(names[rank] for rank in row))
+        control = control_group(start.group, tuple(names[number] for number in row))
         ranks = replace(ranks, group=group, control=control)
     others = axes_group(start.group, column)
     warm_up([others], start.device)
-    return StageProcesses(number, ranks, ProcessLink(number, count, others))
+    return StageProcesses(ranks, ProcessLink(place, count, others))
 
 
 class ProcessLink(StageLink):
-    """Sends between processes, one of each stage.
+    """Sends between processes, one of each stage, or of several.
 
     Args:
-        stage, count: of the pipeline.
-        group: the process of each stage, in order.
+        place: of this process among these.
+        count: of stages.
+        group: the processes, in order.
     """
 
-    def __init__(self, stage: int, count: int, group: dist.ProcessGroup) -> None:
-        super().__init__(stage, count)
+    def __init__(self, place: int, count: int, group: dist.ProcessGroup) -> None:
+        super().__init__(place, count, group.size())
         self.group = group
         self.sent_bytes = 0
         """So far, to other stages, results that are shared left out."""
@@ -83,9 +83,10 @@ class ProcessLink(StageLink):
             self.early.check(x)
         for stage in stages:
             if sends is None:
-                dist.send(x, group=self.group, group_dst=stage)
+                dist.send(x, group=self.group, group_dst=stage % self.num_places)
             else:
-                sends.append((stage, dist.isend(x, group=self.group, group_dst=stage), x))
+                work = dist.isend(x, group=self.group, group_dst=stage % self.num_places)
+                sends.append((stage, work, x))
             self.sent_bytes += x.nbytes
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
@@ -95,7 +96,7 @@ class ProcessLink(StageLink):
         if self.early is not None:
             return self.early.take(shape, dtype, source)
         found = torch.empty(tuple(shape), dtype=dtype, device=device)
-        dist.recv(found, group=self.group, group_src=source)
+        dist.recv(found, group=self.group, group_src=source % self.num_places)
         if self.received is not None:
             self.received.append((source, found))
         return found
@@ -115,6 +116,6 @@ class ProcessLink(StageLink):
         """Broadcast each from the last stage."""
         for result in results:
             whole = result.contiguous()
-            dist.broadcast(whole, group=self.group, group_src=self.count - 1)
+            dist.broadcast(whole, group=self.group, group_src=self.num_places - 1)
             if not self.is_last and whole is not result:
                 result.copy_(whole)

@@ -6,18 +6,19 @@ from dataclasses import replace
 
 from .fused_groups import fused_groups
 from .plan import FusedPlan, Plan
-from .staged_names import absent_modules, held_names, is_inside, own_parameters
+from .staged_names import Stages, absent_modules, held_names, is_inside, own_parameters
 
 
-def of_stage(plan: Plan, stage: int) -> Plan:
-    """The plan with the parameters of one stage, by their names in its model, and groups of its fused layers.
+def of_stage(plan: Plan, stages: Stages) -> Plan:
+    """The plan with the parameters of one stage, or process, by their names in its model, and groups of its
+    fused layers.
 
     The modules are those of all stages.
     """
     if plan.stages is None:
         return plan
-    absent = absent_modules(plan, stage)
-    held = held_names(plan, stage)
+    absent = absent_modules(plan, stages)
+    held = held_names(plan, stages)
     tied = [
         (alias, held[name])
         for alias, name in plan.tied
@@ -25,4 +26,4 @@ def of_stage(plan: Plan, stage: int) -> Plan:
     ]
     groups = [group for group in fused_groups(plan) if not any(is_inside(fqn, absent) for fqn in group)]
     fused = tuple(FusedPlan(tuple((fqn,) for fqn in group)) for group in groups)
-    return replace(plan, parameters=own_parameters(plan, stage), tied=tuple(tied), fused=fused)
+    return replace(plan, parameters=own_parameters(plan, stages), tied=tuple(tied), fused=fused)

@@ -13,6 +13,9 @@ from .plan import ParameterPlan, Plan, parameter_plans
 
 T = TypeVar("T")
 
+Stages = int | Collection[int]
+"""The number of a stage, or those of the stages of one process."""
+
 
 def num_stages(plan: Plan) -> int:
     """How many stages a plan has; 1 for a plan without any."""
@@ -34,22 +37,34 @@ def staged_modules(plan: Plan) -> dict[str, tuple[StagedModule, int]]:
     return found
 
 
-def absent_modules(plan: Plan, stage: int) -> frozenset[str]:
-    """FQNs of the modules that have stand-ins on a stage."""
-    return frozenset(name for name, (entry, _) in staged_modules(plan).items() if stage not in entry.stages)
-
-
-def held_names(plan: Plan, stage: int, names: Collection[str] | None = None) -> dict[str, str]:
-    """The parameters that a stage holds: the first of the names of each -> the name by which it is in the
-    stage's model, which is another one where the module of the first name is on another stage.
+def stages_of(plan: Plan, place: int, num_places: int) -> tuple[int, ...]:
+    """The stages of a process, ascending: of as many processes one after another, each has the next one.
 
     Args:
         plan: with stages, or without any.
-        stage: its number.
+        place: of the process among those of a pipeline.
+        num_places: how many these are.
+    """
+    return tuple(range(place, num_stages(plan), num_places))
+
+
+def absent_modules(plan: Plan, stages: Stages) -> frozenset[str]:
+    """FQNs of the modules that none of these stages runs."""
+    present = {stages} if isinstance(stages, int) else set(stages)
+    return frozenset(name for name, (e, _) in staged_modules(plan).items() if present.isdisjoint(e.stages))
+
+
+def held_names(plan: Plan, stages: Stages, names: Collection[str] | None = None) -> dict[str, str]:
+    """The parameters that a stage, or a process, holds: the first of the names of each -> the name by which
+    it is in the model there, which is another one where the module of the first name is elsewhere.
+
+    Args:
+        plan: with stages, or without any.
+        stages: of which the parameters are.
         names: first names of parameters and persistent buffers; by default all of the plan.
     """
     names = parameter_plans(plan).keys() if names is None else names
-    absent = absent_modules(plan, stage)
+    absent = absent_modules(plan, stages)
     others: dict[str, list[str]] = {}
     for alias, name in plan.tied:
         others.setdefault(name, []).append(alias)
@@ -61,22 +76,23 @@ def held_names(plan: Plan, stage: int, names: Collection[str] | None = None) -> 
     return found
 
 
-def held_by(plan: Plan, stage: int, tensors: Mapping[str, T]) -> dict[str, T]:
-    """What a stage holds, by the names in its model.
+def held_by(plan: Plan, stages: Stages, tensors: Mapping[str, T]) -> dict[str, T]:
+    """What a stage, or a process, holds, by the names in its model.
 
     Args:
         plan: with stages.
-        stage: its number.
+        stages: of which it is.
         tensors: of all stages, by the first of their names.
     """
-    held = held_names(plan, stage, tensors.keys())
+    held = held_names(plan, stages, tensors.keys())
     return {name: tensors[first] for first, name in held.items()}
 
 
-def held_before(plan: Plan, stage: int) -> dict[str, str]:
-    """Of the parameters that a stage holds and an earlier one too, the first name -> that in its model."""
-    earlier = {name for number in range(stage) for name in held_names(plan, number)}
-    return {first: held for first, held in held_names(plan, stage).items() if first in earlier}
+def held_before(plan: Plan, place: int, num_places: int) -> dict[str, str]:
+    """Of the parameters that a process holds and an earlier one too, the first name -> that in its model."""
+    own, *others = (stages_of(plan, p, num_places) for p in (place, *range(place)))
+    earlier = {name for stages in others for name in held_names(plan, stages)}
+    return {first: held for first, held in held_names(plan, own).items() if first in earlier}
 
 
 def is_inside(name: str, modules: Collection[str]) -> bool:
@@ -88,8 +104,8 @@ def is_inside(name: str, modules: Collection[str]) -> bool:
     return False
 
 
-def own_parameters(plan: Plan, stage: int) -> tuple[ParameterPlan, ...]:
-    """The parameters that a stage holds, by their names in its model, one entry for each."""
+def own_parameters(plan: Plan, stages: Stages) -> tuple[ParameterPlan, ...]:
+    """The parameters that a stage, or a process, holds, by their names in its model, one entry for each."""
     entries = parameter_plans(plan)
-    held = held_names(plan, stage)
+    held = held_names(plan, stages)
     return tuple(replace(entries[first], names=(name,)) for first, name in held.items())

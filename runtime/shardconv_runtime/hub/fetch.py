@@ -125,6 +125,23 @@ def find(where: str, hub: Hub, world_size: int, rank: int = 0) -> tuple[Reposito
         return _with_plan(repo_id, *found[stage_of(rank, world_size, len(found))], hub)
 
 
+def beside(found: Repository, name: str) -> tuple[Repository, Manifest]:
+    """A directory beside another one in a repository, at the same commit, with its manifest and plan.
+
+    Args:
+        found: of the other one.
+        name: of the directory.
+
+    Raises:
+        SourceError: it cannot be downloaded.
+        CheckpointError: its manifest is malformed.
+    """
+    around = found.path.rstrip("/").rpartition("/")[0]
+    hub = replace(found.hub, revision=found.commit)
+    with _explained(found.repo_id, found.hub):
+        return _with_plan(found.repo_id, _inside(around, name), None, hub)
+
+
 def find_all(where: str, hub: Hub, tp: int | None) -> list[tuple[Repository, Manifest]]:
     """Find a converted model in a repository, with the directories of all its stages.
 

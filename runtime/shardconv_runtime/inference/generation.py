@@ -38,12 +38,18 @@ def prepare_generation(
         config: the generation config of the directory from which it was loaded, if that has one.
         start: the ranks.
         gather_logits: if False, ``generate`` is refused.
-        link: to the other stages of a pipeline; None where there is one stage.
+        link: to the other stages of a pipeline; None where there is one stage. With several stages in each
+            process ``generate`` is refused.
     """
     if not hasattr(model, "generate"):
         return
     if config is not None:
         model.generation_config = config
+    if link is not None and len(link.stages) > 1:
+        for name in ("generate", *BATCHED):
+            if hasattr(model, name):
+                setattr(model, name, MethodType(_refusal(name), model))
+        return
     model.generate = MethodType(_in_step(start, gather_logits, link), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but every criterion passes through it, wherever it was set.
@@ -57,6 +63,15 @@ def prepare_generation(
     for name in BATCHED:
         if hasattr(model, name):
             setattr(model, name, MethodType(_batched(name, start, gather_logits, link), model))
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            f"{name} is for models with one stage in each process; load this one without stages_per_process"
+        )
+
+    return method
 
 
 def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:

@@ -70,6 +70,7 @@ class Wanted:
     over_mesh: bool
     """The ranks are those along a dim of a device mesh."""
     compiled: bool = False
+    stages_per_process: int = 1
 
     @property
     def unknown_to_stages(self) -> dict[str, bool]:
@@ -109,6 +110,8 @@ class Checked:
     checkpoint: Mapping[str, LazyTensor] | None = None
     """Instead of files: the global weights of an ordinary model, not read."""
     adapters: AdapterSet | None = None
+    more: tuple[Checked, ...] = ()
+    """The directories of further stages of this process."""
 
     @property
     def full_plan(self) -> Plan:
@@ -138,7 +141,8 @@ class Checked:
         """The bytes of files that this process will read, as far as that is known."""
         if self.files is None:
             return ()
-        return self.files.spans if sharding is None else sharding.spans(self.files.shards)
+        own = self.files.spans if sharding is None else sharding.spans(self.files.shards)
+        return [*own, *(span for other in self.more for span in other.spans(sharding))]
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Building:
         if checked.plan.stages is not None:
             from .staged_models import place_of
 
-            find = partial(place_of, checked.plan, start)
+            find = partial(place_of, checked.plan, start, self.wanted.stages_per_process)
             place = agreement.together(self.everyone, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
         connect = partial(_connect, checked.full_plan, self.wanted, ranks, self.all_reduce)
@@ -205,14 +209,15 @@ class Building:
         built = plan if wanted.fuse and not wanted.form else replace(plan, fused=())
         config, model = _unsharded(checked, wanted)
         arguments: Mapping[str, Sequence[str]] = {}
-        absent: Collection[str] = ()
+        absent: Sequence[Collection[str]] = (frozenset(),)
         if place is not None:
             from ..format.stage_part import of_stage
             from ..format.staged_names import absent_modules
             from ..parallel.stage_model import argument_names
 
-            arguments, absent = argument_names(model, plan), absent_modules(plan, place.number)
-            built = replace(built, fused=of_stage(built, place.number).fused)
+            arguments, stages = argument_names(model, plan), place.link.stages
+            absent = [absent_modules(plan, number) for number in stages]
+            built = replace(built, fused=of_stage(built, stages).fused)
         stage: StageModel | None = None
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         packed = None
@@ -243,14 +248,20 @@ class Building:
 
             forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
-            weights = checked.checkpoint and held_by(plan, place.number, checked.checkpoint)
-            checked = replace(checked, plan=of_stage(plan, place.number), checkpoint=weights)
+            weights = checked.checkpoint and held_by(plan, stages, checked.checkpoint)
+            checked = replace(checked, plan=of_stage(plan, stages), checkpoint=weights)
             built = replace(checked.plan, fused=built.fused)
         if wanted.verify:
             from .file_checksums import verify_checksums
 
-            verify_checksums(directory, checked.manifest, start.rank)
+            for part in (checked, *checked.more):
+                verify_checksums(part.directory, part.manifest, start.rank)
         stored = partial(_stored, checked, built, start)
+        if checked.more:
+            from .staged_models import tensors_of_stages
+
+            parts = [partial(_stored, part, built, start) for part in (checked, *checked.more)]
+            stored = partial(tensors_of_stages, plan, stages, parts)
         if adapters is not None and attached is not None:
             files = partial(_stored, checked, replace(checked.plan, fused=()), start)
             stored = partial(adapters.tensors, files, attached, start)
@@ -264,6 +275,10 @@ class Building:
         full_logits = wanted.gather_logits is not False
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
+        if link is not None and stage is not None and len(link.stages) > 1:
+            from ..training.stage_evaluation import evaluate_in_passes
+
+            evaluate_in_passes(model, stage)
         is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
         about = directory.absolute(), checked.manifest, plan, self.start

@@ -59,6 +59,7 @@ def load(
     fuse: bool | None = None,
     adapter: AdapterDirectories | None = None,
     check_inputs: bool = False,
+    stages_per_process: int = 1,
     **other: Any,
 ) -> Any:
     """Load this rank's part of a converted model; every rank of the job calls it.
@@ -123,6 +124,8 @@ def load(
             gradients.
         check_inputs: compare the inputs of every call between the ranks; so does the environment variable
             ``SHARDCONV_CHECK_INPUTS=1``. Those of the calls 1, 2, 4, 8 ... are compared anyway.
+        stages_per_process: of a model with stages, how many each process trains, as far apart as possible,
+            for interleaved schedules of ``shardconv_runtime.Pipeline``. Fewer processes load it.
         other: no others; those of ``from_pretrained`` are refused by name.
 
     Returns:
@@ -173,10 +176,11 @@ def load(
         sharding,
         mesh is not None,
         compile,
+        stages_per_process,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
-        launching.check_world_size(checked.plan, group)
+        launching.check_world_size(checked.plan, group, stages_per_process)
     with ReadAhead(() if checked is None else checked.spans(sharding)) as ahead:
         start = _launch(group, device, timeout_s, error)
         everyone = start if sharding is None else sharding.processes(start)
@@ -216,7 +220,8 @@ def load(
 def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
-    found = _converted(wanted, rank, world_size) if wanted.plan is None else _ordinary(wanted, wanted.plan)
+    num_ranks = world_size * max(1, wanted.stages_per_process)  # of all stages
+    found = _converted(wanted, rank, num_ranks) if wanted.plan is None else _ordinary(wanted, wanted.plan)
     directory, solved = found.directory, found.plan
     if solved.model.trust_remote_code and not wanted.trust_remote_code:
         raise PlanError(
@@ -227,6 +232,12 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
         from .staged_models import require_known
 
         require_known(wanted.unknown_to_stages)
+    if wanted.stages_per_process != 1:
+        from .further_stages import with_further
+        from .staged_models import require_several
+
+        require_several(solved, wanted.stages_per_process, training=wanted.training)
+        found = with_further(found, wanted.stages_per_process)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
         from ..adapters.adapter_set import AdapterSet
@@ -275,9 +286,11 @@ def _ordinary(wanted: Wanted, plan: str) -> Checked:
 def _with_files(found: Checked, rank: int) -> Checked:
     """The files of a rank, downloaded if they are missing, and checked."""
     place = rank % found.plan.tp  # ranks of later stages have the places of those of the first
+    more = tuple(_with_files(each, rank) for each in found.more)
     if found.repository is not None:
         found.repository.fetch(found.manifest.files_of(place))
-    return replace(found, files=rank_files.check_files(found.directory, found.manifest, found.plan, place))
+    files = rank_files.check_files(found.directory, found.manifest, found.plan, place)
+    return replace(found, files=files, more=more)
 
 
 def _launch(

@@ -19,6 +19,7 @@ FORM = (
     "data_parallel",
     "sequence_parallel",
     "regather",
+    "stages_per_process",
     "gather_logits",
     "dequantize",
     "all_reduce",

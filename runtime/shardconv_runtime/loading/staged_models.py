@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
-from ..format.staged_names import num_stages
+from ..format.slices import Rows
+from ..format.staged_names import held_names, num_stages
 from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
+
+Tensors = Generator[tuple[str, Tensor]]
+"""Names, and local tensors."""
 
 
 def require_known(unknown: Mapping[str, bool]) -> None:
@@ -28,7 +33,29 @@ def require_known(unknown: Mapping[str, bool]) -> None:
         raise PlanError(f"{argument} does not know stages yet; leave it out, or convert without --pp")
 
 
-def place_of(plan: Plan, start: Launch) -> StageProcesses:
+def require_several(plan: Plan, per_process: int, *, training: bool) -> None:
+    """Check whether processes can have so many stages each.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    about = f"stages_per_process={per_process}"
+    count = num_stages(plan)
+    if plan.stages is None:
+        raise PlanError(f"{about}: the model has no stages; convert it with --pp, or leave that out")
+    if not training:
+        raise PlanError(
+            f"{about} is for training, where microbatches go round the processes; for inference each process "
+            "has one stage: leave it out, or pass training=True"
+        )
+    if per_process < 1 or count % per_process:
+        fitting = [n for n in range(1, count // 2 + 1) if count % n == 0]
+        raise PlanError(f"{about} does not divide the {count} stages of the model; choose among {fitting}")
+    if per_process == count:
+        raise PlanError(f"{about}: one process would have all stages; convert the model without --pp")
+
+
+def place_of(plan: Plan, start: Launch, per_process: int) -> StageProcesses:
     """The place of this process; every process calls it.
 
     Raises:
@@ -36,13 +63,37 @@ def place_of(plan: Plan, start: Launch) -> StageProcesses:
         LaunchError: the processes cannot communicate.
     """
     assert plan.stages is not None
-    place = stage_processes(start, num_stages(plan), plan.tp)
-    if plan.stages.own not in (None, place.number):
+    place = stage_processes(start, num_stages(plan), plan.tp, per_process)
+    first = place.link.place
+    if plan.stages.own not in (None, first):
         raise PlanError(
-            f"the directory holds stage {plan.stages.own}, and this rank is on stage {place.number}; name "
+            f"the directory holds stage {plan.stages.own}, and this rank is on stage {first}; name "
             "the directory that holds those of all stages"
         )
     return place
+
+
+def tensors_of_stages(
+    plan: Plan, stages: Sequence[int], stored: Sequence[Callable[[Rows], Tensors]], rows: Rows
+) -> Tensors:
+    """The tensors of a process's stages, each once, by the names in its model.
+
+    Args:
+        plan: of all stages.
+        stages: of the process.
+        stored: gives those of each of them, by the names in its directory, or rows of them.
+        rows: see ``building.stored``, by the names in the model.
+    """
+    own = held_names(plan, stages)
+    taken: set[str] = set()
+    for stage, read in zip(stages, stored, strict=True):
+        names = {name: own[first] for first, name in held_names(plan, stage).items()}
+        with closing(read({name: rows[held] for name, held in names.items() if held in rows})) as tensors:
+            for name, tensor in tensors:
+                held = names.get(name, name)  # a packed parameter is stored as several tensors
+                if held not in taken:
+                    taken.add(held)
+                    yield held, tensor
 
 
 def keep_own(

@@ -123,7 +123,7 @@ def held_state(model: nn.Module, optimizer: Optimizer, replicas: Replicas) -> He
     source = loaded(model)
     plan = source.plan
     stored = stored_model(model).tensors
-    firsts = {held: first for first, held in held_names(plan, source.stage_number).items()}
+    firsts = {held: first for first, held in held_names(plan, source.stages).items()}
     tensors = {firsts[name]: tensor for name, tensor in stored.items()}
     entries = parameter_plans(plan)
     parameters = _named_parameters(optimizer, tensors)

@@ -38,13 +38,13 @@ class Replicas:
     """Of the plan."""
     is_first: bool
     """This process is in the first replica, which writes."""
-    stage: int = 0
-    """Of a model with stages."""
+    place: int = 0
+    """Among the processes that share the stages of a model."""
 
     @property
     def is_leader(self) -> bool:
         """This process does what is done once."""
-        return self.is_first and self.rank == 0 and self.stage == 0
+        return self.is_first and self.rank == 0 and self.place == 0
 
     def agree(self, error: Exception | None, timeout_s: float | None = None) -> None:
         """Return only if no process has an error, see ``agreement.agree``."""
@@ -88,7 +88,7 @@ def replicas_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> Rep
         PlanError: ``load`` did not return the model.
     """
     source = loaded(model)
-    start, place = source.launch, {"rank": source.rank, "stage": source.stage_number}
+    start, place = source.launch, {"rank": source.rank, "place": source.place}
     for module in unwrapped(model).modules():
         if isinstance(module, FSDPModule):
             module.reshard()

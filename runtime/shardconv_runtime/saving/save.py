@@ -30,6 +30,7 @@ from ..format.plan import Plan, parameter_plans
 from ..format.samples import sample_checksum
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
 from ..format.small_files import copy_small_files, entry_of, plain_config
+from ..format.stage_part import of_stage
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..format.variants import stage_directories, stage_directory
@@ -88,14 +89,19 @@ def save(
     with staged(
         holders, target, overwrite=overwrite, known=converted_files, apart_from=apart_from
     ) as staging:
-        directory = _directory(staging.path, plan, holders.stage)
         ranks = (None, 0) if holders.rank == 0 else (holders.rank,)
-        files = shard_files(_of_stage(plan, holders.stage), ranks, max_file_size)
-        entries, error = _write_shards(found, holders, directory, files)
+        entries: dict[int, list[FileEntry]] = {}
+        error: Exception | None = None
+        for stage in source.stages:
+            directory = _directory(staging.path, plan, stage)
+            files = shard_files(_of_stage(plan, stage), ranks, max_file_size)
+            own = _of_one_stage(source, found, stage)
+            entries[stage], failure = _write_shards(own, holders, directory, files)
+            error = error or failure
         holders.agree(error, agreement.READ_TIMEOUT_S)
-        written = agreement.exchange(holders.launch, (holders.stage, entries))
+        written = agreement.exchange(holders.launch, entries)
         if holders.is_leader:
-            shards = [[e for of, part in written if of == s for e in part] for s in range(num_stages(plan))]
+            shards = [[e for part in written for e in part.get(s, ())] for s in range(num_stages(plan))]
             error = _finish(staging, source, plan, shards)
         holders.agree(error, agreement.READ_TIMEOUT_S)
 
@@ -121,13 +127,22 @@ def _of_stage(plan: Plan, stage: int) -> Plan:
     return plan if plan.stages is None else replace(plan, stages=replace(plan.stages, own=stage))
 
 
+def _of_one_stage(source: Loaded, found: StoredModel, stage: int) -> StoredModel:
+    """The tensors of one of the stages of this process, by their names in the directory of that stage."""
+    if len(source.stages) == 1:
+        return found
+    own, names = held_names(source.plan, source.stages), held_names(source.plan, stage)
+    tensors = {name: found.tensors[own[first]] for first, name in names.items()}
+    return StoredModel(with_dtypes(of_stage(source.plan, stage), dtypes_of(tensors)), tensors)
+
+
 def _common_plan(holders: Replicas, source: Loaded, found: StoredModel) -> Plan:
     """The plan of the whole model with the dtypes of the tensors, which has one for each on all ranks.
 
     Raises:
         PlanError: some ranks hold a parameter in another dtype; on all of them.
     """
-    held = held_names(source.plan, holders.stage)
+    held = held_names(source.plan, source.stages)
     present = dtypes_of(found.tensors)
     mine = {first: present[name] for first, name in held.items()}
     everyone: Sequence[dict[str, str] | None]

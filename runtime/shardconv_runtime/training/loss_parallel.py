@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import forward_signature, replace_at
 from ..parallel.plan_steps import TensorStep
+from ..parallel.stand_ins import is_elsewhere
 from .loss import VocabParallelCrossEntropy
 from .model_losses import Loss, parallel_loss
 
@@ -54,7 +55,7 @@ class LogitsGather:
         return x if self.is_skipped else self._gather(x)
 
 
-def attach_loss(model: Any, gather: LogitsGather, returned: str | None) -> None:
+def attach_loss(model: Any, gather: LogitsGather, returned: str | None, head: nn.Module) -> None:
     """Make a model compute its loss from sharded logits.
 
     Args:
@@ -62,6 +63,7 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None) -> None:
         gather: the step of the module that computes the logits.
         returned: the logits that calls with labels return: ``GATHERED``, ``LOCAL`` or ``NONE``. None stands
             for ``NONE`` in training mode and ``GATHERED`` otherwise.
+        head: the module that computes the logits; passes of stages that do not have it have no loss.
 
     Raises:
         PlanError: the loss of this model needs the full logits.
@@ -71,7 +73,7 @@ def attach_loss(model: Any, gather: LogitsGather, returned: str | None) -> None:
     )
     if loss is None:
         raise PlanError(f"the loss of a {type(model).__name__} cannot be computed from sharded logits")
-    hooks = _LossHooks(model, gather, returned)
+    hooks = _LossHooks(model, gather, returned, head)
     model.loss_function = _Loss(model.loss_function, loss, gather)
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
@@ -93,11 +95,12 @@ class _Loss:
 class _LossHooks:
     """Forward hooks of the model."""
 
-    def __init__(self, model: nn.Module, gather: LogitsGather, returned: str | None) -> None:
+    def __init__(self, model: nn.Module, gather: LogitsGather, returned: str | None, head: nn.Module) -> None:
         names = list(forward_signature(model).parameters)
         self._position = names.index("labels") if "labels" in names else None
         self._gather = gather
         self._returned = returned
+        self._head = head
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Skip the gather in a call with labels."""
@@ -110,6 +113,8 @@ class _LossHooks:
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Put the logits that the caller wants into the output of a call with labels."""
         with_labels, self._gather.is_skipped = self._gather.is_skipped, False
+        if is_elsewhere(self._head):
+            return output
         skips_head = self._returned != LOCAL and not self._gather.was_called  # local logits have no such step
         if skips_head or (with_labels and not self._gather.was_used):
             raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -42,7 +42,7 @@ def parallelize_for_training(
     training: bool = True,
     sequence_parallel: bool = False,
     regather: bool | None = False,
-    absent: Collection[str] = (),
+    absent: Sequence[Collection[str]] = (frozenset(),),
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
@@ -56,7 +56,8 @@ def parallelize_for_training(
             the number of ranks divides.
         regather: keep parts of what is gathered along the sequence, and gather it again in the backward pass;
             None: of large activations.
-        absent: FQNs of modules that will be replaced by stand-ins, as they are on other stages.
+        absent: FQNs of modules that will be replaced by stand-ins, as they are on other stages; for each
+            stage of this process, those in its passes.
 
     Raises:
         PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
@@ -68,6 +69,7 @@ def parallelize_for_training(
     if sequence_parallel:
         plan = of_sequence(plan)
     require_mesh(plan, comm)
+    elsewhere = frozenset.intersection(*map(frozenset, absent))
     modules = module_plans(plan)
     gather = _logits_gather(plan, modules, comm) if training else None
     if gather is not None or gather_logits is False:
@@ -81,10 +83,11 @@ def parallelize_for_training(
         assert plan.training is not None
         entries = parameter_plans(plan)
         trained = entries if packed is None else {n: e for n, e in entries.items() if n not in packed.names}
-        _attach_gates(model, plan, trained, comm, absent)
+        _attach_gates(model, plan, trained, comm, elsewhere)
         attach_random_streams(model, plan.training.draws, comm)
-        watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, absent)})
-    if gather is not None and not is_inside(_head(plan), absent):
+        for missing in absent:
+            watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
+    if gather is not None and not is_inside(_head(plan), elsewhere):
         _attach_loss(model, plan, gather, gather_logits)
     if sequence_parallel:
         # With stages, positions would be picked on the head's stage alone.
@@ -98,9 +101,10 @@ def parallelize_for_training(
 def _attach_loss(model: nn.Module, plan: Plan, gather: LogitsGather, gather_logits: bool | None) -> None:
     """Compute the loss from sharded logits, and gather these where the caller wants it."""
     assert plan.logits is not None
+    head = submodule(model, plan.logits.module)
     if gather_logits is not False:
-        attach_output(submodule(model, plan.logits.module), plan.logits.slot, gather)
-    attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits])
+        attach_output(head, plan.logits.slot, gather)
+    attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 
 def _head(plan: Plan) -> str:

@@ -41,9 +41,9 @@ class Border:
     left: Mapping[Crossing, Form]
 
     @classmethod
-    def of(cls, stage: StageModel, forms: Mapping[Crossing, Form]) -> Border:
-        """The borders of a stage; a value for a later stage crosses all borders on its way."""
-        number, crossings = stage.link.stage, stage.crossings()
+    def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, Form]) -> Border:
+        """The borders of the stage of a number; a value for a later one crosses all borders on its way."""
+        crossings = stage.crossings()
         ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
         return cls(
             {c: forms[c] for c, (source, last) in ways.items() if source < number <= last},
@@ -95,19 +95,23 @@ def measured_forms(model: nn.Module, stage: StageModel, inputs: Mapping[str, Any
         stage: its link and the forms of its modules.
         inputs: of the model, by name.
     """
+    with padded(model, inputs) as given:
+        return forms_inside(model, stage, given)
+
+
+def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, Form]:
+    """The same, of what the model's code is given, behind its hooks."""
     link, measuring = stage.link, _Measuring()
-    link.handover = measuring
-    link.depth += 1
     devices = [stage.device] if stage.device.type == "cuda" else []
+    link.depth += 1
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices),
             stage.without_units(model),
-            padded(model, inputs) as given,
+            link.passing(link.stage, measuring),
         ):
             model.forward(**given)
     finally:
-        link.handover = None
         link.depth -= 1
     return measuring.forms

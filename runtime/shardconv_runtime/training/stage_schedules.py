@@ -1,9 +1,9 @@
 """Training a model with stages: microbatches through a schedule of ``torch.distributed.pipelining``.
 
-Each process runs the model's own forward pass for each microbatch, with stand-ins in the place of other
-stages' modules. What crosses the border of two neighboring stages, values for later stages included, is sent
-by the schedule, and so are its gradients. What the passes compute around modules, as masks, every stage
-computes from the same inputs.
+Each process runs the model's own forward pass for each microbatch and each of its stages, with stand-ins in
+the place of other stages' modules. What crosses the border of two neighboring stages, values for later stages
+included, is sent by the schedule, and so are its gradients. What the passes compute around modules, as masks,
+every stage computes from the same inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from ..comm.same_calls import require_same_inputs
 from ..comm.stage_link import Crossing
@@ -30,6 +36,9 @@ from .tied_stages import TiedGradients
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """By name, the schedules of torch for one stage in each process."""
+
+SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "looped": ScheduleLoopedBFS}
+"""Those for several stages in each process."""
 
 Batch = Mapping[str, Any]
 """Arguments of the model by name."""
@@ -49,7 +58,9 @@ class Pipeline:
         model: returned by ``load(..., training=True)`` of a directory, or with a plan, that has stages.
         microbatches: into how many parts ``step`` divides a batch, of which the stages run several at a time.
         schedule: ``"1f1b"`` runs a backward pass as soon as it can, so that a stage keeps the activations of
-            at most as many microbatches as there are stages, or ``"gpipe"``: all forward passes first.
+            at most as many microbatches as there are stages, or ``"gpipe"``: all forward passes first. With
+            several stages in each process, ``"interleaved"`` is the former of these, and ``"looped"`` the
+            latter: they wait less, and send more often.
         loss: of a microbatch, from the model's results and the microbatch; by default the model's own loss.
 
     Raises:
@@ -74,21 +85,16 @@ class Pipeline:
             )
         if not any(p.requires_grad for p in model.parameters()):
             raise PlanError("the model was loaded for inference; load it with training=True")
-        if schedule not in SCHEDULES:
-            raise PlanError(f"schedule={schedule!r} should be one of {', '.join(map(repr, SCHEDULES))}")
         stage: StageModel = source.stage
-        if microbatches < 1 or (schedule == "1f1b" and microbatches < stage.link.count):
-            raise PlanError(
-                f"microbatches={microbatches}: schedule {schedule!r} of {stage.link.count} stages needs at "
-                f"least {stage.link.count if schedule == '1f1b' else 1}"
-            )
         assert isinstance(stage.link, ProcessLink), "it was loaded on processes"
+        _require_schedule(schedule, stage.link, microbatches)
         self.model = unwrapped(model)
         self.microbatches = microbatches
-        self._schedule = SCHEDULES[schedule]
+        self._schedule = (SCHEDULES | SEVERAL)[schedule]
         self._stage = stage
         self._link: ProcessLink = stage.link
-        self._pass = _Pass(self.model, stage, loss)
+        self._step = _Step(self.model, loss)
+        self._passes = [_Pass(self._step, stage, number) for number in stage.link.stages]
         self._tied = TiedGradients(model)
         self._prepared: tuple[object, Any] | None = None
         self._start = source.launch
@@ -116,7 +122,7 @@ class Pipeline:
         parts = divide(batch, self.microbatches) if isinstance(batch, Mapping) else list(batch)
         if len(parts) != self.microbatches:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
-        self._pass.begin(parts)
+        self._step.begin(parts)
         self._compare(parts)
         schedule = self._prepare(require_alike(parts), parts[0])
         losses: list[Tensor] = []
@@ -141,30 +147,33 @@ class Pipeline:
         return self._prepared[1]
 
     def _make(self, forms: Mapping[Crossing, Form]) -> Any:
-        link, device = self._link, self._stage.device
-        border = Border.of(self._stage, forms)
-        self._pass.border = border
+        stages = [self._torch_stage(each, forms) for each in self._passes]
+        given: Any = stages if len(stages) > 1 else stages[0]
+        return self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
+
+    def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, Form]) -> PipelineStage:
+        link, number = self._link, each.number
+        each.border = border = Border.of(self._stage, number, forms)
         given = [form.tensor() for form in border.received.values()]
         left = [form.tensor() for form in border.left.values()]
-        if link.is_last:
+        if number == link.count - 1:
             left = [torch.empty((), device="meta", requires_grad=True)]
-        stage = PipelineStage(
-            self._pass,
-            link.stage,
+        return PipelineStage(
+            each,
+            number,
             link.count,
-            device,
+            self._stage.device,
             input_args=tuple(given),
             output_args=tuple(left),
             group=link.group,
         )
-        return self._schedule(stage, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
 
     def _shared(self, losses: list[Tensor]) -> Tensor:
         """The sum of the losses of the last stage, on all of them."""
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         if losses:
             total += torch.stack([loss.detach().double() for loss in losses]).sum()
-        dist.broadcast(total, group=self._link.group, group_src=self._link.count - 1)
+        dist.broadcast(total, group=self._link.group, group_src=self._link.num_places - 1)
         return total
 
 
@@ -173,51 +182,123 @@ def _loss_itself(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-class _Pass(nn.Module):
-    """One pass of a stage, as torch's schedules call it.
+def _require_schedule(schedule: str, link: ProcessLink, microbatches: int) -> None:
+    """Check whether a schedule suits the stages of a process, and the number of microbatches.
+
+    Raises:
+        PlanError: it does not.
+    """
+    held = len(link.stages)
+    fitting, other = (SCHEDULES, SEVERAL) if held == 1 else (SEVERAL, SCHEDULES)
+    names = ", ".join(map(repr, fitting))
+    if schedule in other:
+        remedy = "load it with stages_per_process=" if held == 1 else "load it without stages_per_process"
+        raise PlanError(
+            f"schedule={schedule!r} is not for {held} stage{'s' if held > 1 else ''} in each process; choose "
+            f"one of {names}, or {remedy}"
+        )
+    if schedule not in fitting:
+        raise PlanError(f"schedule={schedule!r} should be one of {names}")
+    least = link.count if schedule == "1f1b" else 1
+    if microbatches < least:
+        raise PlanError(
+            f"microbatches={microbatches}: schedule {schedule!r} of {link.count} stages needs at least "
+            f"{least}"
+        )
+    rounds = max(1, microbatches // link.num_places)
+    if schedule == "interleaved" and microbatches % rounds:
+        raise PlanError(
+            f"microbatches={microbatches}: schedule {schedule!r} runs them in {rounds} equal rounds on "
+            f"{link.num_places} processes, which do not divide them; give a multiple of {link.num_places}"
+        )
+
+
+class _Step:
+    """What the passes of a step have in common: its microbatches, and the loss.
 
     Args:
-        model: of the stage.
-        stage: its link and forms.
+        model: of the stages of this process.
         loss: see ``Pipeline``.
     """
 
-    def __init__(self, model: nn.Module, stage: StageModel, loss: LossOf | None) -> None:
-        super().__init__()
-        self._model = (model,)  # not as a submodule: its parameters are the model's
-        self.border = Border({}, {})
-        self._stage = stage
+    def __init__(self, model: nn.Module, loss: LossOf | None) -> None:
+        self.model = model
         self._loss = loss
-        self._parts: Sequence[Batch] = ()
+        self.parts: Sequence[Batch] = ()
         self._num_items: float | None = None
 
     def begin(self, parts: Sequence[Batch]) -> None:
         """The microbatches of the next step."""
-        self._parts, self._num_items = parts, None
+        self.parts, self._num_items = parts, None
         if self._loss is not None:
             return
         if self._own_function is not None and all("num_items_in_batch" in part for part in parts):
             return
         if any(part.get("labels") is None for part in parts):
             raise PlanError("the batch has no labels: give them, or a loss= to Pipeline")
-        counts = count_labels(self._model[0], parts)
+        counts = count_labels(self.model, parts)
         if len(set(counts)) == 1:
             return  # the mean of means over as many tokens
-        own_loss, kind = self._own_function, getattr(self._model[0], "loss_type", None)
+        own_loss, kind = self._own_function, getattr(self.model, "loss_type", None)
         if own_loss is None or not has_parallel_loss(kind):
             raise self._uneven(counts)
         self._num_items = sum(counts) / len(counts)
 
     @property
     def _own_function(self) -> StageLoss | None:
-        found = getattr(self._model[0], "loss_function", None)
+        found = getattr(self.model, "loss_function", None)
         return found if isinstance(found, StageLoss) else None
 
     def _uneven(self, counts: Sequence[int]) -> PlanError:
         return PlanError(
-            f"microbatches with {list(counts)} labels: a {type(self._model[0]).__name__} averages its loss "
+            f"microbatches with {list(counts)} labels: a {type(self.model).__name__} averages its loss "
             "itself, and the mean of such means is not that of the batch; give equally many to each"
         )
+
+    def output(self, part: Batch) -> Any:
+        """What the model returns for a microbatch, in the pass of a stage."""
+        own_loss = self._own_function
+        if own_loss is not None:
+            own_loss.num_items, own_loss.was_called = self._num_items, False
+            own_loss.num_parts = len(self.parts)
+        try:
+            return self.model(**part)
+        finally:
+            if own_loss is not None:
+                own_loss.num_items, own_loss.num_parts = None, 1
+
+    def loss(self, output: Any, part: Batch) -> Tensor:
+        """The share of a microbatch in the loss of the step, of what the last stage returned."""
+        found = self._own_loss(output) if self._loss is None else self._loss(output, part)
+        return found / len(self.parts)
+
+    def _own_loss(self, output: Any) -> Tensor:
+        loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ShardconvError(
+                f"a {type(self.model).__name__} returns no loss for labels; give a loss= to Pipeline"
+            )
+        own_function = self._own_function
+        if self._num_items is not None and own_function is not None and not own_function.was_called:
+            raise self._uneven(count_labels(self.model, self.parts))
+        return loss
+
+
+class _Pass(nn.Module):
+    """The passes of a stage, as torch's schedules call them.
+
+    Args:
+        step: of which they are.
+        stage: the link and forms of this process.
+        number: of the stage.
+    """
+
+    def __init__(self, step: _Step, stage: StageModel, number: int) -> None:
+        super().__init__()
+        self._step = step  # the model is no submodule: torch does nothing to the parameters of a stage
+        self._link = stage.link
+        self.number = number
+        self.border = Border({}, {})
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """The values for the next stage, or on the last one the loss.
@@ -226,33 +307,10 @@ class _Pass(nn.Module):
             received: of the stage before, in the order of its border.
             number: of the microbatch, ``[1]``, on the CPU.
         """
-        index, link = int(number), self._stage.link
-        part = self._parts[index]
-        own_loss = self._own_function
-        if own_loss is not None:
-            own_loss.num_items, own_loss.was_called = self._num_items, False
-            own_loss.num_parts = len(self._parts)
+        part = self._step.parts[int(number)]
         handover = self.border.handover(received)
-        link.handover, link.shares_results = handover, False
-        try:
-            output = self._model[0](**part)
-        finally:
-            link.handover, link.shares_results = None, True
-            if own_loss is not None:
-                own_loss.num_items, own_loss.num_parts = None, 1
-        if not link.is_last:
+        with self._link.passing(self.number, handover):
+            output = self._step.output(part)
+        if self.number < self._link.count - 1:
             return self.border.leaving(handover)
-        if self._loss is not None:
-            return self._loss(output, part) / len(self._parts)
-        return self._own_loss(output) / len(self._parts)
-
-    def _own_loss(self, output: Any) -> Tensor:
-        loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        if not isinstance(loss, Tensor) or loss.dim():
-            raise ShardconvError(
-                f"a {type(self._model[0]).__name__} returns no loss for labels; give a loss= to Pipeline"
-            )
-        own_function = self._own_function
-        if self._num_items is not None and own_function is not None and not own_function.was_called:
-            raise self._uneven(count_labels(self._model[0], self._parts))
-        return loss
+        return self._step.loss(output, part)

@@ -1,4 +1,5 @@
-"""Parameters that several stages hold, as an embedding that is the head too: their gradients are summed."""
+"""Parameters that several processes hold for their stages, as an embedding that is the head too: their
+gradients are summed. Those of stages of one process add up in its parameter by themselves."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor, nn
 from ..comm.process_groups import axes_group
 from ..comm.stage_processes import ProcessLink
 from ..format.plan import parameter_plans
-from ..format.staged_names import held_names, num_stages
+from ..format.staged_names import held_names, stages_of
 from ..loaded import loaded
 from ..saving.local_windows import local_tensor
 from ..saving.stored_model import named_tensors
 
 
 class TiedGradients:
-    """Sums the gradients of a step over the stages that hold a parameter; every process makes one.
+    """Sums the gradients of a step over the processes that hold a parameter; each of them makes one.
 
     Args:
         model: with stages.
@@ -29,15 +30,16 @@ class TiedGradients:
         source = loaded(model)
         link: ProcessLink = source.stage.link
         tensors = named_tensors(model)
-        held = [held_names(source.plan, stage) for stage in range(num_stages(source.plan))]
+        plan, num_places = source.plan, link.num_places
+        held = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
         self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
-        for first in parameter_plans(source.plan):
-            stages = tuple(stage for stage, names in enumerate(held) if first in names)
-            if len(stages) < 2 or link.stage not in stages:
+        for first in parameter_plans(plan):
+            places = tuple(place for place, names in enumerate(held) if first in names)
+            if len(places) < 2 or link.place not in places:
                 continue
-            tensor = tensors[held[link.stage][first]]
+            tensor = tensors[held[link.place][first]]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                self._tied.append((tensor, axes_group(link.group, stages)))
+                self._tied.append((tensor, axes_group(link.group, places)))
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -90,7 +90,7 @@ def stage_of_rank(
     names, local = argument_names(model, plan), copy.deepcopy(model)
     if training:
         absent = absent_modules(plan, stage)
-        parallelize_for_training(local, plan, comm, gather_logits=True, absent=absent)
+        parallelize_for_training(local, plan, comm, gather_logits=True, absent=(absent,))
     else:
         parallelize(local, plan, comm)
     keep_stage(local, plan, link, comm.rank, torch.device("cpu"), _dtype(model), names)

@@ -1,0 +1,74 @@
+"""A call, without gradients, of the model of a process that has several stages: one pass for each of them.
+
+What crosses the border of two neighboring stages goes from process to process as in a schedule, in which this
+is one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.stage_link import Crossing, StageLink
+from ..errors import ShardconvError
+from ..parallel.boundary import forward_signature
+from ..parallel.stage_model import StageModel
+from .stage_forms import Border, Form, forms_inside
+
+_CACHE = "past_key_values"
+_MAKES_CACHE = "use_cache"
+
+
+def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
+    """Have a call of a model run all stages of this process, in place.
+
+    Args:
+        model: of this process; its ``forward`` is replaced on the instance.
+        stage: its link and forms.
+    """
+    inner = getattr(model.forward, "__func__", type(model).forward)
+    names = list(forward_signature(model).parameters)
+
+    @wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if stage.link.is_scheduled():
+            return inner(self, *args, **kwargs)
+        return _in_passes(self, stage, _without_cache(names, dict(zip(names, args, strict=False)) | kwargs))
+
+    model.__dict__["forward"] = MethodType(forward, model)
+
+
+def _without_cache(names: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
+    if given.get(_CACHE) is not None:
+        raise ShardconvError(
+            f"{_CACHE} was given to a model with several stages in each process, which keeps none; pass full "
+            "sequences, or load it without stages_per_process"
+        )
+    return given | ({_MAKES_CACHE: False} if _MAKES_CACHE in names else {})
+
+
+def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> Any:
+    link, output = stage.link, None
+    forms = forms_inside(model, stage, given)
+    for number in link.stages:
+        border = Border.of(stage, number, forms)
+        handover = border.handover(_received(link, number, border.received, stage.device))
+        with link.passing(number, handover):
+            output = model.forward(**given)
+        if number < link.count - 1:
+            for x in border.leaving(handover):
+                link.send(x, (number + 1,))
+    return output
+
+
+def _received(
+    link: StageLink, number: int, forms: Mapping[Crossing, Form], device: torch.device
+) -> list[Tensor]:
+    """What the stage before that of a number leaves."""
+    return [link.receive(form.shape, form.dtype, device, number - 1) for form in forms.values()]
