@@ -19,6 +19,7 @@ from staged_training import (
     PP,
     Run,
     batch,
+    checkpoint,
     gpt2,
     interrupted,
     planned,
@@ -59,6 +60,14 @@ def test_stages_with_sequence_parallelism(run: Run, tmp_path: Path) -> None:
     source, model = gpt2(tmp_path)
     plan = planned(source, run.tp, sequence_parallel=True, check=True)
     found = run_processes(run.num_processes, trained, str(source), plan, run)
+    require_same(found, trained_alone(model, run), run)
+
+
+def test_parameters_beside_layers_are_there_for_each_backward_pass(tmp_path: Path) -> None:
+    """A norm behind the embedding needs its weight, which FSDP2 frees after the pass of a microbatch."""
+    source, model = checkpoint("bloom", tmp_path, hidden_dropout=0.0, attention_dropout=0.0)
+    run = Run(dp=2, schedule="gpipe")
+    found = run_processes(run.num_processes, trained, str(source), planned(source, run.tp), run)
     require_same(found, trained_alone(model, run), run)
 
 

@@ -108,6 +108,11 @@ class StageModel:
             for value in forms.entry.sent
         }
 
+    def units_of(self, model: nn.Module, number: int) -> list[nn.Module]:
+        """The modules of the stage of this number, on a rank that has it."""
+        fqns = (fqn for fqn, forms in self._forms.items() if number in forms.entry.stages)
+        return [submodule(model, fqn) for fqn in fqns]
+
     @contextmanager
     def without_units(self, model: nn.Module) -> Iterator[None]:
         """Put stand-ins in the place of this rank's modules too, while a call runs that sends nothing."""

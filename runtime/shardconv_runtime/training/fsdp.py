@@ -7,6 +7,7 @@ gradients run inside of the modules, on the local parameters that FSDP has gathe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from ..comm.tp_dim import PP, TP, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
 from ..format.plan_forms import of_sequence
+from ..format.staged_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..saving.stored_model import named_modules, named_tensors
 from .repeated_layers import repeated_layers
@@ -113,22 +115,25 @@ def require_data_dims(mesh: DeviceMesh) -> None:
         )
 
 
-def _shard(units: list[nn.Module], mesh: DeviceMesh, settings: DataParallel) -> None:
-    others = data_dims(mesh)
-    along = mesh[others if len(others) > 1 else others[0]]
-    for unit in units:
+@dataclass(frozen=True)
+class _Units:
+    """The modules to shard, each alone."""
+
+    layers: Sequence[nn.Module]
+    others: Sequence[nn.Module]
+    """Whose backward passes come soon after their forward passes; the model is the last one."""
+
+
+def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
+    along = data_dims(mesh)
+    over = mesh[along if len(along) > 1 else along[0]]
+    for unit in (*units.layers, *units.others):
+        frees = settings.reshard_after_forward and unit in units.layers
         policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
-        is_root = unit is units[-1]
-        fully_shard(
-            unit,
-            mesh=along,
-            mp_policy=policy,
-            # the backward pass of the root comes at once
-            reshard_after_forward=settings.reshard_after_forward and not is_root,
-        )
+        fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
 
 
-def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
     source = loaded(model)
     if source.stage is not None:
         raise PlanError("a model with stages is sharded while it is loaded; pass data_parallel= to load")
@@ -147,8 +152,12 @@ def _check_mesh(mesh: DeviceMesh, start: Launch) -> None:
         )
 
 
-def _units(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The modules to shard: layers whose parameters are only used inside of them, and last the model.
+def _units(model: nn.Module, plan: Plan) -> _Units:
+    """The modules to shard: layers, and with stages other modules that lie in one stage, whose parameters are
+    only used inside of them; and last the model.
+
+    Of a stage that is not the last one, the model returns nothing to which FSDP2 could attach what gathers
+    its own parameters for a backward pass, and it would gather them in passes of all stages of a process.
 
     Raises:
         PlanError: see ``data_parallel``.
@@ -162,16 +171,23 @@ def _units(model: nn.Module, plan: Plan) -> list[nn.Module]:
         )
     users = _users(model, plan)
     layers = repeated_layers(model)
-    times = Counter(parameter for layer in layers for parameter in layer.parameters())
-    units = [
-        layer
-        for layer in layers
-        if (inside := set(layer.modules()))
-        and all(times[parameter] == 1 and users[parameter] <= inside for parameter in layer.parameters())
-        and next(layer.parameters(), None) is not None
-    ]
-    _check_parameters(model, units)
-    return [*units, model]
+    apart = _apart_from(layers, model, plan)
+    times = Counter(parameter for module in (*layers, *apart) for parameter in module.parameters())
+
+    def is_closed(module: nn.Module) -> bool:
+        inside, parameters = set(module.modules()), list(module.parameters())
+        return bool(parameters) and all(times[p] == 1 and users[p] <= inside for p in parameters)
+
+    units = _Units([*filter(is_closed, layers)], [*filter(is_closed, apart), model])
+    _check_parameters(model, [*units.layers, *units.others[:-1]])
+    return units
+
+
+def _apart_from(layers: Collection[nn.Module], model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The modules that lie in one stage and are not in layers, as embeddings and heads."""
+    inside = {module for layer in layers for module in layer.modules()}
+    found = dict.fromkeys(model.get_submodule(fqn) for fqn in staged_modules(plan))
+    return [module for module in found if inside.isdisjoint(module.modules())]
 
 
 def _users(model: nn.Module, plan: Plan) -> dict[Tensor, set[nn.Module]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -93,6 +94,7 @@ class Pipeline:
         self._schedule = (SCHEDULES | SEVERAL)[schedule]
         self._stage = stage
         self._link: ProcessLink = stage.link
+        _require_inner_units(self.model, stage)
         self._step = _Step(self.model, loss)
         self._passes = [_Pass(self._step, stage, number) for number in stage.link.stages]
         self._tied = TiedGradients(model)
@@ -311,6 +313,37 @@ class _Pass(nn.Module):
         handover = self.border.handover(received)
         with self._link.passing(self.number, handover):
             output = self._step.output(part)
-        if self.number < self._link.count - 1:
-            return self.border.leaving(handover)
-        return self._step.loss(output, part)
+        if self.number == self._link.count - 1:
+            return self._step.loss(output, part)
+        left = self.border.leaving(handover)
+        _gather_before_backward(self._step.model, left)
+        return left
+
+
+def _gather_before_backward(model: nn.Module, left: Sequence[Tensor]) -> None:
+    """Have FSDP2 gather the parameters that are in none of its inner modules, where a backward pass begins.
+
+    It would do so by itself for what the model returns, which is not what a stage leaves. Since the forward
+    pass, the backward pass of another microbatch may have freed them.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    for x in left:
+        if x.grad_fn is not None:
+            x.register_hook(lambda gradient: model.unshard() and None)  # type: ignore[no-untyped-call]
+
+
+def _require_inner_units(model: nn.Module, stage: StageModel) -> None:
+    """Check that FSDP2 shards some module of each stage by itself: it takes the end of a backward pass from
+    such modules.
+
+    Raises:
+        PlanError: it does not; gradients of that stage would not be reduced.
+    """
+    for number in stage.link.stages if isinstance(model, FSDPModule) else ():
+        inner = (module for unit in stage.units_of(model, number) for module in unit.modules())
+        if number < stage.link.count - 1 and not any(isinstance(module, FSDPModule) for module in inner):
+            raise PlanError(
+                f"all parameters of stage {number} are used by several modules, so that FSDP2 can shard none "
+                "of these by itself; load the model without data_parallel=, or convert it with other --stages"
+            )
