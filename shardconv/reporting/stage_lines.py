@@ -13,8 +13,6 @@ from .summary import item_bytes, stage_bytes
 
 MICROBATCHES = (1, 4)
 """For each stage; schedules wait less the more there are."""
-CHUNKS = 2
-"""Parts of a stage in an interleaved schedule."""
 
 
 def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
@@ -31,14 +29,18 @@ def crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
     return found
 
 
-def bubble(count: int, microbatches: int, chunks: int = 1) -> float:
-    """The fraction of the time in which a stage waits, if all take equally long.
+def bubble(places: int, microbatches: int, per_process: int = 1) -> float:
+    """The fraction of the time in which a process waits, if all stages take equally long.
 
-    GPipe and 1F1B have one chunk for each stage, an interleaved schedule several (Narayanan et al., 2021,
-    https://arxiv.org/abs/2104.04473).
+    With GPipe and 1F1B each process has one stage, with an interleaved schedule several (Narayanan et al.,
+    2021, https://arxiv.org/abs/2104.04473).
+
+    Args:
+        places: processes, one after another, among which the stages are divided.
+        microbatches: of a step.
+        per_process: stages of each process.
     """
-    waits = (count - 1) / chunks
-    return waits / (microbatches + waits)
+    return (places - 1) / (per_process * microbatches + places - 1)
 
 
 def layers_text(stages: StagesPlan, stage: int) -> str:
@@ -65,8 +67,15 @@ def stage_lines(plan: Plan) -> Iterator[str]:
         yield f"  on each stage  {', '.join(stages.computed_again)}"
     for each in MICROBATCHES:
         count = each * stages.count
-        plain, interleaved = bubble(stages.count, count), bubble(stages.count, count, CHUNKS)
-        yield (
-            f"  waiting        {plain:.1%} with {count} microbatches (GPipe, 1F1B), {interleaved:.1%} "
-            f"interleaved by {CHUNKS}"
-        )
+        yield f"  waiting        {bubble(stages.count, count):.1%} with {count} microbatches (GPipe, 1F1B)"
+        for places, each_has in _divisions(stages.count):
+            part = f"{places * plan.tp} processes of {each_has} stages"
+            waits = bubble(places, count, each_has)
+            yield f"  waiting        {waits:.1%} with {count} microbatches on {part} (interleaved)"
+
+
+def _divisions(count: int) -> Iterator[tuple[int, int]]:
+    """How stages can be divided among processes that have several: how many processes, and stages of each."""
+    for per_process in range(2, count // 2 + 1):
+        if count % per_process == 0:
+            yield count // per_process, per_process

@@ -344,6 +344,25 @@ def test_stages_are_loaded_from_a_repository(
     assert "converted for tp=2 and 2 stages" in str(text)
 
 
+def test_several_stages_of_a_process_are_loaded_from_a_repository(hub: HubServer, tmp_path: Path) -> None:
+    """Each of two processes takes two of four directories, without and with a folder around them."""
+    source = tmp_path / "four"
+    save_random(small_config(num_hidden_layers=4), transformers.LlamaForCausalLM, source)
+    out = tmp_path / "out" / "pp-4-tp-1"
+    shardconv.convert(source, out, 1, pp=4)
+    hub.add_repo("user/four", out)
+    hub.add_repo("user/folder", out.parent)
+    with torch.inference_mode():
+        want = transformers.LlamaForCausalLM.from_pretrained(source)(ids() % 64).logits
+    options = {"training": True, "stages_per_process": 2}
+    for path in ("user/four", "user/folder"):
+        hub.forget()
+        for found in run_processes(2, short_logits, path, options):
+            require_close(found, want)
+        names = [name for name in hub.served() if name.endswith(".safetensors")]
+        assert len(names) == len(set(names)) == len(list(out.rglob("*.safetensors")))
+
+
 def test_stages_are_pushed_beside_others(
     hub: HubServer,
     model: Path,

@@ -30,7 +30,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline.staged_form import without_extra_outputs
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.report import report
-from shardconv.reporting.stage_lines import bubble, crossing_bytes, stage_bytes
+from shardconv.reporting.stage_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import trace
 from shardconv.verifying.simulation.rank_simulation import Simulation
@@ -186,6 +186,20 @@ def test_stages_of_the_sequence_parallel_form() -> None:
 def test_interleaving_waits_less() -> None:
     assert bubble(4, 4) == pytest.approx(3 / 7)
     assert bubble(4, 16, 2) == pytest.approx(1.5 / 17.5)
+
+
+def test_a_report_says_how_long_processes_of_several_stages_wait() -> None:
+    lines = [
+        line
+        for line in stage_lines(solve_plan(spec(), SolveOptions(2, pp=4, check=False)))
+        if "waiting" in line
+    ]
+    assert lines == [
+        "  waiting        42.9% with 4 microbatches (GPipe, 1F1B)",
+        "  waiting        11.1% with 4 microbatches on 4 processes of 2 stages (interleaved)",
+        "  waiting        15.8% with 16 microbatches (GPipe, 1F1B)",
+        "  waiting        3.0% with 16 microbatches on 4 processes of 2 stages (interleaved)",
+    ]
 
 
 # Models that cannot be cut ---------------------------------------------------------------------------
