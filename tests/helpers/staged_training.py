@@ -117,6 +117,7 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
         model.eval()
         with torch.no_grad():
             found["logits"] = model(batch(0, run.length)["input_ids"]).logits
+            found["evaluated"] = model(**batch(1, run.length)).loss.item()
     found["parameters"] = {n: whole(p) for n, p in model.named_parameters()}
     return found
 
@@ -145,6 +146,7 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
         model.eval()
         with torch.no_grad():
             found["logits"] = model(batch(0, run.length)["input_ids"]).logits
+            found["evaluated"] = model(**batch(1, run.length)).loss.item()
     found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
     return found
 
@@ -159,6 +161,7 @@ def require_same(found: list[dict[str, Any]], want: dict[str, Any], run: Run) ->
     for number, process in enumerate(found):
         if run.dp == 1:
             assert process["losses"] == pytest.approx(want["losses"], abs=1e-9)
+        assert process["evaluated"] == pytest.approx(want["evaluated"], abs=1e-7)
         assert process["norms"] == pytest.approx(want["norms"], abs=1e-8)
         torch.testing.assert_close(process["logits"], want["logits"], rtol=0.0, atol=1e-7)
         for kind in ("gradients", "parameters"):

@@ -111,6 +111,11 @@ class StageLink(ABC):
         """Whether a schedule sends and receives in place of the running calls."""
         return self.handover is not None
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the running pass only finds the forms of what it takes, and computes nothing."""
+        return self.handover is not None and self.handover.takes_all
+
     @contextmanager
     def passing(self, stage: int, handover: Handover) -> Iterator[None]:
         """Run a pass of one of this rank's stages, for which another one sends and receives.
@@ -136,7 +141,7 @@ class StageLink(ABC):
 
     def takes(self, stages: Sequence[int]) -> bool:
         """Whether this rank needs the value of a result that goes to these stages."""
-        return self.stage in stages or (self.handover is not None and self.handover.takes_all)
+        return self.stage in stages or self.is_measuring
 
     def take(
         self,

@@ -38,7 +38,7 @@ class StageLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, a scalar; arguments as of the model's loss function."""
         self.was_called = True
-        if self._link.is_last:
+        if self._link.is_last and not self._link.is_measuring:
             is_sum = kwargs.get("num_items_in_batch") is not None
             if self.num_items is not None and not is_sum:
                 kwargs["num_items_in_batch"] = self.num_items
