@@ -38,9 +38,9 @@ from shardconv.verifying.simulation.float64 import Float64
     "run",
     [
         Run(steps=3),
-        Run(tp=2, schedule="gpipe", microbatches=2, steps=2, recompute=True),
+        Run(tp=2, schedule="gpipe", microbatches=2, steps=2, recompute=True, gather_logits=False),
     ],
-    ids=["1f1b", "tp 2, gpipe, recomputed"],
+    ids=["1f1b", "tp 2, gpipe, recomputed, shards of logits"],
 )
 def test_stages_train_as_one_process(run: Run, tmp_path: Path) -> None:
     source, model = gpt2(tmp_path)

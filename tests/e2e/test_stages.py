@@ -163,18 +163,36 @@ def loaded_with(source: str, plan: str | None, options: dict[str, Any]) -> None:
     shardconv_runtime.load(source, plan=plan, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "argument"),
-    [
-        ({"gather_logits": False}, "gather_logits=False"),
-        ({"training": True, "compile": True}, "compile=True with training=True"),
-    ],
-)
-def test_what_does_not_know_stages_is_refused(options: dict[str, Any], argument: str, tmp_path: Path) -> None:
+def test_what_does_not_know_stages_is_refused(tmp_path: Path) -> None:
     source = save_causal("llama", tmp_path / "llama")
+    options = {"training": True, "compile": True}
     for error in run_errors(PP, loaded_with, str(source), str(planned(source, 1, check=False)), options):
         assert isinstance(error, PlanError)
-        assert f"{argument} does not know stages yet" in str(error)
+        assert "compile=True with training=True does not know stages yet" in str(error)
+
+
+def shards_of_logits(source: str, plan: str, options: dict[str, Any]) -> tuple[Tensor, str]:
+    """What a model returns that keeps a rank's shard, and what it says when it is to generate."""
+    model = shardconv_runtime.load(source, plan=plan, gather_logits=False, **options)
+    with torch.no_grad():
+        logits: Tensor = model(**prompts()).logits
+    with pytest.raises(ShardconvError) as error:
+        model.generate(**prompts())
+    return logits, str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"training": True, "sequence_parallel": True}], ids=str)
+def test_every_stage_gets_its_ranks_shard_of_the_logits(options: dict[str, Any], tmp_path: Path) -> None:
+    source = save_causal("llama", tmp_path / "llama")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.inference_mode():
+        want = whole.eval()(**prompts()).logits
+    plan = planned(source, 2, sequence_parallel=bool(options), check=bool(options))
+    found = run_processes(2 * PP, shards_of_logits, str(source), str(plan), options)
+    for rank, (logits, error) in enumerate(found):
+        shard = want.chunk(2, -1)[rank % 2]
+        torch.testing.assert_close(logits, shard, rtol=1e-4, atol=1e-4)
+        assert "generate needs full logits" in error
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ class Wanted:
         """The arguments that a model with stages cannot be loaded with, and whether they were given."""
         return {
             "adapter=": self.adapter is not None,
-            "gather_logits=False": self.gather_logits is False,
             "all_reduce=": self.all_reduce is not None,
             "compile=True with training=True": self.compiled and self.training,
         }
@@ -247,6 +246,7 @@ class Building:
             from .staged_models import keep_own
 
             forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
+            forms["local_logits"] = wanted.gather_logits is False
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
             weights = checked.checkpoint and held_by(plan, stages, checked.checkpoint)
             checked = replace(checked, plan=of_stage(plan, stages), checkpoint=weights)

@@ -255,6 +255,10 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
         raise PlanError("verify=True: an ordinary checkpoint has no checksums; leave it out, or convert")
     if wanted.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
+    if wanted.gather_logits is False and solved.stages is not None:
+        from ..parallel.local_logits import with_local_logits
+
+        with_local_logits(solved)
     if found.repository is None and found.checkpoint is None and rank < found.num_ranks:
         return _with_files(found, rank)
     return found

@@ -105,6 +105,7 @@ def keep_own(
     *,
     training: bool,
     sequence_parallel: bool,
+    local_logits: bool,
 ) -> StageModel:
     """Put stand-ins in the place of other stages' modules, in place.
 
@@ -116,11 +117,16 @@ def keep_own(
         names: of the unsharded model.
         training: the model is to be trained.
         sequence_parallel: its activations are sharded over the sequence.
+        local_logits: each rank keeps its shard of the logits.
     """
     if sequence_parallel:
         from ..format.plan_forms import of_sequence
 
         plan = of_sequence(plan)
+    if local_logits:
+        from ..parallel.local_logits import with_local_logits
+
+        plan = with_local_logits(plan)
     dtype = dtype or getattr(torch, plan.model.dtype)
     if training:
         from ..training.stage_training import prepare_stage
