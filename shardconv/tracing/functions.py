@@ -51,11 +51,23 @@ class Functions(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call ``func``; a tensor of literals keeps its values, whatever device it is made for."""
+        if func in _INDEXING:
+            return func(args[0], self._index(args[1]), *args[2:], **kwargs)
         if func not in _LITERALS or "device" not in kwargs or isinstance(args[0], torch.Tensor):
             return func(*args, **kwargs)
         values = pytree.tree_map_only(torch.Tensor, self.recorder.ask, args)
         with torch.utils._python_dispatch._disable_current_modes():
             real = func(*values, **{**kwargs, "device": "cpu"})
+        return self.recorder.identities.meta(real)
+
+    def _index(self, index: Any) -> Any:
+        """An index in which lists of numbers are tensors with values: torch makes tensors without of them."""
+        if isinstance(index, tuple):
+            return tuple(map(self._index, index))
+        if not isinstance(index, list) or not _is_numbers(index):
+            return index
+        with torch.utils._python_dispatch._disable_current_modes():
+            real = torch.tensor(index)
         return self.recorder.identities.meta(real)
 
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -82,6 +94,7 @@ class Functions(TorchFunctionMode):
 
 _SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size})  # type: ignore[attr-defined]
 _LITERALS = frozenset({torch.tensor, torch.as_tensor})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
@@ -93,6 +106,12 @@ def _is_mapped(value: Any) -> bool:
     """Whether a tensor is a slice inside of ``torch.vmap``: its operators reach the recorder as operators on
     the full tensor. torch does not offer this question in public."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _is_numbers(values: list[Any]) -> bool:
+    """Whether a list has ints, bools and lists of them, and at least one item."""
+    flat = pytree.tree_leaves(values)
+    return bool(flat) and all(isinstance(v, int) for v in flat)
 
 
 def _has_traced(values: Any) -> bool:

@@ -48,7 +48,7 @@ class ImageSizes:
             height=size[0],
             width=size[1],
             patch=patch,
-            patch_frames=first_int(node, ("temporal_patch_size",)) or 1,
+            patch_frames=first_int(node, ("temporal_patch_size", "patch_temporal")) or 1,
             frames=first_int(node, ("num_frames",)),
             is_known=said is not None,
             merge=max(merges, default=2),

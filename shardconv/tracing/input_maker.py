@@ -21,7 +21,7 @@ from .modalities import FORMED, Form, FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter
 from .trace import trace
-from .trace_errors import is_about_tokens, needed_width, numbers, release
+from .trace_errors import is_about_tokens, needed_multiple, needed_width, numbers, release
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
 """Arguments that ask for further outputs, of which losses are made."""
@@ -166,6 +166,23 @@ class InputMaker:
         found = needed_width(error, {n: t for n, t in tensors.items() if n in names})
         return None if found is None else replace(choice, widths=(*choice.widths, found))
 
+    def lengthened(self, choice: Choice, error: Exception) -> Choice | None:
+        """The same with a form of a length that the model's error asks for; None if it asks for none.
+
+        Args:
+            choice: with which the model failed.
+            error: how it failed: a length is not a multiple of a number.
+        """
+        formed = {name: t for form in choice.forms for name, t in form.tensors.items()}
+        needed = needed_multiple(error, {n: t for n, t in formed.items() if n not in dict(choice.widths)})
+        if needed is None:
+            return None
+        names, multiple = needed
+        sizes = {n for p in self.model.parameters() for n in p.shape}
+        shortest = max(2, *(-(-formed[name].shape[-1] // multiple) for name in names))
+        length = multiple * next(n for n in itertools.count(shortest) if not {n, n * multiple} & sizes)
+        return replace(choice, widths=(*choice.widths, *((name, length) for name in names)))
+
     def tensors(self, choice: Choice) -> dict[str, Tensor]:
         """Tokens, the chosen forms, whose placeholders are among the tokens, and what else is required.
 
@@ -229,8 +246,9 @@ class InputMaker:
         return self._random(self.batch, _UNKNOWN_WIDTH)
 
     def _of_width(self, tensor: Tensor, width: int) -> Tensor:
-        """A tensor whose last dim is cut, or gets more random numbers."""
-        more = self._random(*tensor.shape[:-1], max(0, width - tensor.shape[-1]))
+        """A tensor whose last dim is cut, or gets more random numbers; more ones if it is a mask."""
+        missing = *tensor.shape[:-1], max(0, width - tensor.shape[-1])
+        more = self._random(*missing) if tensor.is_floating_point() else tensor.new_ones(missing)
         return torch.cat([tensor, more], dim=-1)[..., :width]
 
     def _random(self, *shape: int) -> Tensor:

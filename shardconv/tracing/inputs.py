@@ -147,8 +147,8 @@ def _first(
 ) -> tuple[TraceInputs, Tape] | None:
     """The first choice with which the model runs.
 
-    Where an error says the width of an input, it gets that; where the error of the first choice names
-    numbers, they are tried as sizes, unless it is a known error.
+    Where an error says the width of an input, or a divisor of it, the input gets that; where the error of the
+    first choice names numbers, they are tried as sizes, unless it is a known error.
 
     Args:
         maker: of the inputs.
@@ -166,7 +166,7 @@ def _first(
         except Exception as error:
             release(error)
             failed.append((current, error))
-            wider = maker.widened(current, error, of_forms=False)
+            wider = maker.lengthened(current, error) or maker.widened(current, error, of_forms=False)
             if wider is not None:
                 todo = [wider, *todo]
                 continue

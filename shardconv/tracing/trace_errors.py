@@ -10,6 +10,7 @@ from torch import Tensor
 
 _LONGEST = 4096
 """Larger numbers in errors are not tried as sizes."""
+_MULTIPLE = re.compile(r"multiple of (\d+)")
 _PRODUCT = re.compile(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)")
 
 
@@ -30,6 +31,18 @@ def numbers(error: Exception) -> list[int]:
 def is_about_tokens(error: Exception) -> bool:
     """Whether an error complains of the number of tokens."""
     return "token" in str(error) and "has no attribute" not in str(error)
+
+
+def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[list[str], int] | None:
+    """The inputs whose last dim has a length that an error names, and of which number it must be a multiple.
+
+    None if the error is another one, or the inputs are such multiples.
+    """
+    found = _MULTIPLE.search(str(error))
+    multiple = int(found[1]) if found else 1
+    lengths = {n for n in numbers(error) if n % multiple}
+    names = [name for name, t in tensors.items() if t.dim() > 1 and t.shape[-1] in lengths]
+    return (names, multiple) if names else None
 
 
 def needed_width(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:

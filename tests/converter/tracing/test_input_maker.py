@@ -63,6 +63,25 @@ def test_an_unknown_input_gets_the_width_that_a_layer_needs() -> None:
     assert tensors["state"].is_floating_point()
 
 
+def test_a_form_gets_a_length_that_the_model_can_divide() -> None:
+    class Ears(Model):
+        main_input_name = "input_values"
+
+        def forward(self, input_values: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+            if input_values.shape[1] % 20:
+                raise ValueError(f"length {input_values.shape[1]} is not a multiple of 20")
+            assert padding_mask is not None
+            return self.measure(input_values.view(len(input_values), -1, 20)) * padding_mask.sum()
+
+    tensors = make_inputs(Ears()).tensors
+    length = tensors["input_values"].shape[1]
+    assert length % 20 == 0
+    assert tensors["padding_mask"].shape[1] == length
+    assert not tensors["padding_mask"].is_floating_point()
+    assert tensors["padding_mask"].all()
+    assert not {length, length // 20} & {n for p in Ears().parameters() for n in p.shape}
+
+
 def test_stacked_frames_are_found_once_no_form_will_do() -> None:
     @dataclass
     class Sounds(Config):
