@@ -9,6 +9,7 @@ from shardconv_runtime.format.plan import NormInfo
 from shardconv_runtime.format.slices import local_size
 from torch import nn
 
+from ..dim_analysis.analysis import NormUse
 from ..dim_analysis.dim_trees import Node, leaves
 from ..matching.norm_formulas import fit_norm
 from .layout import Layouts
@@ -23,8 +24,12 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
         layouts: of its tensors.
 
     Returns:
-        An obstacle where no formula of the runtime computes the same as a norm.
+        An obstacle where no formula of the runtime computes the same as a norm, or where the calls of one are
+        not all on shards of the same dims: it is given one formula for all of them.
     """
+    several = _on_other_shards(layouts)
+    if several is not None:
+        return several
     out: dict[str, NormInfo] = {}
     for use in layouts.analysis.norms:
         axes = _axes(use.normalized, layouts)
@@ -36,15 +41,29 @@ def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obst
         if info is None:
             nodes = (*leaves(use.groups), *leaves(use.normalized))
             return Obstacle(nodes, f"the runtime has no formula for the norm {fqn} on shards")
-        out[fqn] = replace(info, axes=axes, groups=_local_sizes(use.groups, layouts))
+        out[fqn] = replace(info, axes=axes, groups=_sizes(use.groups, layouts))
     return out
+
+
+def _on_other_shards(layouts: Layouts) -> Obstacle | None:
+    """The first norm of which some calls are on shards and others on tensors of other shapes; None if there
+    is none."""
+    first: dict[str, NormUse] = {}
+    for use in layouts.analysis.norms:
+        fqn = use.site.fqn
+        trees = [(u.groups, u.normalized) for u in (first.setdefault(fqn, use), use)]
+        one, two = ([(_axes(n, layouts), _sizes(n, layouts)) for n in each] for each in trees)
+        if one != two and any(axes for axes, _ in (*one, *two)):
+            nodes = tuple(x for each in trees for n in each for x in leaves(n))
+            return Obstacle(nodes, f"the norm {fqn} is called on shards and on other tensors", fqn)
+    return None
 
 
 def _axes(node: Node, layouts: Layouts) -> tuple[int, ...]:
     return tuple(sorted({a for x in leaves(node) for a in layouts.assignment.axes(x)}))
 
 
-def _local_sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
+def _sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
     """The local size of a dim: one if all ranks have the same, else one for each."""
     mesh = layouts.mesh
     sizes = [local_size(layouts.dim(node), mesh, rank) for rank in range(math.prod(mesh))]

@@ -284,6 +284,20 @@ class GatedNorm(nn.Module):
         return self.scale * y.view(*x.shape).to(x.dtype)
 
 
+class TwiceNormedMlp(nn.Module):
+    """Two projections around a norm without weights, which also sees a table that is replicated."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.girth)
+        self.norm = Tame()
+        self.table = nn.Parameter(torch.ones(config.girth))
+        self.down = nn.Linear(config.girth, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x))) * self.norm(self.table.cumsum(0)[None]).sum()
+
+
 class Layer(nn.Module):
     """A residual layer, its two branches one after the other or side by side."""
 
@@ -397,6 +411,10 @@ class LayerNormModel(OddModel):
     @staticmethod
     def mlp(config: OddConfig) -> nn.Module:
         return NormedMlp(config, nn.LayerNorm(config.girth))
+
+
+class TwiceNormedModel(OddModel):
+    mlp = TwiceNormedMlp
 
 
 class GatedNormModel(OddModel):

@@ -150,3 +150,10 @@ def test_a_module_without_parameters_has_the_same_steps_at_each_call() -> None:
     """Its calls are free to differ until the cheapest solution makes use of that."""
     plan = models.plan_of(models.TwiceTamedModel, 2, repeats=4, words=1001)
     assert plan.training is not None
+
+
+def test_a_norm_is_not_called_on_shards_and_on_other_tensors() -> None:
+    """It has one formula, and a mean over the ranks is not that of a tensor that all of them hold."""
+    plan = models.plan_of(models.TwiceNormedModel, 2, girth=256)
+    assert not [entry for entry in module_plans(plan).values() if entry.norm]
+    assert plan.training is not None
