@@ -23,7 +23,7 @@ from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.packing_alignment import Steps
 from ..planning.solution import stand_in
-from ..tracing.fold import fold
+from ..tracing.fold import Folded, fold
 from ..tracing.inputs import TraceInputs, trace_inputs
 from ..tracing.model_loss import returns_its_loss_function
 from ..tracing.not_in_training import not_in_training
@@ -93,7 +93,7 @@ def _solved(
     _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES, multiple=options.tp if options.sequence_parallel else 1)
-    run = _Run(model, inputs, tape, adapted)
+    run = _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
     return _solved_run(spec, options, steps, run if options.check else run.as_in_training(), tell)
 
 
@@ -106,32 +106,46 @@ class _Run:
     tape: Tape
     adapted: AdaptedModel | None
     """The model's adapter, and the model's own plan."""
+    folded: Folded
+    """Of the tape."""
+    bypasses: Mapping[str, Bypass]
+    """How the layers that others stand for can be left out."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: TraceInputs,
+        tape: Tape,
+        adapted: AdaptedModel | None,
+        first_apart: bool,
+    ) -> _Run:
+        """A model that was traced; see ``fold`` for ``first_apart``."""
+        folded = fold(tape, first_apart=first_apart)
+        bypasses = working_bypasses(model, inputs, tape, folded.representatives())
+        return cls(model, inputs, tape, adapted, folded, bypasses)
 
     def as_in_training(self) -> _Run:
         """The same, knowing which modules are not called in training."""
-        stand_ins = fold(self.tape).representatives()
-        model = bypassed_copy(self.model, self.bypasses(stand_ins))
-        shown_by = partial(stand_in, stand_ins=stand_ins)
+        shown_by = partial(stand_in, stand_ins=self.folded.representatives())
+        model = bypassed_copy(self.model, self.bypasses)
         found = not_in_training(self.tape, model, self.inputs, shown_by)
-        return replace(self, tape=replace(self.tape, not_in_training=found))
-
-    def bypasses(self, stand_ins: Mapping[str, str]) -> dict[str, Bypass]:
-        """How the layers that others stand for can be left out."""
-        return working_bypasses(self.model, self.inputs, self.tape, stand_ins)
+        short = replace(self.folded.tape, not_in_training=found)
+        tape = replace(self.tape, not_in_training=found)
+        return replace(self, tape=tape, folded=replace(self.folded, tape=short))
 
 
 def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run, tell: Tell) -> Plan:
     model, inputs, tape, adapted = run.model, run.inputs, run.tape, run.adapted
     given = adapted.given if adapted is not None else None
     tell("solving")
-    traced = fold(tape, first_apart=options.sequence_parallel)
-    folded = traced
+    traced = folded = run.folded
     if options.experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
     analysis = with_parts(analyze(folded.tape, folded.ties), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
-    bypassed = run.bypasses(traced.representatives())
+    bypassed = run.bypasses
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
     plan, solution = plain_form(problem)
     if adapted is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from shardconv_runtime.comm.collectives import Communicator
@@ -28,6 +28,7 @@ from ...planning.obstacle import Obstacle
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Op
 from ...tracing.trace import trace
+from ..simulation.closed_modules import repeat_results
 from ..simulation.layer_bypass import Bypass, bypass, planned_alike
 from .tape_comparison import compare_tapes
 
@@ -57,7 +58,8 @@ def retrace(
         model: the global model, on meta; it is copied.
         inputs: as for the global trace.
         bypassed: layers that need not be run where the plan says of them what it says of those that stand
-            for them; the global tape has these alone. Those that are read elsewhere, too, are run.
+            for them; the global tape has these alone. Of those that are read elsewhere, too, the modules
+            that are not closed are run.
 
     Returns:
         An obstacle where a shape or a position differs, with the leaves that are sharded there; None if
@@ -66,24 +68,53 @@ def retrace(
     Raises:
         PlanError: a parameter has another dtype in the plan than in the model.
     """
-    closed = {fqn: how for fqn, how in (bypassed or {}).items() if not how.is_read_elsewhere}
-    alike = planned_alike(plan, closed)
+    alike = planned_alike(plan, bypassed or {})
+    left_out = {fqn: how for fqn, how in alike.items() if not how.is_read_elsewhere}
+    repeated = {f"{fqn}.{name}": f"{how.like}.{name}" for fqn, how in alike.items() for name in how.closed}
     for rank in _unlike_ranks(plan):
-        local = parallelize(copy.deepcopy(model), plan, _ShapeCommunicator(rank, plan.mesh))
-        _require_dtypes(model, local)
-        changed = {f for f, m in local.named_modules() if type(m) is not type(model.get_submodule(f))}
+        run = _RankRun(plan, layouts, model, inputs, left_out, rank)
+        obstacle = run.obstacle(repeated)
+        if obstacle is not None and repeated:  # a model may find out that modules are not run
+            obstacle = run.obstacle({})
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """The trace of one rank."""
+
+    plan: Plan
+    layouts: Layouts
+    model: nn.Module
+    inputs: TraceInputs
+    left_out: Mapping[str, Bypass]
+    rank: int
+
+    def obstacle(self, repeated: Mapping[str, str]) -> Obstacle | None:
+        """How its tape differs from the global one.
+
+        Args:
+            repeated: modules that return what others have returned, see ``repeat_results``.
+        """
+        plan, layouts = self.plan, self.layouts
+        local = parallelize(copy.deepcopy(self.model), plan, _ShapeCommunicator(self.rank, plan.mesh))
+        _require_dtypes(self.model, local)
+        changed = {f for f, m in local.named_modules() if type(m) is not type(self.model.get_submodule(f))}
         changed |= leave_out(local, layouts.analysis.tape)
-        bypass(local, alike)
+        bypass(local, self.left_out)
+        repeat_results(local, repeated)
         try:
-            tape = trace(local, inputs.tensors, RULES, inputs.options, layouts.analysis.tape)
+            tape = trace(local, self.inputs.tensors, RULES, self.inputs.options, layouts.analysis.tape)
         except SolveError as error:
             where = str(error).partition(":")[0]
             return Obstacle(_to_blame(layouts, plan, where), str(error))
-        obstacle = compare_tapes(layouts, tape, changed, rank)
-        if obstacle is not None:
-            fqn = obstacle.where.partition(" ")[0]
-            return replace(obstacle, nodes=tuple(obstacle.nodes) or _to_blame(layouts, plan, fqn))
-    return None
+        found = compare_tapes(layouts, tape, changed, self.rank)
+        if found is None:
+            return None
+        fqn = found.where.partition(" ")[0]
+        return replace(found, nodes=tuple(found.nodes) or _to_blame(layouts, plan, fqn))
 
 
 def _unlike_ranks(plan: Plan) -> list[int]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Mark, Tape, prefixes, reads_and_writes, starred
 from ...tracing.trace import trace
+from .closed_modules import closed_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Bypass:
     is_read_elsewhere: bool = False
     """Whether more than its result is read, as by a loss from the logits of routers, or its result together
     with those of other layers, as by an encoder that returns all hidden states."""
+    closed: tuple[str, ...] = ()
+    """Where more than the result is read: names of modules in the layer of which only the results are."""
 
 
 def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
@@ -85,7 +88,9 @@ def find_bypasses(tape: Tape, layers: Mapping[str, str]) -> dict[str, Bypass]:
             out[fqn] = Bypass(arguments, length, unread, like, kind, is_read_elsewhere=fqn in elsewhere)
         else:
             failed.add(stack)
-    return {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+    found = {fqn: how for fqn, how in out.items() if fqn.rpartition(".")[0] not in failed}
+    closed = closed_modules(tape, {fqn for fqn, how in found.items() if how.is_read_elsewhere})
+    return {fqn: replace(how, closed=closed.get(fqn, ())) for fqn, how in found.items()}
 
 
 def working_bypasses(
