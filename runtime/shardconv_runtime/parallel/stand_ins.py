@@ -210,7 +210,7 @@ def give_way(module: nn.Module, stand_in: StandIn) -> None:
     All else about the module stays: its parameters and buffers, its hooks, its class for those who ask.
 
     Raises:
-        PlanError: by another of its names it is on other stages.
+        PlanError: by another of its names it is on other stages, or its class cannot be changed.
     """
     other: StandIn | None = module.__dict__.get(STAND_IN)
     if other is not None:
@@ -225,7 +225,13 @@ def give_way(module: nn.Module, stand_in: StandIn) -> None:
     if kind not in _GIVING_WAY:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _GIVING_WAY[kind] = type(kind.__name__, (_GivingWay, kind), names)
-    module.__class__ = _GIVING_WAY[kind]
+    try:
+        module.__class__ = _GIVING_WAY[kind]
+    except TypeError as error:  # its class is laid out in another way, as that of compiled code
+        raise PlanError(
+            f"a {kind.__name__} cannot give way to passes of other stages ({error}); load one stage in each "
+            "process"
+        ) from error
 
 
 def is_elsewhere(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.pipeline_stages import StagedModule, StandInDim
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.plan_forms import of_sequence
-from shardconv_runtime.format.staged_names import held_names, staged_modules
+from shardconv_runtime.format.staged_names import held_before, held_names, staged_modules, stages_of
 from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config
 from torch import Tensor, nn
@@ -110,6 +110,9 @@ def test_a_tied_embedding_is_held_by_both_ends() -> None:
     names = ["model.embed_tokens.weight"]
     assert held_names(plan, 0, names) == {names[0]: names[0]}
     assert held_names(plan, 1, names) == {names[0]: "lm_head.weight"}
+    assert held_names(plan, (0, 1), names) == {names[0]: names[0]}
+    assert (held_before(plan, 0, 2), held_before(plan, 1, 2)) == ({}, {names[0]: "lm_head.weight"})
+    assert (stages_of(plan, 1, 2), stages_of(plan, 0, 1)) == ((1,), (0, 1))
 
 
 def test_a_tensor_that_is_not_sent_is_missed(plan: Plan) -> None:
