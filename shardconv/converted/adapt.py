@@ -15,6 +15,7 @@ from shardconv_runtime.errors import CheckpointError, SolveError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan import Plan, parameter_plans
+from shardconv_runtime.format.variants import stage_directories
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
@@ -46,7 +47,7 @@ def adapt(
     in one process too, and the plan beside it.
 
     Args:
-        out: a converted directory.
+        out: a converted directory, or one of stages.
         adapter: a directory that peft saved; or the config of a new adapter, as a ``peft.PeftConfig`` or a
             file that is like ``adapter_config.json``.
         out_adapter: directory to make; it must not exist, or be empty.
@@ -65,11 +66,14 @@ def adapt(
         SolveError: the model with the adapter cannot be planned with these shards.
         ShardconvError: ``out`` is not a converted directory, or ``out_adapter`` is in use.
     """
-    directory, target = Path(out), Path(out_adapter)
+    root, target = Path(out), Path(out_adapter)
+    directory = next(iter(stage_directories(root)), root)
     found = manifest.read(directory)
     base = manifest.read_plan(directory, found)
     if base.stages is not None:
-        raise SourceError(f"{out} is a stage of {base.stages.count}; adapt does not know stages yet")
+        if directory == root:
+            raise SourceError(f"{out} is a stage of {base.stages.count}; name the directory of all of them")
+        base = replace(base, stages=replace(base.stages, own=None))
     if base.model.trust_remote_code and not trust_remote_code:
         raise SourceError(f"{out} runs custom code; read its *.py files, then pass --trust-remote-code")
     fingerprint.check_code(base)
@@ -91,7 +95,7 @@ def adapt(
             _copy(Path(adapter), scratch)
         else:
             tell("initializing the adapter")
-            _initialize(directory, base, given, scratch, found.source.name)
+            _initialize(root, directory, base, given, scratch, found.source.name)
         codec.write(plan, scratch / PLAN_NAME)
         if target.exists():
             target.rename(Path(made) / "replaced")
@@ -119,7 +123,11 @@ def planned(
     from ..pipeline.adapted_plan import Adaptation
     from ..pipeline.stages import solve_plan
 
-    options = SolveOptions(base.tp, base.experts, has_sequence_form(base), check)
+    stages = () if base.stages is None else base.stages.layers
+    text = ",".join(f"{first}-{last}" for first, last in stages)
+    options = SolveOptions(
+        base.tp, base.experts, has_sequence_form(base), check, pp=max(1, len(stages)), stages=text
+    )
     spec = _spec(directory, base)
     adaptation = Adaptation(base, adapter)
     try:
@@ -132,6 +140,8 @@ def planned(
         )
         why = plan.inference_only or "with the adapter, activations cannot be sharded over the sequence"
         plan = replace(plan, notes=(*plan.notes, f"no form for sequence parallelism: {why}"))
+    if plan.stages is not None and base.stages is not None:
+        plan = replace(plan, stages=replace(plan.stages, memory=base.stages.memory))
     return replace(plan, fused=(), memory=base.memory)
 
 
@@ -168,8 +178,10 @@ def _copy(source: Path, target: Path) -> None:
         save_file(own, target / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def _initialize(directory: Path, base: Plan, adapter: Adapter, target: Path, base_name: str) -> None:
-    """Write the files of a new adapter."""
+def _initialize(
+    root: Path, directory: Path, base: Plan, adapter: Adapter, target: Path, base_name: str
+) -> None:
+    """Write the files of a new adapter of a converted model, whose config is in a directory of its root."""
     import torch
     from shardconv_runtime.adapters.adapter_files import write_adapter
     from shardconv_runtime.adapters.attaching import attach
@@ -178,7 +190,7 @@ def _initialize(directory: Path, base: Plan, adapter: Adapter, target: Path, bas
     spec = _spec(directory, base)
     model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
     attached = attach(model, {DEFAULT: adapter}, trainable=True)
-    tensors = {**_copies(directory, attached.copies), **attached.tensors}
+    tensors = {**_copies(root, attached.copies), **attached.tensors}
     write_adapter(attached.wrapper, DEFAULT, tensors, target, base_name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import library_checkpoints
 import plain_kernels
 import pytest
 import shardconv_runtime
@@ -87,3 +88,39 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
 
 def load_adapter_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path / "adapter_model.safetensors")
+
+
+def train_on_stages(base: Path, saved: Path, out: Path, adapted: Path) -> tuple[float, float, int]:
+    """How far the loss and the gradients of a stage are from those of one process, and how many it has."""
+    plain_kernels.use_those_of_cpus()
+    model = shardconv_runtime.load(out, adapter=adapted, dtype="float32", training=True).train()
+    ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = shardconv_runtime.Pipeline(model, microbatches=2).step({"input_ids": ids, "labels": ids})
+    whole = PeftModel.from_pretrained(in_float32(base), saved, is_trainable=True)
+    want = loss_of(whole.train())
+    want.backward()  # type: ignore[no-untyped-call]
+    gradients = {n: p.grad for n, p in whole.get_base_model().named_parameters() if p.grad is not None}
+    inner = {n: p.grad for n, p in model.get_base_model().named_parameters() if p.grad is not None}
+    source = loaded(model)
+    parts = dict(local_parts(gradients.items(), source.plan, source.rank))
+    worst = max(((inner[n] - parts[n]).abs().max() / gradients[n].abs().max()).item() for n in inner)
+    return (loss - want).abs().item(), worst, len(inner)
+
+
+def save_two_layers(base: Path, path: Path) -> None:
+    """A model that can be cut."""
+    library_checkpoints.NUM_LAYERS = 2
+    save_trained(base, path)
+
+
+@pytest.mark.slow
+def test_gradients_of_stages_are_those_of_one_process(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    run_processes(1, save_two_layers, base, tmp_path / "lora")
+    shardconv.convert(base, tmp_path / "out", 2, pp=2)
+    shardconv.adapt(tmp_path / "out", tmp_path / "lora", tmp_path / "adapted")
+    paths = base, tmp_path / "lora", tmp_path / "out", tmp_path / "adapted"
+    for loss, gradient, number in run_processes(4, train_on_stages, *paths):
+        assert loss < TOLERANCE
+        assert gradient < TOLERANCE
+        assert number == 14

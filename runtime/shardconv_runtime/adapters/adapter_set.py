@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -11,6 +11,8 @@ from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import Plan
 from ..format.slices import Rows
+from ..format.stage_part import of_stage
+from ..format.staged_names import held_names
 from .adapted_tensors import adapted_tensors, require_base
 from .attaching import Adapter, Attached, attach
 from .combined import Alone, combined, named
@@ -51,6 +53,11 @@ class AdapterSet:
                     f"the adapter {name!r} ({each.adapter}) was adapted for another conversion, for "
                     f"{each.plan.tp} ranks; run `shardconv adapt` for this one, for {base.tp}"
                 )
+            if _layers(each.plan) != _layers(base):
+                raise PlanError(
+                    f"the adapter {name!r} ({each.adapter}) was adapted for a conversion of other stages; "
+                    "run `shardconv adapt` for this one"
+                )
         plans = {name: named(each.plan, name) for name, each in adapters.items()}
         if len(plans) == 1:
             return AdapterSet(base, next(iter(plans.values())), adapters)
@@ -78,6 +85,14 @@ class AdapterSet:
         require_base(self.base, self.plan, attached)
         return attached
 
+    def of_stages(self, stages: Collection[int], attached: Attached) -> tuple[AdapterSet, Attached]:
+        """What a process needs of them, and of what was attached, by the names in the model of its stages."""
+        held = held_names(self.base, stages)
+        names = {now: held.get(old, old) for now, old in attached.base_names.items()}
+        copies = {name: held.get(old, old) for name, old in attached.copies.items()}
+        own = replace(self, base=of_stage(self.base, stages), plan=of_stage(self.plan, stages))
+        return own, replace(attached, base_names=names, copies=copies)
+
     def tensors(
         self,
         stored: Callable[[Rows], Generator[tuple[str, Tensor]]],
@@ -96,6 +111,11 @@ class AdapterSet:
         old = {attached.base_names.get(name, name): held for name, held in rows.items()}
         old |= {attached.copies[name]: held for name, held in rows.items() if name in attached.copies}
         return adapted_tensors(stored(old), self.base, self.plan, attached, start, rows)
+
+
+def _layers(plan: Plan) -> object:
+    """Of each stage."""
+    return None if plan.stages is None else plan.stages.layers
 
 
 def _sources(adapters: Mapping[str, PlannedAdapter]) -> dict[str, Adapter]:

@@ -54,6 +54,7 @@ def named(plan: Plan, name: str) -> Plan:
         tied=tuple((renamed(alias, name), renamed(first, name)) for alias, first in plan.tied),
         logits=plan.logits and replace(plan.logits, module=renamed(plan.logits.module, name)),
         training=training,
+        stages=plan.stages and replace(plan.stages, modules=change(plan.stages.modules)),
     )
 
 
@@ -82,6 +83,11 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
     union = _Union(alone, model, attached)
     plans = [each.plan for each in alone.values()]
     first = plans[0]
+    if any(_stages(plan) != _stages(first) for plan in plans):
+        raise PlanError(
+            "the adapters change what modules of stages return or send in different ways; load them one by "
+            "one"
+        )
     for what in ("mesh", "tp", "experts"):
         if any(getattr(plan, what) != getattr(first, what) for plan in plans):
             raise PlanError(f"the adapters were adapted for conversions of another {what}")
@@ -102,6 +108,12 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
         wrong_experts=tuple(dict.fromkeys(w for plan in plans for w in plan.wrong_experts)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
     )
+
+
+def _stages(plan: Plan) -> object:
+    """What stages have and send, in both forms."""
+    sequence = plan.training.sequence if plan.training is not None else None
+    return plan.stages and (plan.stages.modules, sequence and sequence.stages)
 
 
 class _Union:
@@ -194,6 +206,7 @@ def _training(plans: list[Plan], union: _Union) -> TrainingPlan | None:
                 union.gradients(lambda plan: plan.training.sequence.gradients),  # type: ignore[union-attr]
                 union.entries(lambda plan: plan.training.sequence.draws),  # type: ignore[union-attr]
                 may_pad=all(s is not None and s.may_pad for s in sequences),
+                stages=sequences[0].stages if sequences[0] is not None else (),
             )
     return TrainingPlan(
         sequence,

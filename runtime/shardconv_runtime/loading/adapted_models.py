@@ -277,6 +277,10 @@ def _layers(wrapper: Any) -> Iterator[Any]:
 
 
 def _require_unsplit(model: nn.Module, what: str) -> None:
+    if loaded(model).stage is not None:
+        raise PlanError(
+            f"{what} does not know stages yet; reshard the model to one without, or do it before converting"
+        )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise PlanError(
             f"{what}: FSDP has sharded the parameters; do that before data_parallel, or save the adapter "

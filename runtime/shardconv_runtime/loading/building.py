@@ -76,7 +76,6 @@ class Wanted:
     def unknown_to_stages(self) -> dict[str, bool]:
         """The arguments that a model with stages cannot be loaded with, and whether they were given."""
         return {
-            "adapter=": self.adapter is not None,
             "all_reduce=": self.all_reduce is not None,
             "compile=True with training=True": self.compiled and self.training,
         }
@@ -161,6 +160,16 @@ class Building:
         """The same model with other adapters."""
         return replace(self, checked=replace(self.checked, adapters=adapters))
 
+    def unsharded_wrapper(self) -> nn.Module:
+        """A ``peft.PeftModel`` of the whole model, global, on meta, with new adapters of the same configs."""
+        from ..adapters.attaching import Adapter, attach
+
+        assert self.checked.adapters is not None, "it has some"
+        configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
+        new = {name: Adapter(config) for name, config in configs.items()}
+        model = unsharded(self.checked, self.wanted)
+        return attach(model, new, trainable=True, initialized=False).wrapper
+
     def model(self, stored: Stored | None = None) -> nn.Module:
         """The model; every process calls it, and all raise if one has an error.
 
@@ -214,11 +223,13 @@ class Building:
             from ..format.staged_names import absent_modules
             from ..parallel.stage_model import argument_names
 
-            arguments, stages = argument_names(model, plan), place.link.stages
+            stages = place.link.stages
             absent = [absent_modules(plan, number) for number in stages]
             built = replace(built, fused=of_stage(built, stages).fused)
         stage: StageModel | None = None
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
+        if place is not None:
+            arguments = argument_names(model, plan)
         packed = None
         if stays_packed(plan, wanted):
             from .packed_models import packed_modules
@@ -248,23 +259,25 @@ class Building:
             forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
             forms["local_logits"] = wanted.gather_logits is False
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
-            weights = checked.checkpoint and held_by(plan, stages, checked.checkpoint)
-            checked = replace(checked, plan=of_stage(plan, stages), checkpoint=weights)
-            built = replace(checked.plan, fused=built.fused)
+            base = checked.plan
+            weights = checked.checkpoint and held_by(base, stages, checked.checkpoint)
+            checked = replace(checked, plan=of_stage(base, stages), checkpoint=weights)
+            built = replace(of_stage(plan, stages), fused=built.fused)
         if wanted.verify:
             from .file_checksums import verify_checksums
 
             for part in (checked, *checked.more):
                 verify_checksums(part.directory, part.manifest, start.rank)
-        stored = partial(_stored, checked, built, start)
+        files = built if adapters is None else replace(checked.plan, fused=())
+        stored = partial(_stored, checked, files, start)
         if checked.more:
             from .staged_models import tensors_of_stages
 
-            parts = [partial(_stored, part, built, start) for part in (checked, *checked.more)]
-            stored = partial(tensors_of_stages, plan, stages, parts)
+            parts = [partial(_stored, part, files, start) for part in (checked, *checked.more)]
+            stored = partial(tensors_of_stages, base, stages, parts)
         if adapters is not None and attached is not None:
-            files = partial(_stored, checked, replace(checked.plan, fused=()), start)
-            stored = partial(adapters.tensors, files, attached, start)
+            held = (adapters, attached) if place is None else adapters.of_stages(stages, attached)
+            stored = partial(held[0].tensors, stored, held[1], start)
         if given is not None:
             rank_files.read(model, built, given(attached), start, None, packed)
         elif wanted.data_parallel is not None:

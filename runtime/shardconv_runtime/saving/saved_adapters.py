@@ -19,8 +19,9 @@ from ..errors import CheckpointError, PlanError
 from ..format import plan_json
 from ..format.plan import ParameterPlan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
+from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values, is_common
-from ..loaded import loaded
+from ..loaded import Loaded, loaded
 from .replicas import Replicas, full_tensor, replicas_of
 from .staging import staged
 from .stored_model import named_tensors
@@ -51,17 +52,19 @@ def save_adapters(
     chosen = list(adapters if names is None else names)
     if unknown := [name for name in chosen if name not in adapters]:
         raise PlanError(f"{unknown[0]!r} is no adapter of this model; it has {', '.join(adapters)}")
-    holders = replicas_of(wrapper)
+    holders, source = replicas_of(wrapper), loaded(wrapper)
+    # peft saves of the modules that there are: those of a stage are not all.
+    whole = wrapper if source.stage is None else source.building.unsharded_wrapper()
     target = Path(out).expanduser().resolve()
     with staged(holders, target, overwrite=overwrite, known=adapter_files) as staging:
-        more = loaded(wrapper).attached.replaced
+        more = source.attached.replaced
         for name in chosen:
-            tensors = gathered_adapter(wrapper, name, holders)
+            tensors = gathered_adapter(wrapper, name, holders, whole)
             error: Exception | None = None
             if holders.is_leader:
                 folder = staging.path if len(chosen) == 1 else staging.path / name
                 try:
-                    write_adapter(wrapper, name, tensors, folder, more=more)
+                    write_adapter(whole, name, tensors, folder, more=more)
                     plan_json.write(adapters[name].plan, folder / PLAN_NAME)
                 except OSError as failure:
                     error = CheckpointError(f"{out} cannot be written: {failure.strerror or failure}")
@@ -103,22 +106,29 @@ def adapter_files(directory: Path) -> list[str]:
     return found
 
 
-def gathered_adapter(wrapper: Any, name: str, holders: Replicas) -> dict[str, Tensor]:
+def gathered_adapter(wrapper: Any, name: str, holders: Replicas, whole: Any) -> dict[str, Tensor]:
     """The tensors of one adapter by FQN, global, on the CPU of the leader; elsewhere nothing.
 
     Every process of the model calls it.
+
+    Args:
+        wrapper: the ``peft.PeftModel``.
+        name: of the adapter.
+        holders: all processes.
+        whole: one with the modules of all stages, which peft asks for names.
     """
     source = loaded(wrapper)
     entries = parameter_plans(source.plan)
     firsts = dict(source.plan.tied)
-    tensors = named_tensors(wrapper)
+    tensors, held = named_tensors(wrapper), held_names(source.plan, source.stages)
     gathered: dict[str, Tensor] = {}
-    wanted = {*saved_names(wrapper, name, tensors), *source.attached.replaced}
-    for fqn, tensor in tensors.items():
-        if fqn in wanted and fqn not in firsts:
-            local = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-            entry = entries[fqn]
-            parts = _exchanged(local.detach().cpu(), entry, holders, source.launch)
+    wanted = {*saved_names(whole, name, [*entries, *firsts]), *source.attached.replaced}
+    for fqn, entry in entries.items():
+        if fqn in wanted:
+            local = tensors[held[fqn]].detach() if fqn in held else None
+            if isinstance(local, DTensor):
+                local = full_tensor(local)
+            parts = _exchanged(local, entry, holders, source)
             if holders.is_leader:
                 gathered[fqn] = _assembled(parts, entry, source.plan.mesh)
     for alias, first in firsts.items():
@@ -127,11 +137,13 @@ def gathered_adapter(wrapper: Any, name: str, holders: Replicas) -> dict[str, Te
     return gathered
 
 
-def _exchanged(local: Tensor, entry: ParameterPlan, holders: Replicas, launch: Any) -> list[Tensor]:
-    """The tensors of all ranks of the first replica, of which one is enough where all have the same."""
-    if is_common(entry) or not holders.is_first:
-        return [local]
-    return agreement.exchange(launch, local)
+def _exchanged(local: Tensor | None, entry: ParameterPlan, holders: Replicas, source: Loaded) -> list[Tensor]:
+    """The tensors of all ranks of the first replica, of which one is enough where all have the same; with
+    stages those of the first processes that have them."""
+    if not holders.is_first or (is_common(entry) and source.stage is None):
+        return [] if local is None else [local.cpu()]
+    found = agreement.exchange(source.launch, None if local is None else local.cpu())
+    return [part for part in found if part is not None][: source.plan.tp]
 
 
 def _assembled(parts: list[Tensor], entry: ParameterPlan, mesh: Mesh) -> Tensor:

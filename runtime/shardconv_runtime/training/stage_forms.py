@@ -65,7 +65,13 @@ class Border:
                 f"{missing[0][0]} was not called for this microbatch, and was for the first one; give all "
                 "microbatches the same arguments"
             )
-        return tuple(handover.values[crossing].contiguous() for crossing in self.left)
+        return tuple(_for_backward(handover.values[crossing].contiguous()) for crossing in self.left)
+
+
+def _for_backward(x: Tensor) -> Tensor:
+    """A value with which a backward pass can begin, though no parameter that is trained made it."""
+    is_constant = torch.is_grad_enabled() and x.is_floating_point() and not x.requires_grad
+    return x.detach().requires_grad_() if is_constant else x
 
 
 class _Measuring(Handover):

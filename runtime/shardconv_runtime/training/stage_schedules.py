@@ -84,7 +84,7 @@ class Pipeline:
             raise PlanError(
                 "Pipeline is for models with stages; this one has none: call backward() of its loss"
             )
-        if not any(p.requires_grad for p in model.parameters()):
+        if not source.building.wanted.training:
             raise PlanError("the model was loaded for inference; load it with training=True")
         stage: StageModel = source.stage
         assert isinstance(stage.link, ProcessLink), "it was loaded on processes"
