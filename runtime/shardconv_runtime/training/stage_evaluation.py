@@ -6,7 +6,7 @@ is one microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -38,7 +38,8 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
-        return _in_passes(self, stage, _without_cache(names, dict(zip(names, args, strict=False)) | kwargs))
+        given = _without_cache(names, dict(zip(names, args, strict=False)) | kwargs)
+        return _without_state(names, _in_passes(self, stage, given))
 
     model.__dict__["forward"] = MethodType(forward, model)
 
@@ -51,6 +52,14 @@ def _without_cache(names: list[str], given: dict[str, Any]) -> dict[str, Any]:
             "sequences, or load it without stages_per_process"
         )
     return given | ({_MAKES_CACHE: False} if _MAKES_CACHE in names else {})
+
+
+def _without_state(names: list[str], output: Any) -> Any:
+    """The results but for those that are handed back to the model, as caches are: they are of one pass."""
+    for name in names if isinstance(output, MutableMapping) else ():
+        if output.get(name) is not None:
+            output[name] = None
+    return output
 
 
 def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> Any:
