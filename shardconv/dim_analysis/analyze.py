@@ -30,12 +30,15 @@ class RuleError(Exception):
     """A rule failed in a way that its author did not intend."""
 
 
-def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
+def analyze(
+    tape: Tape, ties: Sequence[tuple[int, int]] = (), same: Sequence[tuple[int, int]] = ()
+) -> Analysis:
     """Apply the rules to every operator of the tape, in order.
 
     Args:
         tape: of the global model.
         ties: pairs of tensors whose dims must have the same structure.
+        same: pairs of tensors that are laid out as one.
     """
     builder = Builder(tape)
     norms = find_norms(tape)
@@ -53,6 +56,11 @@ def analyze(tape: Tape, ties: Sequence[tuple[int, int]] = ()) -> Analysis:
         builder.tensor(tid)
     _block_compared(builder)
     dims = builder.result.dims
+    for a, b in same:
+        if a in dims and b in dims:
+            builder.same_partial(builder.partial(a), builder.partial(b))
+            for x, y in zip(dims[a], dims[b], strict=True):
+                dim_trees.unify(x, y)
     for a, b in ties:
         if a in dims and b in dims:
             for x, y in zip(dims[a], dims[b], strict=True):

@@ -143,7 +143,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     if options.experts == "ep":
         tell("proving the experts")
         folded = isolate_experts(folded, model)
-    analysis = with_parts(analyze(folded.tape, folded.ties), model)
+    analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), model)
     experts = ExpertParallel(analysis) if options.experts == "ep" else None
     bypassed = run.bypasses
     problem = PlanProblem(spec, options, model, inputs, folded, analysis, experts, steps, given, bypassed)
@@ -164,7 +164,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
         plan = _with_memory(plan, model, inputs, bypassed)
     check = None
     if options.check:
-        inside = analysis if folded is traced else analyze(traced.tape, traced.ties)
+        inside = analysis if folded is traced else analyze(traced.tape, traced.ties, traced.same)
         full = FullModel(model, inputs, traced, inside)
         check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
         plan = check.checked(plan)

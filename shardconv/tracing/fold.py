@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .ints import TracedInt
-from .layer_kinds import Segment, classify, segments_of
+from .layer_kinds import Segment, classify, made_alike, segments_of
 from .tape import Event, Mark, Ref, Replay, Tape, prefixes
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
@@ -33,6 +33,8 @@ class Folded:
     tape: Tape
     ties: tuple[tuple[int, int], ...] = ()
     """Pairs of tensors that must be treated alike."""
+    same: tuple[tuple[int, int], ...] = ()
+    """Pairs of a state of a layer that stays and of one that was dropped, which are laid out as one."""
     instances: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """FQN of a layer that stays -> FQNs of all layers that it stands for, itself first."""
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -77,10 +79,11 @@ def fold(tape: Tape, first_apart: bool = False) -> Folded:
         folded = _fold_stack(result.tape, segments_of(result.tape, calls), first_apart)
         if folded is not None:
             members.update(calls)
-            shorter, ties, instances, weights = folded
+            shorter, ties, same, instances, weights = folded
             result = Folded(
                 shorter,
                 result.ties + ties,
+                result.same + same,
                 {**result.instances, **instances},
                 {**result.weights, **weights},
             )
@@ -111,23 +114,27 @@ def _is_inside(tape: Tape, call: int, members: set[int]) -> bool:
 
 # Folding a stack -----------------------------------------------------------------------------------
 
-_Result = tuple[Tape, tuple[tuple[int, int], ...], dict[str, tuple[str, ...]], dict[str, float]]
+_Pairs = tuple[tuple[int, int], ...]
+_Result = tuple[Tape, _Pairs, _Pairs, dict[str, tuple[str, ...]], dict[str, float]]
 
 
 def _fold_stack(tape: Tape, segments: list[Segment], first_apart: bool) -> _Result | None:
-    if any(a.stop != b.start for a, b in itertools.pairwise(segments)):
+    if any(a.stop > b.start for a, b in itertools.pairwise(segments)):
         return None
+    is_apart = any(a.stop != b.start for a, b in itertools.pairwise(segments))
     classify(tape, segments)
     if first_apart:
         segments[0].kind = 1 + max(segment.kind for segment in segments)
-    if not _only_pass_on(segments):
+    if not _only_pass_on(segments) or (is_apart and not _pass_on(segments)):
         return None
+    states = made_alike(tape)
     kept = _kept(segments)
     if len(kept) == len(segments):
         return None
     return (
-        _shortened(tape, segments, kept),
+        _shortened(tape, segments, kept, states),
         _ties(segments, kept),
+        _same(segments, kept, states),
         _instances(segments, kept),
         _weights(segments, kept),
     )
@@ -140,6 +147,12 @@ def _only_pass_on(segments: list[Segment]) -> bool:
         if any(owner.get(t, index - 1) != index - 1 for t in segment.outside):
             return False
     return _same_sources(segments)
+
+
+def _pass_on(segments: list[Segment]) -> bool:
+    """Whether each layer reads something of the one before it."""
+    pairs = itertools.pairwise(segments)
+    return all(not set(before.made).isdisjoint(segment.outside) for before, segment in pairs)
 
 
 def _same_sources(segments: list[Segment]) -> bool:
@@ -174,10 +187,12 @@ def _kept(segments: list[Segment]) -> list[int]:
     return kept
 
 
-def _shortened(tape: Tape, segments: list[Segment], kept: list[int]) -> Tape:
+def _shortened(tape: Tape, segments: list[Segment], kept: list[int], states: Collection[int]) -> Tape:
     """The tape without the dropped layers; those of the kept layer before replace their results.
 
-    Results that only the code behind the stack reads are those of the first layer of their kind.
+    Results that only the code behind the stack or between its layers reads are those of the first layer of
+    their kind. States of dropped layers, which other code makes, are those of that layer as well: how their
+    sizes are computed need not be localized.
     """
     rename = _first_of_kind(segments, kept)
     dropped: set[int] = set()
@@ -190,10 +205,15 @@ def _shortened(tape: Tape, segments: list[Segment], kept: list[int]) -> Tape:
     gone_names = tuple(s.fqn + "." for i, s in enumerate(segments) if i not in set(kept))
     gone_fqns = {s.fqn for i, s in enumerate(segments) if i not in set(kept)}
     events = [_renamed(e, rename) for p, e in enumerate(tape.events) if p not in dropped]
+    dropped_segments, kept_segments = (
+        [s for i, s in enumerate(segments) if (i in set(kept)) == k] for k in (False, True)
+    )
+    shared = {t for s in kept_segments for t in s.outside}
+    own_states = {t for s in dropped_segments for t in s.outside if t in states and t not in shared}
     replays = [
         _renamed_replay(r, rename)
         for r in tape.replays
-        if r.fqn not in gone_fqns and not r.fqn.startswith(gone_names)
+        if r.fqn not in gone_fqns and not r.fqn.startswith(gone_names) and own_states.isdisjoint(r.outputs)
     ]
     outputs, handed_back = (
         tuple(rename.get(t, t) for t in tids) for tids in (tape.outputs, tape.handed_back)
@@ -263,6 +283,16 @@ def _ties(segments: list[Segment], kept: list[int]) -> tuple[tuple[int, int], ..
             ties += [(a, b) for a, b in zip(known.made, segment.made, strict=True)]
             ties += [(a, b) for a, b in zip(known.outside, segment.outside, strict=True) if a != b]
     return tuple(ties)
+
+
+def _same(segments: list[Segment], kept: list[int], states: Collection[int]) -> tuple[tuple[int, int], ...]:
+    """For each state that other code made for a dropped layer, that of the first layer of its kind."""
+    first: dict[int, Segment] = {}
+    for index in kept:
+        first.setdefault(segments[index].kind, segments[index])
+    gone = (s for i, s in enumerate(segments) if i not in set(kept))
+    pairs = (pair for s in gone for pair in zip(first[s.kind].outside, s.outside, strict=True))
+    return tuple((a, b) for a, b in pairs if a != b and b in states)
 
 
 def _instances(segments: list[Segment], kept: list[int]) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Ref, Replay, Tape, prefixes, reads_and_writes
+from .tape import Event, Mark, Ref, Replay, Tape, TensorInfo, prefixes, reads_and_writes
+
+_FILLED = frozenset({"aten.zeros", "aten.ones", "aten.full"})
+"""Operators that make a tensor of one number."""
+_SAME = frozenset({"aten.detach", "aten.alias"})
+"""Operators whose result is their operand."""
 
 
 @dataclass
@@ -45,6 +50,42 @@ def _last_calls(tape: Tape) -> list[int]:
     return last
 
 
+def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:
+    """The tensors that were filled with one number, such as states; equal values for equal tensors."""
+    found: dict[int, tuple[str, str, str, TensorInfo]] = {}
+    for event in tape.events:
+        if isinstance(event, Mark):
+            continue
+        base = event.name.rpartition(".")[0]
+        if base in _FILLED and not event.inputs:
+            made = tape.tensors[event.outputs[0]]
+            found[event.outputs[0]] = event.name, repr(event.args), repr(event.kwargs), made
+        elif base in _SAME and event.inputs[0] in found:
+            found[event.outputs[0]] = found[event.inputs[0]]
+    return found
+
+
+class _States:
+    """The tensors of ``made_alike``, in terms of the layers that read them."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.made = made_alike(tape)
+        self.replays = {t: r for r in tape.replays for t in r.outputs if t in self.made}
+
+    def key(self, segment: Segment, tid: int) -> Any:
+        """Equal where one layer may read one tensor as another layer reads another.
+
+        They were made alike, with sizes from the same places: attributes of the layer, or of other modules.
+        """
+        made = self.made.get(tid)
+        if made is None:
+            return tid
+        replay = self.replays.get(tid)
+        sizes = None if replay is None else _LayerSignature(self.tape, segment)._value(replay.args)
+        return made, sizes
+
+
 def classify(tape: Tape, segments: list[Segment]) -> None:
     """Number the kinds: equal signatures, the same tensors from outside of the stack, and the same that are
     read behind it."""
@@ -53,12 +94,12 @@ def classify(tape: Tape, segments: list[Segment]) -> None:
     passed: dict[int, set[int]] = {}
     for signature, segment in zip(signatures, segments, strict=True):
         passed.setdefault(signature, set()).update(p for p, t in enumerate(segment.outside) if t in owner)
-    alike = _interchangeable(tape)
+    alike, equal = _interchangeable(tape), _States(tape)
     returned = _read_behind(tape, segments)
     kinds: dict[Any, int] = {}
     for signature, segment, read in zip(signatures, segments, returned, strict=True):
         shared = tuple(
-            t
+            equal.key(segment, t)
             for p, t in enumerate(segment.outside)
             if p not in passed[signature]
             and not tape.tensors[t].name.startswith(segment.fqn + ".")
@@ -89,9 +130,11 @@ def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
 
 
 def _read_behind(tape: Tape, segments: list[Segment]) -> list[frozenset[int]]:
-    """The positions of each layer's tensors that are read behind the stack; of the last one, only those that
-    no layer would read if it followed."""
-    behind = {t for event in tape.events[segments[-1].stop :] for t in reads_and_writes(event)[0]}
+    """The positions of each layer's tensors that are read behind the stack or between its layers; of the last
+    one, only those that no layer would read if it followed."""
+    starts = [*(s.start for s in segments[1:]), len(tape.events)]
+    others = (tape.events[s.stop : start] for s, start in zip(segments, starts, strict=True))
+    behind = {t for events in others for event in events for t in reads_and_writes(event)[0]}
     behind.update(tape.outputs, tape.handed_back)
     positions = [{t: p for p, t in enumerate(s.made)} for s in segments]
     passed = {

@@ -15,12 +15,14 @@ from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.dim_analysis.analyze import analyze
+from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
 from shardconv.dim_analysis.structure import width
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.fold import fold
 from shardconv.tracing.inputs import trace_inputs
-from shardconv.tracing.tape import reads_and_writes, starred
+from shardconv.tracing.tape import Op, reads_and_writes, starred
 from shardconv.tracing.trace import trace
 
 SIZES: dict[str, Any] = {
@@ -122,6 +124,69 @@ def test_stacks_in_stages_that_cannot_be_folded_are() -> None:
     both_kept = {layer: weight for layer, weight in folded.weights.items() if weight > 1}
     expected = {f"stages.{i}.0.{j}": depth / 2 for i, (_, depth) in enumerate(STAGES) for j in (0, 1)}
     assert both_kept == expected
+
+
+class Remembering(nn.Module):
+    """Makes a state for each layer, and writes what each one returns to it before it calls the next.
+
+    Args:
+        sizes: of the states.
+    """
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in sizes)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [x.new_zeros(()) + torch.zeros(3, 12 * n, device=x.device) for n in self.sizes]
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x)
+            state[:, :12].copy_(x[:, 0])
+        return [x, *states]
+
+
+class Adds(nn.Linear):
+    """Reads the state that it is given."""
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return super().forward(x) + state
+
+
+class Reading(Remembering):
+    """Whose layers read their states, each of which begins with a number."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.layers = nn.ModuleList(Adds(12, 12) for _ in numbers)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        states = [torch.full((12,), n, device=x.device, dtype=x.dtype) for n in self.numbers]
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, state)
+            state.copy_(x[0, 0])
+        return [x, *states]
+
+
+def test_operators_between_layers_stay_and_read_of_the_layers_that_do() -> None:
+    folded = fold(trace(Remembering(1, 1, 1, 1, 1, 2).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert len(folded.instances) < 4
+    names = [e.name for e in folded.tape.events if isinstance(e, Op)]
+    assert names.count("aten.copy_.default") == 6
+    made = {t for e in folded.tape.events for t in reads_and_writes(e)[1]}
+    inputs = {t for t, info in enumerate(folded.tape.tensors) if info.kind != "value"}
+    assert {t for e in folded.tape.events for t in reads_and_writes(e)[0]} <= made | inputs
+
+
+@pytest.mark.parametrize(("numbers", "kept"), [((0.0,) * 8, 3), ((0.0,) * 5 + (1.0,) + (0.0,) * 2, 5)])
+def test_layers_whose_states_were_made_alike_are_of_one_kind(numbers: tuple[float, ...], kept: int) -> None:
+    folded = fold(trace(Reading(*numbers).to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert len(folded.instances) == kept
+    assert len(folded.same) == 8 - kept
+    analysis = analyze(folded.tape, folded.ties, folded.same)
+    for a, b in folded.same:
+        assert [find(d) for d in analysis.dims[a]] == [find(d) for d in analysis.dims[b]]
 
 
 def test_routers_of_many_layers_are_no_majority() -> None:
