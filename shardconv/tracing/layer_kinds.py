@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Ref, Replay, Tape, TensorInfo, prefixes, reads_and_writes
+from .tape import Event, Mark, Ref, Replay, Tape, TensorInfo, last_calls, prefixes, reads_and_writes
 
 _FILLED = frozenset({"aten.zeros", "aten.ones", "aten.full"})
 """Operators that make a tensor of one number."""
@@ -32,22 +32,12 @@ class Segment:
 
 def segments_of(tape: Tape, calls: list[int]) -> list[Segment]:
     """The events of each of some calls, but for calls that have none, such as those of dropped layers."""
-    last = _last_calls(tape)
+    last = last_calls(tape)
     events_of: dict[int, list[int]] = {}
     for position, event in enumerate(tape.events):
         events_of.setdefault(event.call, []).append(position)
     found = ((c, [p for i in range(c, last[c] + 1) for p in events_of.get(i, ())]) for c in calls)
     return [Segment(tape.calls[c].fqn, min(own), max(own) + 1) for c, own in found if own]
-
-
-def _last_calls(tape: Tape) -> list[int]:
-    """For each call, the last call in it."""
-    last = list(range(len(tape.calls)))
-    for index in range(len(tape.calls) - 1, -1, -1):
-        parent = tape.calls[index].parent
-        if parent >= 0:
-            last[parent] = max(last[parent], last[index])
-    return last
 
 
 def made_alike(tape: Tape) -> dict[int, tuple[str, str, str, TensorInfo]]:

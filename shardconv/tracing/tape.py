@@ -126,6 +126,16 @@ class Replay:
 Event = Op | Mark
 
 
+def last_calls(tape: Tape) -> list[int]:
+    """For each call, the last call in it."""
+    last = list(range(len(tape.calls)))
+    for index in range(len(tape.calls) - 1, -1, -1):
+        parent = tape.calls[index].parent
+        if parent >= 0:
+            last[parent] = max(last[parent], last[index])
+    return last
+
+
 def reads_and_writes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tensors that an event reads, and those that it makes."""
     if isinstance(event, Mark):

@@ -116,12 +116,17 @@ def trained(source: str, plan: str, run: Run) -> dict[str, Any]:
             found["norms"].append(shardconv_runtime.clip_grad_norm(model, 1.0).item())
             optimizer.step()
             optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            found["logits"] = model(batch(0, run.length)["input_ids"]).logits
-            found["evaluated"] = model(**batch(1, run.length)).loss.item()
+        found.update(evaluated(model, run))
     found["parameters"] = {n: whole(p) for n, p in model.named_parameters()}
     return found
+
+
+def evaluated(model: nn.Module, run: Run) -> dict[str, Any]:
+    """What the trained model gives without gradients."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(batch(0, run.length)["input_ids"]).logits
+        return {"logits": logits, "evaluated": model(**batch(1, run.length)).loss.item()}
 
 
 def equal_labels(given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -145,10 +150,7 @@ def trained_alone(model: nn.Module, run: Run) -> dict[str, Any]:
                 found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
             optimizer.step()
             optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            found["logits"] = model(batch(0, run.length)["input_ids"]).logits
-            found["evaluated"] = model(**batch(1, run.length)).loss.item()
+        found.update(evaluated(model, run))
     found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
     return found
 

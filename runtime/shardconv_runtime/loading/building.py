@@ -218,6 +218,7 @@ class Building:
         config, model = _unsharded(checked, wanted)
         arguments: Mapping[str, Sequence[str]] = {}
         absent: Sequence[Collection[str]] = (frozenset(),)
+        attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
         if place is not None:
             from ..format.stage_part import of_stage
             from ..format.staged_names import absent_modules
@@ -226,10 +227,8 @@ class Building:
             stages = place.link.stages
             absent = [absent_modules(plan, number) for number in stages]
             built = replace(built, fused=of_stage(built, stages).fused)
-        stage: StageModel | None = None
-        attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
-        if place is not None:
             arguments = argument_names(model, plan)
+        stage: StageModel | None = None
         packed = None
         if stays_packed(plan, wanted):
             from .packed_models import packed_modules

@@ -30,17 +30,16 @@ def with_further(found: Checked, per_process: int) -> Checked:
 
 
 def _beside(found: Checked, stage: int) -> Checked:
-    name = stage_directory(stage, num_stages(found.plan))
-    if found.repository is not None:
-        from ..hub.fetch import beside
-
-        repository, described = beside(found.repository, name)
-        directory = repository.directory
-        other = Checked(directory, described, manifest.read_plan(directory, described), repository)
-    else:
+    name, repository = stage_directory(stage, num_stages(found.plan)), found.repository
+    if repository is None:
         directory = found.directory.parent / name
         described = manifest.read(directory)
-        other = Checked(directory, described, manifest.read_plan(directory, described))
+    else:
+        from ..hub.fetch import beside
+
+        repository, described = beside(repository, name)
+        directory = repository.directory
+    other = Checked(directory, described, manifest.read_plan(directory, described), repository)
     if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
         raise CheckpointError(
             f"{directory} and {found.directory} are of two conversions; copy or convert the model again"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...tracing.tape import Event, Mark, Tape, reads_and_writes
+from ...tracing.tape import Event, Mark, Tape, last_calls, reads_and_writes
 
 FEWEST_EVENTS = 24
 """Of a module that is worth leaving out."""
@@ -33,7 +33,7 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
     Returns:
         For each layer the names of such modules, relative to it.
     """
-    last = _last_calls(tape)
+    last = last_calls(tape)
     looked_into = _looked_into(tape, last)
     sizes = _num_events(tape)
     several = {call.fqn for call in tape.calls if call.index}
@@ -51,16 +51,6 @@ def closed_modules(tape: Tape, layers: Collection[str]) -> dict[str, tuple[str, 
                 inner += 1
             out[call.fqn] = tuple(found)
     return out
-
-
-def _last_calls(tape: Tape) -> list[int]:
-    """For each call, the last call in it."""
-    last = list(range(len(tape.calls)))
-    for index in range(len(tape.calls) - 1, -1, -1):
-        parent = tape.calls[index].parent
-        if parent >= 0:
-            last[parent] = max(last[parent], last[index])
-    return last
 
 
 def _num_events(tape: Tape) -> list[int]:
