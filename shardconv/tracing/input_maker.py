@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
 from .free_sizes import free_sizes
-from .modalities import FORMED, Form, FormMaker
+from .input_forms import FORMED, Asked, Form
+from .modalities import FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter
 from .trace import trace
@@ -96,9 +97,8 @@ class InputMaker:
         There are as many placeholders as the model makes features of a form.
         """
         sizes = {n for p in self.model.parameters() for n in p.shape}
-        maker = FormMaker(
-            list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes
-        )
+        asked = Asked(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes)
+        maker = FormMaker(asked)
         kinds = maker.kinds()
         forms = {kind: [_CountedForm(self, form) for form in maker.forms(kind)] for kind in kinds}
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]

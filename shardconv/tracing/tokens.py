@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
-from .modalities import IMAGES, SOUNDS, STATES, VIDEOS, Form
+from .input_forms import IMAGES, SOUNDS, STATES, VIDEOS, Form
 
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
 """``mm_token_type_ids`` of the placeholders of an image, a video or a sound."""

@@ -1,0 +1,63 @@
+"""What the inputs beside tokens are called, and what is known when one of them is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMAGES = ("pixel_values", "image_pixel_values", "flattened_patches")
+"""Names of the parameter that takes images."""
+VIDEOS = ("pixel_values_videos",)
+"""Names of the parameter that takes videos; they are made up where no images are taken."""
+SOUNDS = ("input_features", "audio_input_features", "input_values")
+"""Names of the parameter that takes sounds: spectra, or samples."""
+SERIES = ("past_values",)
+"""Names of the parameter that takes measurements over time."""
+FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES)
+"""Names of the parameters that are given in forms, where they are required."""
+STATES = ("encoder_hidden_states", "cross_attention_states")
+"""Names of the parameter that takes the states of an encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way of giving a model one kind of input."""
+
+    kind: str
+    """``image``, ``video``, ``audio``, ``series`` or ``states``."""
+    tensors: dict[str, Tensor]
+    """By parameter; the batch is the first dim, or a factor of it."""
+    seen: tuple[str, ...] = ()
+    """Parameters that say which images each token sees, ``[B, S, N]``."""
+
+    @property
+    def num_images(self) -> int:
+        """Of a row: N of images ``[B, N, C, H, W]``."""
+        return next(iter(self.tensors.values())).shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The call of a model whose inputs are made up."""
+
+    parameters: Collection[str]
+    """Names of the forward method's parameters."""
+    config: Any
+    dtype: torch.dtype
+    batch: int
+    seed: int
+    sizes: Collection[int] = ()
+    """Of the model's parameters: likely numbers of bins."""
+
+    def first(self, names: Collection[str]) -> str:
+        """The first of some names that a parameter has; empty if none has one."""
+        return next((n for n in names if n in self.parameters), "")
+
+    def random(self, *shape: int) -> Tensor:
+        """Numbers of the model's dtype, others for another seed."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(shape, generator=generator).to(self.dtype)
