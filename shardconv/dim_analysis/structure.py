@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..tracing.tape import Mark, Tape, starred
+from ..tracing.tape import Mark, Tape, reads_and_writes, starred
 from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import LEAF, PRODUCT, SUM, Node, find
@@ -112,20 +112,29 @@ def weighted_leaves(analysis: Analysis) -> set[Node]:
     """The leaves of parameters and of experts, and all that marks link to those of products and tables.
 
     The others are positions of activations: sharding them divides no parameter. A parameter that is added at
-    each position may be sharded there, but not what is behind the next mark.
+    each position may be sharded there, but not what is behind the next mark. A module may be given a parameter,
+    or a part of it: one expert's matrix.
     """
-    tape = analysis.tape
     summed = {find(x) for c in analysis.contractions for dim in c.dims for x in dim_trees.leaves(dim)}
     tables = {lookup.table for lookup in analysis.lookups}
     start = {find(x) for _, count in analysis.experts for x in dim_trees.leaves(count)}
     own: set[Node] = set()
-    for tid, info in enumerate(tape.tensors):
-        if info.kind == "parameter" and tid in analysis.dims:
-            leaves = {find(x) for dim in analysis.dims[tid] for x in dim_trees.leaves(dim)}
-            own |= leaves
-            if tid in tables or not summed.isdisjoint(leaves):
-                start.update(x for x in leaves if not x.blocked)
+    for tid in _parameters_and_their_parts(analysis.tape) & analysis.dims.keys():
+        leaves = {find(x) for dim in analysis.dims[tid] for x in dim_trees.leaves(dim)}
+        own |= leaves
+        if tid in tables or not summed.isdisjoint(leaves):
+            start.update(x for x in leaves if not x.blocked)
     return own | _reached(_neighbors(analysis), start)
+
+
+def _parameters_and_their_parts(tape: Tape) -> set[int]:
+    """The tensors that are computed of parameters and of single numbers, such as that of an expert, alone."""
+    found = {tid for tid, info in enumerate(tape.tensors) if info.kind == "parameter"}
+    for event in tape.events:
+        read, written = reads_and_writes(event)
+        if not found.isdisjoint(read) and all(t in found or not tape.tensors[t].shape for t in read):
+            found.update(written)
+    return found
 
 
 def _neighbors(analysis: Analysis) -> dict[Node, list[Node]]:

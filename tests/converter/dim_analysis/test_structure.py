@@ -10,6 +10,7 @@ from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
 from shardconv.dim_analysis.structure import num_tokens, weighted_leaves, width
+from shardconv.tracing.tape import Mark
 from shardconv.tracing.trace import trace
 
 
@@ -112,3 +113,32 @@ def test_positions_are_no_dims_of_parameters_behind_the_module_that_has_a_table_
     (table,) = (t for t, info in enumerate(tape.tensors) if info.name == "embed.positions")
     assert all(find(dim) in weighted for dim in analysis.dims[table])
     assert [find(dim) in weighted for dim in analysis.dims[tape.outputs[0]]] == [False, False, True]
+
+
+class Chooses(nn.Module):
+    """Experts whose matrices lie in one parameter, each handed to a module that uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.empty(4 * 24, 48))
+        self.expert = Multiplies()
+
+    def forward(self, tokens: Tensor, numbers: Tensor) -> Tensor:
+        first = numbers[0]
+        return self.expert(tokens, self.matrices.view(4, 24, 48)[first])
+
+
+class Multiplies(nn.Module):
+    """Multiplies by a matrix and its transpose."""
+
+    def forward(self, tokens: Tensor, matrix: Tensor) -> Tensor:
+        return (tokens @ matrix.T).relu() @ matrix
+
+
+def test_a_matrix_that_a_module_is_given_may_be_sharded_there_too() -> None:
+    inputs = {"tokens": torch.randn(3, 48), "numbers": torch.tensor([1, 2])}
+    tape = trace(Chooses().to("meta"), inputs, RULES)
+    analysis = analyze(tape, ())
+    weighted = weighted_leaves(analysis)
+    (inner,) = (e.target for e in tape.events if isinstance(e, Mark) and e.slots == ("input.matrix",))
+    assert all(find(dim) in weighted for dim in analysis.dims[inner])
