@@ -1,0 +1,66 @@
+"""What the plan of every type shards, asks collectives for, and leaves out, beside what was recorded.
+
+Plans are made for two ranks and not proven here. A change that shards less of some type, or needs more
+collectives for it, fails. If it was meant to, record them anew and look at the difference::
+
+    SHARDCONV_RECORD=1 pytest -n 0 tests/zoo/test_planned.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline.stages import solve_plan
+from shardconv.reporting.summary import all_notes
+
+from .measure import plan_facts
+from .models import FAMILIES, build, types
+from .tasks import specification
+
+RECORDED = Path(__file__).with_name("planned.json")
+RECORD = "SHARDCONV_RECORD"
+TP = 2
+ROUNDING = 4
+"""Digits of what is recorded."""
+
+
+def planned(family: str, model_type: str) -> dict[str, Any]:
+    """What the plan of a tiny model says."""
+    plan = solve_plan(specification(build(family, model_type)), SolveOptions(TP, check=False))
+    facts = plan_facts(plan)
+    return {
+        "sharded": round(facts["sharded"], ROUNDING),
+        "never read": round(facts["unused"], ROUNDING),
+        "collectives in a layer": round(facts["per_layer"], ROUNDING),
+        "without": [note.split()[2] for note in all_notes(plan) if note.startswith("traced without ")],
+    }
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """What was recorded of each type, by family and type."""
+    document: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    return document
+
+
+def record(name: str, found: dict[str, Any]) -> None:
+    """Write what was found of one type; the others stay, one in a line."""
+    known = recorded() | {name: found}
+    names = (f"{family}: {t}" for family in FAMILIES for t in types(family))
+    lines = [f"{json.dumps(n)}: {json.dumps(known[n])}" for n in names if n in known]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@pytest.mark.parametrize(("family", "model_type"), [(f, t) for f in FAMILIES for t in types(f)])
+def test_every_type_is_planned_as_was_recorded(family: str, model_type: str) -> None:
+    name, found = f"{family}: {model_type}", planned(family, model_type)
+    if os.environ.get(RECORD):
+        record(name, found)
+    assert found == recorded().get(name), (
+        f"if the change is meant, set {RECORD}=1 and run this file; say in the commit what was lost and why"
+    )
