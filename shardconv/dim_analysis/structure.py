@@ -112,8 +112,8 @@ def weighted_leaves(analysis: Analysis) -> set[Node]:
     """The leaves of parameters and of experts, and all that marks link to those of products and tables.
 
     The others are positions of activations: sharding them divides no parameter. A parameter that is added at
-    each position may be sharded there, but not what is behind the next mark. Modules may be given parameters, or
-    parts of them: one expert's matrix.
+    each position may be sharded there, but not what is behind the next mark. Modules may be given parameters,
+    or parts of them: one expert's matrix.
     """
     summed = {find(x) for c in analysis.contractions for dim in c.dims for x in dim_trees.leaves(dim)}
     tables = {lookup.table for lookup in analysis.lookups}

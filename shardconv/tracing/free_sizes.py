@@ -10,11 +10,20 @@ _LENGTHS = (24, 26, 22, 21, 27, 19, 17, 23, 29, 15, 13, 11, 14, 10, 9)
 """Of the sequence, the best first."""
 
 
-def free_sizes(model: nn.Module, multiple: int) -> tuple[int, int]:
+_SHORTER = 5
+"""Positions that a decoder has fewer."""
+
+
+def free_sizes(model: nn.Module, multiple: int, tokens: int = 0) -> tuple[int, int]:
     """Batch and sequence length: neither their product nor one of them is the size of a parameter's dim.
 
     If possible, the length is a multiple of a number, and no number in the model's code either: not twice the
     size of a buffer (rotary frequencies), and no int attribute.
+
+    Args:
+        model: with parameters and buffers.
+        multiple: of which the length is one.
+        tokens: of which a batch has at least as many, as has that of a decoder.
     """
     taken = {n for p in model.parameters() for n in p.shape}
     others = _numbers_of(model)
@@ -24,8 +33,9 @@ def free_sizes(model: nn.Module, multiple: int) -> tuple[int, int]:
     multiples = [n for n in (*_LENGTHS, *range(multiple, 10 * multiple, multiple)) if not n % multiple]
     for candidates, avoided in itertools.product((multiples, _LENGTHS), (others, set[int]())):
         for length in (n for n in candidates if n >= min(_LENGTHS)):
-            for batch in (3, 5, 7):
-                lengths = {length, length - 5}
+            lengths = {length, length - _SHORTER}
+            fewest = -(-tokens // (length - _SHORTER))
+            for batch in (max(n, fewest + n - 3) for n in (3, 5, 7)):
                 if length < longest and not taken & {*lengths, batch, length * batch} | avoided & lengths:
                     return batch, length
     return 3, min(24, int(longest) - 1)

@@ -75,6 +75,7 @@ class InputMaker:
         batch: int = 0,
         cache: bool = True,
         extras: Collection[str] = EXTRA_OUTPUTS,
+        tokens: int = 0,
     ) -> None:
         self.model = model
         self.keep = keep
@@ -85,7 +86,7 @@ class InputMaker:
         self.seed = seed
         self.tokens = token_parameter(model, self.parameters)
         self.multiple = multiple
-        self.batch, self.length = free_sizes(model, multiple)
+        self.batch, self.length = free_sizes(model, multiple, tokens)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
         self.batch = batch or self.batch

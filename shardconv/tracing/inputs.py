@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .input_maker import Choice, InputMaker, NotReadError
+from .left_out_experts import left_out_experts
 from .tape import Tape
 from .trace_errors import is_about_tokens, release
 
@@ -59,9 +60,18 @@ def trace_inputs(
     Raises:
         SolveError: it cannot be traced with any inputs that can be made up.
     """
-    maker = InputMaker(model, keep, seed, multiple)
+    found = _traced(model, keep, seed, multiple)
+    experts = left_out_experts(model, found[1])
+    return _traced(model, keep, seed, multiple, tokens=experts) if experts else found
+
+
+def _traced(
+    model: nn.Module, keep: Collection[str], seed: int, multiple: int, tokens: int = 0
+) -> tuple[TraceInputs, Tape]:
+    """The same, with at least so many tokens."""
+    maker = InputMaker(model, keep, seed, multiple, tokens=tokens)
     makers = [
-        InputMaker(model, keep, seed, multiple, cache=cache, extras=extras)
+        InputMaker(model, keep, seed, multiple, cache=cache, extras=extras, tokens=tokens)
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]

@@ -1,0 +1,34 @@
+"""Experts to which a traced call sent no token, because it had fewer tokens than there are experts."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from .tape import Tape, reads_and_writes
+
+
+def left_out_experts(model: nn.Module, tape: Tape) -> int:
+    """How many tokens it would take to give each expert one; 0 if none was left out.
+
+    Experts that code chose by a guess are modules that are named alike but for a number, some of whose
+    parameters were read.
+
+    Args:
+        model: that was traced.
+        tape: of the call.
+    """
+    if not tape.guesses:
+        return 0
+    tids = {tid for event in tape.events for tid in reads_and_writes(event)[0]}
+    read = {tape.tensors[tid].name for tid in tids if tape.tensors[tid].kind == "parameter"}
+    groups: dict[str, list[bool]] = {}
+    for name, _ in model.named_parameters():
+        groups.setdefault(_alike(name), []).append(name in read)
+    return max((len(group) for group in groups.values() if any(group) and not all(group)), default=0)
+
+
+def _alike(name: str) -> str:
+    """A parameter's name with a star for the last number in it."""
+    return re.sub(r"\d+(?=\D*$)", "*", name)
