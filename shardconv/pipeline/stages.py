@@ -150,7 +150,7 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     plan, solution = plain_form(problem)
     if adapted is not None:
         plan = adapted.planned(plan)
-    plan = with_parallel_loss(replace(plan, notes=(*inputs.notes, *plan.notes)), model, inputs)
+    plan = with_parallel_loss(_without_left_out(plan, inputs), model, inputs)
     if not options.check and plan.training is not None and plan.training.parallel_loss:
         is_known = returns_its_loss_function(bypassed_copy(model, bypassed), inputs)
         plan = replace(plan, training=replace(plan.training, parallel_loss=is_known))
@@ -192,6 +192,16 @@ def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:
             f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
             f"{largest}; give a smaller tp"
         )
+
+
+def _without_left_out(plan: Plan, inputs: TraceInputs) -> Plan:
+    """The plan, which tells the runtime and its reader with which inputs the model could not be traced."""
+    notes = (
+        f"traced without {name} ({why}): a loaded model refuses it, and parameters that only it reaches are "
+        "replicated"
+        for name, why in inputs.left_out.items()
+    )
+    return replace(plan, left_out=tuple(inputs.left_out), notes=(*notes, *plan.notes))
 
 
 def _with_memory(plan: Plan, model: nn.Module, inputs: TraceInputs, bypassed: Mapping[str, Bypass]) -> Plan:

@@ -19,6 +19,8 @@ SERIES = ("past_values",)
 """Names of the parameter that takes measurements over time."""
 FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES)
 """Names of the parameters that are given in forms, where they are required."""
+NAMES = {"image": (*IMAGES, *VIDEOS), "video": VIDEOS, "audio": SOUNDS, "series": SERIES}
+"""Kind of input -> names of the parameters that take it."""
 STATES = ("encoder_hidden_states", "cross_attention_states")
 """Names of the parameter that takes the states of an encoder."""
 

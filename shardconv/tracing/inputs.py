@@ -8,13 +8,14 @@ first, and the first with which the forward pass runs is taken. The plan names t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .input_forms import NAMES
 from .input_maker import Choice, InputMaker, NotReadError
 from .left_out_experts import left_out_experts
 from .tape import Tape
@@ -28,8 +29,8 @@ class TraceInputs:
     tensors: dict[str, Tensor]
     """Real CPU tensors; ids and masks ``[B, S]``."""
     options: dict[str, Any]
-    notes: tuple[str, ...] = ()
-    """Inputs that were left out, for the plan."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that the call is made without, since no form of them was found with which it runs: why."""
 
     def with_labels(self) -> TraceInputs:
         """The same with labels: the tokens themselves, but for a few that no loss counts."""
@@ -88,7 +89,7 @@ def _traced(
         found = _attempt(each, choice, seen, problems)
         if found is not None:
             inputs, tape = found
-            return replace(inputs, notes=_left_out(choice, problems)), tape
+            return replace(inputs, left_out=_left_out(maker, choice, problems)), tape
     raise _why(maker, problems)
 
 
@@ -193,17 +194,16 @@ def _is_certain(choice: Choice, error: Exception) -> bool:
     return isinstance(error, NotReadError) or (bool(choice.forms) and is_about_tokens(error))
 
 
-def _left_out(choice: Choice, problems: Sequence[tuple[Choice, Exception]]) -> tuple[str, ...]:
-    """Which inputs others than the chosen ones would have been given."""
-    given = {name for form in choice.forms for name in form.tensors}
-    kinds = {form.kind for form in choice.forms}
-    out: dict[str, Exception] = {}
+def _left_out(
+    maker: InputMaker, choice: Choice, problems: Sequence[tuple[Choice, Exception]]
+) -> dict[str, str]:
+    """The inputs of the kinds that others than the chosen inputs have, and how the model failed with them."""
+    given = {form.kind for form in choice.forms}
+    out: dict[str, str] = {}
     for other, error in problems:
         for form in other.forms:
-            if form.kind not in kinds:
-                out.setdefault(next(n for n in form.tensors if n not in given), error)
-    return tuple(
-        f"traced without {name} ({' '.join(str(error).split())[:200]}): parameters that only it reaches "
-        "are replicated"
-        for name, error in out.items()
-    )
+            names = (next(iter(form.tensors)), *NAMES.get(form.kind, ()))
+            for name in names if form.kind not in given else ():
+                if name in maker.parameters:
+                    out.setdefault(name, " ".join(str(error).split())[:200])
+    return out

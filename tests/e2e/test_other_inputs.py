@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import shardconv_runtime
 import torch
 from distributed import run_processes
 from made_inputs import make_inputs
+from shardconv_runtime.errors import PlanError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from zoo.measure import difference
@@ -65,7 +67,30 @@ def test_outputs_of_processes(tmp_path: Path, model_type: str) -> None:
     talks = model_type in TALKING
     text_about_it = generated(unsharded, given) if talks else []
     plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
-    assert not any(note.startswith("traced without") for note in plan.notes)
+    assert not plan.left_out
     for found, tokens in run_processes(2, outputs_on_rank, tmp_path / "out", calls, talks):
         assert max(difference(got, wanted) for got, wanted in zip(found, want, strict=True)) < 1e-9
         assert tokens == text_about_it
+
+
+def answer_on_rank(path: Path, text: dict[str, Tensor], pixel_values: Tensor) -> tuple[list[Tensor], str]:
+    """The outputs for a text, and the error when there is an image beside it."""
+    model = shardconv_runtime.load(path)
+    with pytest.raises(PlanError) as refusal:
+        model(**text, pixel_values=pixel_values)
+    return outputs(model, text), str(refusal.value)
+
+
+def test_images_with_which_a_model_could_not_be_traced_are_refused(tmp_path: Path) -> None:
+    """The unsharded model has no such layer to take the features of an image from."""
+    unsharded = save_random("other", "llava", tmp_path / "in")
+    config = tmp_path / "in/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vision_feature_layer": -40}))
+    plan = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    assert plan.left_out == ("pixel_values",)
+    text = {"input_ids": torch.tensor([[5, 6, 7, 8]])}
+    image = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
+    want = outputs(unsharded, text)
+    for found, refusal in run_processes(2, answer_on_rank, tmp_path / "out", text, image):
+        assert difference(found, want) < 1e-9
+        assert refusal.startswith("pixel_values was given to a model that could not be traced with it")

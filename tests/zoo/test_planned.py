@@ -17,7 +17,6 @@ import pytest
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.reporting.summary import all_notes
 
 from .measure import plan_facts
 from .models import FAMILIES, build, types
@@ -38,7 +37,7 @@ def planned(family: str, model_type: str) -> dict[str, Any]:
         "sharded": round(facts["sharded"], ROUNDING),
         "never read": round(facts["unused"], ROUNDING),
         "collectives in a layer": round(facts["per_layer"], ROUNDING),
-        "without": [note.split()[2] for note in all_notes(plan) if note.startswith("traced without ")],
+        "without": list(plan.left_out),
     }
 
 

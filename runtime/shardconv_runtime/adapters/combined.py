@@ -104,6 +104,7 @@ def combined(alone: Mapping[str, Alone], model: nn.Module, attached: Attached) -
         proven_arguments=tuple(
             a for a in first.proven_arguments if all(a in plan.proven_arguments for plan in plans)
         ),
+        left_out=tuple(dict.fromkeys(name for plan in plans for name in plan.left_out)),
         wrong_attention=tuple(dict.fromkeys(w for plan in plans for w in plan.wrong_attention)),
         wrong_experts=tuple(dict.fromkeys(w for plan in plans for w in plan.wrong_experts)),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),

@@ -394,6 +394,9 @@ class Plan:
     """Why the model cannot be trained; empty where it can."""
     proven_arguments: tuple[str, ...] = ()
     """Arguments that replace traced ones (``inputs_embeds``), with which the ranks compute the same."""
+    left_out: tuple[str, ...] = ()
+    """Inputs of the model (``pixel_values``) with which it could not be traced: nothing is known of what the
+    ranks compute of them."""
     wrong_attention: tuple[str, ...] = ()
     """Implementations of attention (``flex_attention``) with which the ranks compute something else than the
     unsharded model."""

@@ -21,6 +21,10 @@ WHY_NO_EMBEDDINGS = (
     "whose plan was not proven with it; pass ids. `shardconv replan`, or `plan --check`, proves it where "
     "the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
 )
+WHY_LEFT_OUT = (
+    "that could not be traced with it, so that nothing proves what its ranks compute of it; `shardconv plan` "
+    "says why it failed. Without it, the model is right"
+)
 EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 """Arguments that are given in place of ids."""
 
@@ -45,6 +49,8 @@ def attach_guards(
     for argument in EMBEDDINGS:
         if argument not in plan.proven_arguments:
             refuse(model, argument, WHY_NO_EMBEDDINGS)
+    for argument in plan.left_out:
+        refuse(model, argument, WHY_LEFT_OUT)
     for attribute, names in (
         ("_attn_implementation", plan.wrong_attention),
         ("_experts_implementation", plan.wrong_experts),

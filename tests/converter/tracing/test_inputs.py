@@ -356,9 +356,8 @@ def test_what_cannot_be_given_is_left_out_and_noted() -> None:
     inputs = make_inputs(on_meta(Blind()))
     assert "pixel_values" not in inputs.tensors
     assert places(inputs) == [0] * len(places(inputs))
-    (note,) = inputs.notes
-    assert note.startswith("traced without pixel_values")
-    assert "it is dark" in note
+    assert list(inputs.left_out) == ["pixel_values"]
+    assert "it is dark" in inputs.left_out["pixel_values"]
 
 
 def test_what_is_not_read_is_left_out_and_noted() -> None:
@@ -370,7 +369,7 @@ def test_what_is_not_read_is_left_out_and_noted() -> None:
 
     inputs = make_inputs(on_meta(Ignorant()))
     assert list(inputs.tensors) == ["input_ids"]
-    assert "pixel_values is not read" in inputs.notes[0]
+    assert inputs.left_out == {"pixel_values": "pixel_values is not read"}
 
 
 def test_patches_in_a_list_with_their_grid() -> None:
