@@ -30,6 +30,8 @@ from .shrink import config_class
 
 MOST = 40
 """Of what is replicated, and of collectives, so many places are kept."""
+LEFT_OUT = "traced without "
+"""Begins the note of a plan on an input that its model could not be traced with."""
 SMALL = 1000
 """Models of a smaller hidden size are said to be small."""
 
@@ -90,7 +92,11 @@ class Measured:
     rounds: int = 0
     """How often the model was solved."""
     replicated: float = 0.0
-    """Of the bytes of parameters of two or more dims that the forward pass can reach."""
+    """Of the bytes of parameters of two or more dims, those that the traced call does not read among them."""
+    unread: float = 0.0
+    """Of the same bytes: what the traced call does not read."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Inputs that the model could not be traced with, and why."""
     rank_excess: float = 0.0
     """Bytes of rank 0, relative to a fair share."""
     per_layer: float = 0.0
@@ -178,17 +184,21 @@ def _describe(plan: Plan, about: Measured) -> None:
     facts = plan_facts(plan)
     entries = parameter_plans(plan)
     width = {n: _itemsize(e.dtype) for n, e in entries.items()}
-    total = rank = wide = kept = 0
+    total = rank = wide = kept = unread = 0
     for name, entry in entries.items():
         elements = _product(size(d) for d in entry.dims)
         local = _product(local_shape(entry, plan.mesh, 0))
         total += elements * width[name]
         rank += local * width[name]
-        if len(entry.dims) > 1 and "does not use it" not in entry.reason:
+        if len(entry.dims) > 1:
             wide += elements * width[name]
             kept += elements * width[name] * (local == elements)
+            unread += elements * width[name] * ("does not use it" in entry.reason)
     about.parameters = plan.model.num_parameters
     about.replicated = kept / max(1, wide)
+    about.unread = unread / max(1, wide)
+    notes = [note.removeprefix(LEFT_OUT) for note in plan.notes if note.startswith(LEFT_OUT)]
+    about.left_out = {name: why for name, _, why in (note.partition(" ") for note in notes)}
     about.rank_excess = rank * plan.tp / max(1, total)
     about.per_layer = facts["per_layer"]
     about.collectives = dict(list(collectives_in_layers(plan).items())[:MOST])

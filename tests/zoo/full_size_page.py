@@ -47,6 +47,7 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
             yield from _family(family, mine)
     yield from _many_collectives(rows)
     yield from _slow(rows)
+    yield from _left_out(rows)
     yield from _problems(rows)
 
 
@@ -73,6 +74,17 @@ def _slow(rows: Sequence[Row]) -> Iterable[str]:
             cost = f"tp {r['tp']}: {r['cpu_s']:.0f} s, {r['peak_bytes'] / 1e9:.2f} GB"
             said.setdefault(f"{r['class_name']} {r['release']}".strip(), []).append(cost)
     yield from (f"- {model}: {'; '.join(costs)}" for model, costs in said.items())
+    yield ""
+
+
+def _left_out(rows: Sequence[Row]) -> Iterable[str]:
+    yield "## Traced without an input, which a loaded model refuses"
+    yield ""
+    said: dict[tuple[str, str], dict[str, None]] = {}
+    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
+        for name, why in r["left_out"].items() if r["status"] == "planned" else ():
+            said.setdefault((name, why[:300]), {})[f"{r['class_name']} {r['release']}".strip()] = None
+    yield from (f"- {', '.join(models)}: `{name}` {why}" for (name, why), models in said.items())
     yield ""
 
 
@@ -106,12 +118,13 @@ def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
     yield ""
     yield (
         f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank "
-        "holds. Excess: what rank 0 holds, in fair shares. Per layer: collectives of a forward pass in a "
-        "layer. Rounds: how often the model was solved."
+        "holds. Unread: the part of it that the traced call does not read. Excess: what rank 0 holds, in "
+        "fair shares. Per layer: collectives of a forward pass in a layer. Rounds: how often the model was "
+        "solved."
     )
     yield ""
-    yield "| class | model | parameters | s | GB | replicated | excess | per layer | rounds |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| class | model | parameters | s | GB | replicated | unread | excess | per layer | rounds |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for key in sorted({_key(r) for r in rows}):
         mine = {r["tp"]: r for r in rows if _key(r) == key}
         if any(r["status"] == "planned" for r in mine.values()):
@@ -131,6 +144,7 @@ def _line(rows: Sequence[Row | None]) -> str:
         _each(rows, lambda r: f"{r['cpu_s']:.1f}"),
         _each(rows, lambda r: f"{r['peak_bytes'] / 1e9:.2f}"),
         _each(rows, lambda r: f"{100 * r['replicated']:.2g}%"),
+        _each(rows, lambda r: f"{100 * r['unread']:.2g}%"),
         _each(rows, lambda r: f"{r['rank_excess']:.2f}"),
         _each(rows, lambda r: f"{r['per_layer']:.1f}"),
         _each(rows, lambda r: str(r["rounds"])),
@@ -153,7 +167,7 @@ def _why(rows: Sequence[Row]) -> Iterable[str]:
         if r["status"] != "planned" or r["replicated"] <= KEPT:
             continue
         reasons: dict[str, list[str]] = {}
-        for name, reason in r["kept"].items():
+        for name, reason in r["kept"].items() if r["replicated"] - r["unread"] > KEPT else ():
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .full_size import Measured, Sized, measure_planning
+from .full_size_page import KEPT, PER_LAYER
 
 SECONDS = 120
 """Limit for one model at one tp, of a core."""
@@ -44,6 +45,23 @@ def read(results: Path) -> list[dict[str, Any]]:
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
     return list({(*key_of(row), row["tp"]): row for row in rows}.values())
+
+
+def keep(rows: Iterable[dict[str, Any]], target: Path) -> None:
+    """Write rows, one in a line, without what no page needs of them."""
+    ordered = sorted(rows, key=lambda row: (*key_of(row), row["tp"]))
+    target.write_text("".join(f"{json.dumps(_needed(row))}\n" for row in ordered))
+
+
+def _needed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row in which long lists are empty where they say nothing of note."""
+    lists = {
+        "kept": row["replicated"] > KEPT,
+        "collectives": row["per_layer"] > PER_LAYER,
+        "notes": False,
+        "stages": False,
+    }
+    return {key: value if lists.get(key, True) else type(value)() for key, value in row.items()}
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
