@@ -34,7 +34,7 @@ class Node:
         self.children: tuple[Node, ...] = ()
         self.parent: Node | None = None
         self.blocked = blocked
-        self.links: list[Node] = []
+        self.links: dict[Node, None] = {}
         self.atomic = False
         """Its size is the input's: it stays a leaf, and so do those linked to it."""
         self.why = why
@@ -148,7 +148,7 @@ def _refine(node: Node, kind: int, children: Sequence[Node]) -> None:
     node.kind, node.children = kind, tuple(children)
     if node.blocked:
         block(node, node.why)
-    links, node.links = node.links, []
+    links, node.links = node.links, {}
     for other in links:
         link(node, other)
 
@@ -300,7 +300,7 @@ def _forward_leaf(a: Node, b: Node) -> None:
         block(b, a.why)
     if a.atomic:
         make_atomic(b)
-    links, a.links = a.links, []
+    links, a.links = a.links, {}
     for other in links:
         link(b, other)
 
@@ -311,9 +311,8 @@ def link(a: Node, b: Node) -> None:
     if a is b or a.size == 1 or b.size == 1:
         return
     if a.kind == LEAF and b.kind == LEAF:
-        if b not in (find(x) for x in a.links):
-            a.links.append(b)
-            b.links.append(a)
+        if b not in a.links:
+            a.links[b] = b.links[a] = None
             if a.atomic or b.atomic:
                 make_atomic(b if a.atomic else a)
         return
@@ -324,7 +323,7 @@ def link(a: Node, b: Node) -> None:
             block(b, a.why)
             return
         copy = _mirror(b, {})
-        a.links.append(b)
+        a.links[b] = None
         _refine(a, copy.kind, copy.children)
         return
     try:
