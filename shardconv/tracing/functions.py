@@ -153,13 +153,21 @@ def _is_config(value: Any) -> bool:
 
 
 def _traced_config(config: Any, fqn: str, key: str) -> Any:
-    """A copy of ``config`` whose int attributes are traced as ``key.<name>`` of module ``fqn``."""
+    """A copy of ``config`` whose int attributes are traced as ``key.<name>`` of module ``fqn``.
+
+    Those of configs in it are traced as ``key.<config>.<name>``.
+    """
     kind = type(config)
+    inner: dict[tuple[str, int], Any] = {}
 
     def read(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if type(value) is int and not name.startswith("_"):
             return TracedInt(value, ("attr", fqn, f"{key}.{name}", value))
+        if _is_config(value):
+            if (name, id(value)) not in inner:
+                inner[name, id(value)] = _traced_config(value, fqn, f"{key}.{name}")
+            return inner[name, id(value)]
         return value
 
     traced = copy.copy(config)

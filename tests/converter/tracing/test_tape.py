@@ -418,6 +418,29 @@ def test_ints_are_traced_and_calls_that_use_them_recorded() -> None:
     assert read == {"rows", "config.width", "sizes.0", "sizes.1"}
 
 
+class Headed(nn.Module):
+    """Cuts what it is given as a config in its own says, as a model of several parts has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = models.OddConfig()
+        self.config.inner = models.OddConfig(width=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.config.inner is self.config.inner
+        return x[..., : self.config.inner.width]
+
+
+def test_ints_of_a_config_in_the_config_are_traced() -> None:
+    model = Headed()
+    inner = model.config.inner
+    tape = tape_of(model)
+    (read,) = (s.expr for s in traced_ints(tuple(r.args for r in tape.replays)))
+    assert read == ("attr", "", "config.inner.width", 3)
+    assert model.config.inner is inner
+    assert type(inner.width) is int
+
+
 @pytest.mark.parametrize("fail", [False, True])
 def test_the_model_is_left_as_it_was(fail: bool) -> None:
     model = Attributes(fail)
