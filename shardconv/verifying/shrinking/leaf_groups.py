@@ -70,7 +70,7 @@ def leaf_groups(
     Args:
         analysis: of the model.
         ties: pairs of tensors whose dims are alike.
-        token_tables: parameters that are looked up by token ids alone.
+        token_tables: parameters and buffers that are looked up by token ids alone.
     """
     union = _Union()
     for a, b in _alike(analysis, ties):
@@ -81,9 +81,9 @@ def leaf_groups(
     rows = {x for table in token_tables for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
     for row in rows:  # tokens are labels as well
-        for head in heads:
-            if head.size == row.size:
-                union.join(row, head)
+        for other in (*heads, *rows):
+            if other.size == row.size:
+                union.join(row, other)
     hashed = {x: h for t, h in hashed_tables(analysis.tape).items() for x in leaves(analysis.dims[t][0])}
     experts = _experts(analysis)
     kept = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}

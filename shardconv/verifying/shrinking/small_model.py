@@ -8,6 +8,7 @@ keeps its size, and the rest is tried again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,9 +93,10 @@ def shrink(
     """
     tokens = token_use(full.analysis.tape)
     groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
+    copies = _copies(full, skipped)
     kept: set[LeafGroup] = set()
     while True:
-        sizes = choose_sizes(full.analysis, groups, tp, kept=kept)
+        sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept)
         found = _Attempt(full, tp, skipped, tokens, sizes).run()
         if isinstance(found, SmallModel):
             try:
@@ -111,6 +113,14 @@ def shrink(
                 continue
         blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
         kept.add(min(blamed or sizes, key=lambda g: (not g.experts, g.size)))
+
+
+def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:
+    """Stored tensor of the tape -> how many tensors of the model without these layers it stands for."""
+    tids = {info.name: tid for tid, info in enumerate(full.analysis.tape.tensors) if info.name}
+    stand_ins = full.folded.representatives()
+    names = (stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped)))
+    return Counter(tids[name] for name in names if name in tids)
 
 
 class _Attempt:
@@ -236,8 +246,8 @@ class _Attempt:
         """Attributes of the model itself that hold the number of logits: losses read them untraced."""
         out: dict[Attribute, Change] = {}
         for group in (g for g in self.sizes if g.rows):
-            for path in _int_paths(model):
-                if ("", path) not in known and _value(model, path) == group.size:
+            for path, value in _ints(model):
+                if ("", path) not in known and value == group.size:
                     out["", path] = Change(group.size, self.sizes[group])
         return out
 
@@ -340,22 +350,18 @@ def _tids(event: Any) -> Iterable[int]:
     return (event.source, event.target) if hasattr(event, "source") else (*event.inputs, *event.outputs)
 
 
-def _int_paths(model: nn.Module) -> Iterator[str]:
-    """The int attributes of a model, of its config and of the configs in that."""
-    yield from (name for name, value in vars(model).items() if type(value) is int)
+def _ints(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """The int attributes of a model, of its config and of the configs in that, after their paths.
+
+    Configs of layers that differ refuse to be asked for what depends on the layer.
+    """
+    yield from ((name, value) for name, value in vars(model).items() if type(value) is int)
     config = getattr(model, "config", None)
     todo: list[tuple[str, Any]] = [("config", config)] if config is not None else []
     while todo:
         path, current = todo.pop()
         for name, value in vars(current).items():
             if type(value) is int:
-                yield f"{path}.{name}"
+                yield f"{path}.{name}", value
             elif hasattr(value, "to_diff_dict"):
                 todo.append((f"{path}.{name}", value))
-
-
-def _value(model: nn.Module, path: str) -> Any:
-    value: Any = model
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

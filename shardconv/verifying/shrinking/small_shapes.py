@@ -16,6 +16,8 @@ _COUNTED = 1 << 20
 """Elements of an activation that count."""
 _LEAST = 17
 """Smaller sizes let mistakes cancel each other."""
+_LEAST_EXPERTS = 16
+"""Fewer would all be chosen, and the choice not be seen."""
 _LEAST_FACTOR = 4
 """Of a leaf that is a factor of all dims that have it."""
 _LEAST_ROWS = 256
@@ -126,7 +128,12 @@ def _parts(node: Node) -> Iterator[Node]:
 
 
 def choose_sizes(
-    analysis: Analysis, groups: Collection[LeafGroup], tp: int, *, kept: Collection[LeafGroup] = ()
+    analysis: Analysis,
+    groups: Collection[LeafGroup],
+    tp: int,
+    copies: Mapping[int, int],
+    *,
+    kept: Collection[LeafGroup] = (),
 ) -> dict[LeafGroup, int]:
     """Which groups shrink, until what is left is small: first those in which most elements are, experts last.
 
@@ -138,20 +145,23 @@ def choose_sizes(
         analysis: of the model.
         groups: that may shrink.
         tp: number of ranks.
+        copies: stored tensor -> how many the smaller model has of its kind, if more than one.
         kept: groups that may not after all.
     """
-    return _Choice(analysis, [group for group in groups if group not in kept], tp).sizes()
+    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies).sizes()
 
 
 class _Choice:
     """Sizes, chosen one after the other."""
 
-    def __init__(self, analysis: Analysis, groups: Collection[LeafGroup], tp: int) -> None:
+    def __init__(
+        self, analysis: Analysis, groups: Collection[LeafGroup], tp: int, copies: Mapping[int, int]
+    ) -> None:
         self.analysis = analysis
         self.tp = tp
         self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
-        self.tensors = _costs(analysis)
+        self.tensors = _costs(analysis, copies)
         infos = analysis.tape.tensors
         self.taken = {n for i in infos if i.kind in ("parameter", "buffer", "input") for n in i.shape}
         self.smaller: dict[tuple[int, bool], int] = {}
@@ -164,13 +174,16 @@ class _Choice:
             if part.kind != LEAF and part.size in sizes:
                 experts = any(g.experts for g in self._groups([part]))
                 self.made_of.setdefault((part.size, experts), part)
+        tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
+        self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
+        """Groups that are tokens, or a part of them: those that have a row, those that have a logit."""
 
     def sizes(self) -> dict[LeafGroup, int]:
         """The groups that shrink, and their sizes."""
         inside: dict[LeafGroup, int] = {}
-        for dims, numel in self.tensors:
+        for dims, numel, count in self.tensors:
             for group in self._groups(dims):
-                inside[group] = inside.get(group, 0) + numel
+                inside[group] = inside.get(group, 0) + numel * count
         for group in sorted(inside, key=lambda g: (g.experts, -inside[g], g.size)):
             if _total(self.analysis, self.tensors, self.out) <= ENOUGH:
                 break
@@ -203,40 +216,41 @@ class _Choice:
 
     def _own_size(self, group: LeafGroup) -> int:
         others = {n * g.times for g, n in self.out.items()}
-        if group.times == 1:
-            others |= self.taken
-        elif group.experts:  # a factor of their number: few experts matter more
+        if group.experts:  # few experts matter more than a size that nothing else has
             others = set()
-        return _small_size(group, self.tp, others)
+        elif group.times == 1:
+            others |= self.taken
+        return _small_size(group, group in self.rows, self.tp, others)
 
 
-def _small_size(group: LeafGroup, tp: int, taken: Collection[int]) -> int:
+def _small_size(group: LeafGroup, rows: bool, tp: int, taken: Collection[int]) -> int:
     if group.hashed is not None:
         value = group.hashed.value
         return (-(-_LEAST_ROWS // tp) * tp + value % tp) * (group.size // value)
-    least = _LEAST_ROWS if group.rows else max(_LEAST // group.times, _LEAST_FACTOR)
+    least = _LEAST_ROWS if rows else _LEAST_EXPERTS if group.experts else _LEAST
+    least = least if rows else max(least // group.times, _LEAST_FACTOR)
     first = -(-least // tp) * tp + group.size % tp
     sizes = range(first, group.size // 2 + 1, tp)
     return next((size for size in sizes if size * group.times not in taken), first)
 
 
-def _costs(analysis: Analysis) -> list[tuple[tuple[Node, ...], int]]:
-    """Dims and numbers of elements of the stored tensors, the outputs, and what is large between these."""
+def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[Node, ...], int, int]]:
+    """Dims, numbers of elements and copies of the stored tensors, the outputs, and what is large between."""
     tensors = analysis.tape.tensors
     outputs = set(analysis.tape.outputs)
     out = []
     for tid, dims in analysis.dims.items():
         numel = math.prod(tensors[tid].shape)
         if numel > _COUNTED or tid in outputs or tensors[tid].kind in ("parameter", "buffer"):
-            out.append((dims, numel))
+            out.append((dims, numel, copies.get(tid, 1)))
     return out
 
 
 def _total(
-    analysis: Analysis, tensors: Collection[tuple[tuple[Node, ...], int]], sizes: Mapping[LeafGroup, int]
+    analysis: Analysis, tensors: Collection[tuple[tuple[Node, ...], int, int]], sizes: Mapping[LeafGroup, int]
 ) -> int:
     shapes = SmallShapes(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
-    return sum(math.prod(map(shapes.size, dims)) for dims, _ in tensors)
+    return sum(math.prod(map(shapes.size, dims)) * count for dims, _, count in tensors)
 
 
 def activation_elements(shapes: SmallShapes) -> int:

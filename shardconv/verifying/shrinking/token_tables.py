@@ -20,8 +20,8 @@ from ...tracing.tape import Mark, Op, Tape
 _PASSING = frozenset(
     f"aten.{name}"
     for name in (
-        "alias", "clone", "contiguous", "detach", "expand", "reshape", "slice", "squeeze", "to", "_to_copy",
-        "unsqueeze", "view", "_unsafe_view",
+        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "slice", "squeeze", "to",
+        "_to_copy", "unsqueeze", "view", "_unsafe_view",
     )
 )  # fmt: skip
 """Operators whose result has the ids of their operand."""
@@ -35,7 +35,7 @@ class TokenUse:
     """What a model does with the token ids that it is given."""
 
     tables: frozenset[int]
-    """The parameters that are looked up by token ids alone, whose ids may be mapped."""
+    """The parameters and buffers that are looked up by token ids alone, whose ids may be mapped."""
     inputs: frozenset[int]
     """Inputs that are looked up, and not used in other ways."""
     special: Mapping[tuple[str, str], int]
@@ -50,7 +50,7 @@ def token_use(tape: Tape) -> TokenUse:
     tables: dict[int, bool] = {}
     num_rows: dict[int, int] = {}
     for event in tape.events:
-        if isinstance(event, Op) and event.name.startswith("aten.embedding."):
+        if isinstance(event, Op) and _looks_up(tape, event):
             table, origin = event.inputs[0], tokens.get(event.inputs[-1])
             tables[table] = tables.get(table, True) and origin is not None and origin not in spoiled
             if origin is not None:
@@ -62,6 +62,14 @@ def token_use(tape: Tape) -> TokenUse:
         _special_ids(tape, tokens),
         num_rows,
     )
+
+
+def _looks_up(tape: Tape, op: Op) -> bool:
+    """Whether an operator takes the rows of a table that its last input names."""
+    if op.name.startswith("aten.embedding."):
+        return True
+    stored = tape.tensors[op.inputs[0]].kind in ("parameter", "buffer") if op.inputs else False
+    return stored and op.name.startswith("aten.index.") and len(op.inputs) == 2 and op.args[1][0] is not None
 
 
 def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str], int]:
@@ -99,7 +107,7 @@ def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
             elif not (
                 base in _SHAPING
-                or (base == "aten.embedding" and tid != event.inputs[0])
+                or (_looks_up(tape, event) and tid != event.inputs[0])
                 or (base in _COMPARING and _compares_a_known_id(event, traced))
             ):
                 spoiled.add(tokens[tid])

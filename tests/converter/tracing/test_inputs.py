@@ -137,7 +137,7 @@ def test_text() -> None:
     assert mask[0, :3].tolist() == [0, 0, 1]
     assert int((mask == 0).sum()) == 2
     assert inputs.options == {"use_cache": True}
-    assert inputs.notes == ()
+    assert inputs.left_out == {}
 
 
 def test_sizes_coincide_with_no_size_of_a_parameter() -> None:
@@ -308,7 +308,7 @@ def test_places_are_counted_by_the_model_s_features(images: str) -> None:
     inputs = make_inputs(on_meta(SeeingAndSaying(images, says="wrong")))
     assert inputs.tensors["pixel_values"].dim() == len(images.split())
     assert set(places(inputs)) == {(SIDE // PATCH) ** 2}
-    assert inputs.notes == ()
+    assert inputs.left_out == {}
     assert (inputs.tensors["input_ids"] == PLACE)[inputs.tensors["attention_mask"] == 0].sum() == 0
 
 
@@ -511,8 +511,9 @@ def test_states_for_a_decoder() -> None:
 
 
 def test_floating_point_inputs_can_be_cast() -> None:
-    inputs = TraceInputs({"x": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.long)}, {}, ("a note",))
+    tensors = {"x": torch.zeros(2), "ids": torch.zeros(2, dtype=torch.long)}
+    inputs = TraceInputs(tensors, {}, {"pixel_values": "a reason"})
     cast = inputs.to(torch.float64)
     assert cast.tensors["x"].dtype == torch.float64
     assert cast.tensors["ids"].dtype == torch.long
-    assert cast.notes == inputs.notes
+    assert cast.left_out == inputs.left_out

@@ -20,13 +20,14 @@ from shardconv.dim_analysis.dim_trees import Node, concatenation, leaf, product
 from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline import stages
 from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
-from shardconv.tracing.tape import Tape
+from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking.hashed_tables import hashed_tables
+from shardconv.verifying.shrinking.leaf_groups import LeafGroup
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
-from shardconv.verifying.shrinking.small_shapes import SmallShapes
-from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens
+from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
+from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, token_use
 
 
 def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:
@@ -318,3 +319,54 @@ def test_ids_beyond_the_vocabulary_are_named(image_token: int, last: int, says: 
     found = beyond_tables(trace(model, inputs, RULES), list(inputs), inputs)
     assert found.startswith(says)
     assert bool(found) == bool(says)
+
+
+class Routing(nn.Module):
+    """Looks up the states of tokens, and the numbers of their experts in a table of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = nn.Embedding(64, 4)
+        self.register_buffer("experts", torch.zeros(64, 2, dtype=torch.long))
+
+    def forward(self, input_ids: torch.Tensor, doubled: bool = False) -> torch.Tensor:
+        chosen = self.experts[input_ids.flatten() * 2 if doubled else input_ids.flatten()]
+        found: torch.Tensor = self.states(input_ids).flatten(0, 1) + chosen.sum(-1, keepdim=True)
+        return found
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_table_that_is_indexed_by_tokens_alone_has_fewer_rows(doubled: bool) -> None:
+    with torch.device("meta"):
+        model = Routing()
+    tape = trace(model, {"input_ids": torch.arange(10).reshape(2, 5)}, RULES, {"doubled": doubled})
+    use = token_use(tape)
+    names = {tape.tensors[table].name for table in use.tables}
+    assert names == (set() if doubled else {"states.weight", "experts"})
+    assert bool(use.inputs) is not doubled
+
+
+def test_logits_that_are_cut_leave_as_many_rows_as_the_tokens_of_a_call_need() -> None:
+    """A vocabulary is a sum where logits are cut to a part of it: the part has enough rows of its own."""
+    ties = Analysis(Tape())
+    rows, heads = leaf(50000), concatenation([leaf(49000), leaf(1000)])
+    ties.dims.update({0: (rows, leaf(512)), 1: (heads, leaf(512))})
+    tokens, most, padding = (
+        LeafGroup(rows.size, frozenset([rows]), rows=True),
+        *(LeafGroup(x.size, frozenset([x])) for x in heads.children),
+    )
+    ties.tape.tensors.extend(TensorInfo(shape, torch.float32, "parameter") for shape in ((50000, 512),) * 2)
+    sizes = choose_sizes(ties, [tokens, most, padding], 2, {})
+    assert sizes[tokens] == sizes[most] + sizes[padding]
+    assert sizes[most] >= 256
+
+
+def test_layers_that_cannot_be_left_out_count() -> None:
+    """One matrix is small enough, thirty of them are not."""
+    analysis = Analysis(Tape())
+    wide = leaf(4096)
+    analysis.dims[0] = (wide, leaf(1024))
+    analysis.tape.tensors.append(TensorInfo((4096, 1024), torch.float32, "parameter"))
+    group = LeafGroup(wide.size, frozenset([wide]))
+    assert not choose_sizes(analysis, [group], 2, {})
+    assert choose_sizes(analysis, [group], 2, {0: 30})[group] < 4096
