@@ -46,7 +46,8 @@ def second_call(model: nn.Module, inputs: TraceInputs) -> SecondCall:
     """
     for keeps_encoded in (True, False):
         try:
-            return _read(trace(_Twice(model, inputs, keeps_encoded), inputs.tensors, RULES))
+            twice = _Twice(model, inputs, keeps_encoded)
+            return _read(trace(twice, inputs.tensors, RULES, few_chosen=inputs.few_chosen))
         except SolveError:
             continue
     return SecondCall()

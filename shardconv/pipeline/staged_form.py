@@ -42,7 +42,7 @@ class StagedForm:
         self._problem = problem
         inputs = without_extra_outputs(problem.inputs)
         if inputs.options != problem.inputs.options:
-            tape = trace(problem.model, inputs.tensors, RULES, inputs.options)
+            tape = trace(problem.model, inputs.tensors, RULES, inputs.options, few_chosen=inputs.few_chosen)
         if not tape.given_caches:
             tape = _given_a_cache(problem.model, inputs) or tape
         self._tape, self._inputs = tape, inputs
@@ -100,7 +100,7 @@ def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:
         return None
     options = {**inputs.options, "past_key_values": DynamicCache()}
     try:
-        tape = trace(model, inputs.tensors, RULES, options)
+        tape = trace(model, inputs.tensors, RULES, options, few_chosen=inputs.few_chosen)
     except SolveError:
         return None
     return tape if tape.given_caches else None

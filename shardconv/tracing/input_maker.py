@@ -75,7 +75,7 @@ class InputMaker:
         batch: int = 0,
         cache: bool = True,
         extras: Collection[str] = EXTRA_OUTPUTS,
-        tokens: int = 0,
+        experts: int = 0,
     ) -> None:
         self.model = model
         self.keep = keep
@@ -84,9 +84,10 @@ class InputMaker:
         self.cache = cache and "use_cache" in self.parameters
         self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
+        self.few_chosen = not experts
         self.tokens = token_parameter(model, self.parameters)
         self.multiple = multiple
-        self.batch, self.length = free_sizes(model, multiple, tokens)
+        self.batch, self.length = free_sizes(model, multiple, experts)
         if seed:
             self.batch, self.length = self.batch - 1, self.length - 3
         self.batch = batch or self.batch
@@ -296,7 +297,7 @@ class InputMaker:
             SolveError: it fails.
             NotReadError: it does not read a form's tensor.
         """
-        tape = trace(self.model, tensors, self.keep, self.options(), on_numbers=on_numbers)
+        tape = trace(self.model, tensors, self.keep, self.options(), None, on_numbers, self.few_chosen)
         for form in forms:
             name = next(iter(form.tensors))
             if not _is_read(tape, tape.inputs[list(tensors).index(name)]):

@@ -31,6 +31,8 @@ class TraceInputs:
     options: dict[str, Any]
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Inputs that the call is made without, since no form of them was found with which it runs: why."""
+    few_chosen: bool = False
+    """A trace chooses few of many experts, since all of them run the same code with the same parameters."""
 
     def with_labels(self) -> TraceInputs:
         """The same with labels: the tokens themselves, but for a few that no loss counts."""
@@ -63,16 +65,16 @@ def trace_inputs(
     """
     found = _traced(model, keep, seed, multiple)
     experts = left_out_experts(model, found[1])
-    return _traced(model, keep, seed, multiple, tokens=experts) if experts else found
+    return _traced(model, keep, seed, multiple, experts) if experts else found
 
 
 def _traced(
-    model: nn.Module, keep: Collection[str], seed: int, multiple: int, tokens: int = 0
+    model: nn.Module, keep: Collection[str], seed: int, multiple: int, experts: int = 0
 ) -> tuple[TraceInputs, Tape]:
-    """The same, with at least so many tokens."""
-    maker = InputMaker(model, keep, seed, multiple, tokens=tokens)
+    """The same, with a token for each of so many experts; 0: for few of those that have no modules."""
+    maker = InputMaker(model, keep, seed, multiple, experts=experts)
     makers = [
-        InputMaker(model, keep, seed, multiple, cache=cache, extras=extras, tokens=tokens)
+        InputMaker(model, keep, seed, multiple, cache=cache, extras=extras, experts=experts)
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]
@@ -173,7 +175,8 @@ def _first(
         current = todo.pop(0)
         try:
             tensors = maker.tensors(current)
-            return TraceInputs(tensors, maker.options()), maker.run(tensors, current.forms, on_numbers)
+            tape = maker.run(tensors, current.forms, on_numbers)
+            return TraceInputs(tensors, maker.options(), few_chosen=maker.few_chosen), tape
         except Exception as error:
             release(error)
             failed.append((current, error))

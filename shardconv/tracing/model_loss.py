@@ -35,7 +35,7 @@ def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
     model.loss_function = stand_in  # type: ignore[assignment]
     model.register_forward_hook(keep)
     try:
-        trace(model, inputs.with_labels().tensors, (), inputs.options)
+        trace(model, inputs.with_labels().tensors, (), inputs.options, few_chosen=inputs.few_chosen)
     except SolveError:
         return False
     return len(made) == 1 and len(returned) == 1 and returned[0] is made[0]

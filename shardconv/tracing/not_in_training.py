@@ -28,7 +28,7 @@ def not_in_training(
     was_training = model.training
     model.train()
     try:
-        other = trace(model, inputs.tensors, (), inputs.options)
+        other = trace(model, inputs.tensors, (), inputs.options, few_chosen=inputs.few_chosen)
     except SolveError:
         return frozenset()
     finally:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .identities import META, TensorKey, tensor_key
 from .recorder import Recorder
 from .tape import Op, Ref
-from .values import MAX_STAND_IN, fixed_seed, stand_in
+from .values import MAX_STAND_IN, fixed_seed
 
 OPAQUE = "opaque"
 """Name of the operator that stands for a module."""
@@ -80,7 +80,7 @@ class Opaque:
         value = recorder.values.value(tid)
         if value is None:
             is_small = not info.dtype.is_floating_point or tid in recorder.values.guessed
-            value = recorder.values.guess(tid) if is_small else stand_in(info)
+            value = recorder.values.guess(tid) if is_small else recorder.values.stand_in(tid)
         out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=info.dtype)
         return out.copy_(value) if tensor.numel() else out
 

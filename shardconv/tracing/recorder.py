@@ -33,10 +33,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         keep: names of operators, without overload, that are recorded as one even if they are composite.
         answers: guesses to give, by module call, as on the tape of an earlier run.
+        few_chosen: guessed choices fall on few columns.
     """
 
     def __init__(
-        self, keep: Collection[str], answers: Mapping[tuple[str, int], Sequence[Any]] | None = None
+        self,
+        keep: Collection[str],
+        answers: Mapping[tuple[str, int], Sequence[Any]] | None = None,
+        few_chosen: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keep = keep
@@ -44,7 +48,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.stack: list[int] = []
         """Indices of the module calls that are running, outermost first."""
-        self.values = Values(self.tape)
+        self.values = Values(self.tape, few_chosen)
         self.identities = Identities(self.tape, self.values, self.stack)
         self.is_paused = False
         """Whether a module is being run on numbers: its calls are not recorded."""

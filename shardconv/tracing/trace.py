@@ -38,6 +38,7 @@ def trace(
     options: Mapping[str, Any] | None = None,
     like: Tape | None = None,
     on_numbers: bool = True,
+    few_chosen: bool = False,
 ) -> Tape:
     """Run ``model(**inputs, **options)`` once and record it.
 
@@ -50,11 +51,13 @@ def trace(
         like: the tape of the model of which this is one rank's: questions get the same answers, and
             the same modules become one operator.
         on_numbers: a module that fails on the meta device is run on numbers, and becomes one operator.
+        few_chosen: choices that parameters decide, such as those of experts, fall on few of many: enough
+            where all of them run the same code with the same parameters.
 
     Raises:
         SolveError: the forward pass failed on the meta device.
     """
-    recorder = Recorder(keep, like.answers if like else None)
+    recorder = Recorder(keep, like.answers if like else None, few_chosen)
     recorder.register_model(model)
     arguments = {name: recorder.register_input(name, value) for name, value in inputs.items()}
     tracer = _Tracer(recorder, model, like, on_numbers and like is None)

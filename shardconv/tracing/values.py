@@ -7,7 +7,8 @@ alone are computed by evaluating the tape backwards from the question.
 Elsewhere the answer is a guess, by evaluating the tape from **stand-ins**: a product with weights
 counts as a ramp that is rotated from row to row. So all questions about one tensor agree with
 each other (the sizes of all groups add up, a mask has as many positions as the ids that it gives), and
-a choice of the largest scores is spread over all columns: no expert is left out of the tape.
+a choice of the largest scores is spread over all columns, or over few of them from the first to the last: all
+experts are on the tape, or some.
 """
 
 from __future__ import annotations
@@ -63,12 +64,17 @@ class Values:
     Attributes:
         known: true values by tensor.
         guessed: values of tensors that depend on parameters, as far as anybody asked.
+
+    Args:
+        tape: whose tensors they are.
+        few_chosen: guessed choices fall on few columns.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, few_chosen: bool = False) -> None:
         self.known: dict[int, Tensor] = {}
         self.guessed: dict[int, Tensor] = {}
         self._tape = tape
+        self._few_chosen = few_chosen
         self._producer: dict[int, Op] = {}
         self._layouts: dict[int, tuple[MemoryLayout, MemoryLayout]] = {}
         self._unknown: set[int] = set()
@@ -141,6 +147,10 @@ class Values:
         """
         return _call(op, lambda t: self.guess(t) if t in asked else _repeated(0, self._tape.tensors[t]))
 
+    def stand_in(self, tid: int) -> Tensor:
+        """A plausible value of a tensor that depends on parameters."""
+        return stand_in(self._tape.tensors[tid], self._few_chosen)
+
     # Evaluation ------------------------------------------------------------------------------
 
     def _evaluate(self, tid: int, guessing: bool) -> None:
@@ -168,7 +178,7 @@ class Values:
                 if not guessing:
                     raise Unknown
                 if op is None or self._ends_at(op):
-                    self.guessed[current] = stand_in(self._tape.tensors[current])
+                    self.guessed[current] = self.stand_in(current)
                     continue
             if op is None:
                 raise Unknown
@@ -216,14 +226,15 @@ class Values:
             found = results[index] if index < len(results) else None
             if found is None or found.shape != info.shape:
                 self._unknown.add(tid)
-                found = stand_in(info)
+                found = self.stand_in(tid)
             (self.guessed if tid in self._unknown else self.known)[tid] = found
 
 
-def stand_in(info: TensorInfo) -> Tensor:
+def stand_in(info: TensorInfo, few_chosen: bool = False) -> Tensor:
     """A plausible value of the given shape and dtype: a ramp from -1 to 1 along the last dim, rotated by row.
 
-    Vectors are ones, bools are true, ints and large tensors are 0.
+    Vectors are ones, bools are true, ints and large tensors are 0. The largest number of a row is in each
+    column as often as in any other or, if ``few_chosen``, in the last, the first, and some between.
     """
     if not (info.dtype.is_floating_point or info.dtype.is_complex):
         return _repeated(int(info.dtype == torch.bool), info)
@@ -235,8 +246,12 @@ def stand_in(info: TensorInfo) -> Tensor:
     columns = info.shape[-1]
     rows = numel // columns
     with _disable_current_modes():
-        step = -(-columns // rows)
-        column = torch.arange(columns)[None] - step * torch.arange(rows)[:, None]
+        row = torch.arange(rows)
+        turns = row * -(-columns // rows)
+        if few_chosen:
+            some = torch.tensor([0, 1, columns // 4, columns // 2, 3 * columns // 4])
+            turns = some[row % len(some)]
+        column = torch.arange(columns)[None] - turns[:, None]
         return ((column % columns) * (2 / columns) - 1).view(info.shape).to(info.dtype)
 
 

@@ -109,7 +109,8 @@ def working_bypasses(
     found = find_bypasses(tape, layers)
     try:
         if found:
-            trace(bypassed_copy(model, found), inputs.tensors, (), inputs.options)
+            copied = bypassed_copy(model, found)
+            trace(copied, inputs.tensors, (), inputs.options, few_chosen=inputs.few_chosen)
     except SolveError:
         return {}
     return found

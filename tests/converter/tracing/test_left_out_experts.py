@@ -1,37 +1,68 @@
-"""Batches are large enough to send a token to each expert."""
+"""Which of many experts a traced call sends tokens to."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.inputs import trace_inputs
-from shardconv.tracing.tape import reads_and_writes
+from shardconv.tracing.tape import Op, Tape
+
+EXPERTS, ZERO = 96, 16
 
 
-class ManyExperts(nn.Module):
-    """Each token goes to one of more experts than an ordinary batch has tokens."""
+class Chosen(nn.Module):
+    """Calls each expert that a token chose; the last of all give back what they get."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, modules: bool) -> None:
         super().__init__()
-        self.embed = nn.Embedding(97, 8)
-        self.router = nn.Linear(8, count)
-        self.experts = nn.ModuleDict({f"expert_{i}": nn.Linear(8, 8) for i in range(count)})
+        self.embedding = nn.Embedding(50, 8)
+        self.router = nn.Linear(8, EXPERTS + ZERO, bias=False)
+        self.modules_of_experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(EXPERTS * modules))
+        self.stacked = None if modules else nn.Parameter(torch.empty(EXPERTS, 8, 8))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed(input_ids).flatten(0, 1)
-        chosen = self.router(hidden).argmax(-1)
-        for number in chosen.unique().tolist():
-            hidden = torch.where(
-                (chosen == number)[:, None], self.experts[f"expert_{number}"](hidden), hidden
-            )
-        return hidden
+        x = self.embedding(input_ids).flatten(0, 1)
+        scores, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        mask = nn.functional.one_hot(chosen, EXPERTS + ZERO).permute(2, 1, 0)
+        out = torch.zeros_like(x)
+        for index in mask.sum((-1, -2)).nonzero().flatten().tolist():
+            place, token = torch.where(mask[index])
+            y = x[token]
+            if index < EXPERTS:
+                y = (
+                    nn.functional.linear(y, self.stacked[index])
+                    if self.stacked is not None
+                    else self._one(index, y)
+                )
+            out.index_add_(0, token, y * scores[token, place, None])
+        return out
+
+    def _one(self, index: int, x: Tensor) -> Tensor:
+        found: Tensor = self.modules_of_experts[index](x)
+        return found
 
 
-def test_there_are_as_many_tokens_as_experts() -> None:
-    inputs, tape = trace_inputs(ManyExperts(150).to("meta"), RULES)
-    assert inputs.tensors["input_ids"].numel() >= 150
-    read = {tid for event in tape.events for tid in reads_and_writes(event)[0]}
-    weights = [tid for tid, info in enumerate(tape.tensors) if info.kind == "parameter"]
-    assert read.issuperset(weights)
+def sums(tape: Tape) -> int:
+    """How many experts were called."""
+    return sum(isinstance(event, Op) and event.name.startswith("aten.index_add") for event in tape.events)
+
+
+@pytest.mark.parametrize("modules", [False, True])
+def test_all_experts_that_are_modules_are_called_and_some_of_those_that_share_a_parameter(
+    modules: bool,
+) -> None:
+    with torch.device("meta"):
+        model = Chosen(modules)
+    inputs, tape = trace_inputs(model, RULES)
+    read = {tid for event in tape.events for tid in getattr(event, "inputs", ())}
+    assert all(tid in read for tid, info in enumerate(tape.tensors) if info.kind == "parameter")
+    products = sum(isinstance(e, Op) and e.name.startswith("aten.linear") for e in tape.events) - 1
+    assert inputs.few_chosen is not modules
+    if modules:
+        assert products == EXPERTS
+    else:
+        assert 2 < products < 10
+    assert sums(tape) > products, "some tokens are given back"

@@ -303,6 +303,15 @@ def test_a_stand_in_prefers_each_column_as_often(columns: int, more: int) -> Non
     assert all(row.unique().numel() == columns for row in ramp)
 
 
+@given(columns=st.integers(8, 1000), rows=st.integers(5, 60))
+def test_few_columns_of_a_stand_in_are_preferred_from_the_first_to_the_last(columns: int, rows: int) -> None:
+    ramp = stand_in(TensorInfo((rows, columns), torch.float64, "value"), few_chosen=True)
+    preferred = ramp.argmax(-1).unique().tolist()
+    assert preferred[0] == 0
+    assert preferred[-1] == columns - 1
+    assert len(preferred) == 5
+
+
 @given(st.lists(st.tuples(st.sampled_from(["set", "pop"]), st.integers(0, 5), st.integers(0, 99))), st.data())
 def test_a_journal_goes_back(changes: list[tuple[str, int, int]], data: st.DataObject) -> None:
     stop = data.draw(st.integers(0, len(changes)))
