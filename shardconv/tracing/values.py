@@ -27,6 +27,8 @@ from .tape import Op, Ref, Tape, TensorInfo
 
 MAX_STAND_IN = 1 << 22
 """Elements; above this, a stand-in is one number repeated."""
+_MOST_BYTES = 1 << 26
+"""Of guesses that are kept: older ones are computed again if somebody asks once more."""
 _VALUE_FREE = frozenset(
     f"aten.{name}"
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
@@ -79,6 +81,9 @@ class Values:
         self._layouts: dict[int, tuple[MemoryLayout, MemoryLayout]] = {}
         self._unknown: set[int] = set()
         self._weights: set[int] = set()
+        self._recent: dict[int, tuple[int, list[int]]] = {}
+        """Address of memory -> its bytes, and the guesses in it, which can be computed again; older first."""
+        self._recent_bytes = 0
 
     # Told by the recorder -------------------------------------------------------------------
 
@@ -154,6 +159,7 @@ class Values:
     # Evaluation ------------------------------------------------------------------------------
 
     def _evaluate(self, tid: int, guessing: bool) -> None:
+        self._drop_old()
         for op in self._needed(tid, guessing):
             if _base(op) not in _VALUE_FREE and not self._unknown.isdisjoint(op.inputs):
                 self._unknown.update(op.outputs)
@@ -228,6 +234,20 @@ class Values:
                 self._unknown.add(tid)
                 found = self.stand_in(tid)
             (self.guessed if tid in self._unknown else self.known)[tid] = found
+            if tid in self._unknown:
+                memory = found.untyped_storage()
+                if memory.data_ptr() not in self._recent:
+                    self._recent[memory.data_ptr()] = memory.nbytes(), []
+                    self._recent_bytes += memory.nbytes()
+                self._recent[memory.data_ptr()][1].append(tid)
+
+    def _drop_old(self) -> None:
+        """Masks of thousands of tokens by hundreds of experts take gigabytes if each layer's are kept."""
+        while self._recent_bytes > _MOST_BYTES:
+            size, tids = self._recent.pop(next(iter(self._recent)))
+            self._recent_bytes -= size
+            for tid in tids:
+                self.guessed.pop(tid, None)
 
 
 def stand_in(info: TensorInfo, few_chosen: bool = False) -> Tensor:

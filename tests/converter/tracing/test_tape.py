@@ -19,6 +19,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.rules import RULES
+from shardconv.tracing import values
 from shardconv.tracing.ints import TracedInt, traced_ints
 from shardconv.tracing.journal import Journal
 from shardconv.tracing.tape import Mark, Op, Tape, TensorInfo, draws
@@ -268,8 +269,14 @@ def _routed(linear: nn.Module, x: Tensor, seen: list[Any]) -> Tensor:
     return torch.cat(parts)
 
 
-def test_guesses_about_one_tensor_agree() -> None:
-    """Sizes add up to the number of tokens, masks have as many positions, and no expert is left out."""
+@pytest.mark.parametrize("kept_bytes", [None, 0])
+def test_guesses_about_one_tensor_agree(kept_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes add up to the number of tokens, masks have as many positions, and no expert is left out.
+
+    Also where guesses are dropped as soon as they are given, and are computed again.
+    """
+    if kept_bytes is not None:
+        monkeypatch.setattr(values, "_MOST_BYTES", kept_bytes)
     seen: list[Any] = []
     linear = nn.Linear(3, 5, device="meta")
     tape = tape_of(Call(lambda linear, x: _routed(linear, x, seen), linear), x=torch.randn(10, 3))
