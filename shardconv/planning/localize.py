@@ -94,7 +94,7 @@ class _Localizer:
         self.tape: Tape = shapes.analysis.tape
         self.rank = rank
         self.given = given
-        known = [r for r in self.tape.replays if all(t in self.analysis.dims for t in r.outputs)]
+        known = [r for r in self.tape.replays if self._is_known(r)]
         self.calls = [_Call(r, _attributes(r, given)) for r in known if self._matters(r)]
         self.others = [_Call(r, a) for r in known if not self._matters(r) and (a := _attributes(r, given))]
         """Calls whose tensors keep their shapes, which edits must leave as they are."""
@@ -123,6 +123,10 @@ class _Localizer:
             else:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
         return _of_several_layers(obstacles) or out
+
+    def _is_known(self, replay: Replay) -> bool:
+        """Whether the dims of all tensors are known: those made inside of norms have none."""
+        return all(t in self.analysis.dims for t in (*replay.outputs, *_refs(replay)))
 
     def _matters(self, replay: Replay) -> bool:
         known = self.analysis.dims

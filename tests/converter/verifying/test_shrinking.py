@@ -107,6 +107,20 @@ def test_uneven_shares_stay_uneven() -> None:
     assert num_elements(case.model) < num_elements(check.full.model) / 10
 
 
+def test_norms_that_change_their_weights_before_they_are_called_shrink() -> None:
+    config = transformers.NemotronConfig(
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=16,
+        vocab_size=32000,
+    )
+    plan, check = proven(config, 2)
+    assert num_elements(check.case(plan).model) < num_elements(check.full.model) / 100
+
+
 def test_a_model_that_cannot_be_made_smaller_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardconv.pipeline.numeric_check.MOST_BYTES", 1000)
     config = transformers.LlamaConfig(
