@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config_sizes import first_int, has, int_of, nodes, pair
@@ -13,6 +13,8 @@ _MERGES = (
     "pooling_kernel_size",
     "downsample_factor",
     "adapter_merge_size",
+    "scale_factor",
+    "pixel_shuffle_factor",
 )
 _SIDE = 64
 """Of an image of which the config says nothing: networks of convolutions make it smaller, to a 32nd."""
@@ -58,6 +60,12 @@ class ImageSizes:
     def patch_numel(self) -> int:
         """Numbers in a patch of one frame."""
         return self.channels * self.patch[0] * self.patch[1]
+
+    def divided(self) -> ImageSizes:
+        """An image that is a little smaller, if the patches of this one cannot be merged without a rest."""
+        steps = self.patch[0] * self.merge, self.patch[1] * self.merge
+        height, width = self.height - self.height % steps[0], self.width - self.width % steps[1]
+        return replace(self, height=height, width=width) if height and width else self
 
     def grid(self, seed: int) -> tuple[int, int]:
         """Rows and columns of patches; others for another seed."""

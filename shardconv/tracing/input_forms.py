@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,13 +33,8 @@ class Form:
     """``image``, ``video``, ``audio``, ``series`` or ``states``."""
     tensors: dict[str, Tensor]
     """By parameter; the batch is the first dim, or a factor of it."""
-    seen: tuple[str, ...] = ()
-    """Parameters that say which images each token sees, ``[B, S, N]``."""
-
-    @property
-    def num_images(self) -> int:
-        """Of a row: N of images ``[B, N, C, H, W]``."""
-        return next(iter(self.tensors.values())).shape[1]
+    seen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters that say which images of a row a token sees, ``[B, S, *dims]``: dims of the images."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ cannot be read off with certainty: they are tried in order (``inputs.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from .config_sizes import first_int
 from .image_forms import GRIDS, PATCHES_WITH_GRID, ImageForms
 from .input_forms import IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
 from .sound_forms import SoundForms
+from .tile_forms import SEEN_TILES
 
 _SEEN_IMAGES = ("image_attention_mask",)
 """Names of the parameter that says which images a token sees."""
@@ -49,10 +50,17 @@ class FormMaker:
             "states": self._states,
         }
         for tensors in makers[kind]():
-            yield Form(kind, tensors)
-            seen = tuple(n for n in _SEEN_IMAGES if n in self.asked.parameters)
-            if kind == "image" and seen and next(iter(tensors.values())).dim() == 5:
+            seen = self._seen(tensors) if kind == "image" else {}
+            if not any(name in SEEN_TILES for name in seen):
+                yield Form(kind, tensors)
+            if seen:
                 yield Form(kind, tensors, seen)
+
+    def _seen(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The parameters that say which of images ``[B, *dims, C, H, W]`` a token sees, and the dims."""
+        dims = tuple(next(iter(tensors.values())).shape[1:-3])
+        names = {1: _SEEN_IMAGES, 2: SEEN_TILES}.get(len(dims), ())
+        return {name: dims for name in names if name in self.asked.parameters}
 
     # Measurements over time ---------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ from .config_sizes import first_int, nodes
 from .input_forms import IMAGES, SOUNDS, STATES, VIDEOS, Form
 
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
-"""``mm_token_type_ids`` of the placeholders of an image, a video or a sound."""
+"""Type of the placeholders of an image, a video or a sound."""
+_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
+"""Names of the parameter that says the type of each token."""
 _POSITION_MASKS = {"image": "image_embeds_position_mask"}
 """Names of the parameter that says where the features of an image go, in place of an id that says it."""
 _PAGE = 1000
@@ -76,8 +78,7 @@ class TokenMaker:
             mask = torch.ones(self.batch, ids.shape[1], dtype=torch.long)
             mask[0, :2] = 0
             tensors["attention_mask"] = mask
-        if "mm_token_type_ids" in self.parameters:
-            tensors["mm_token_type_ids"] = types
+        tensors |= {name: types for name in _TYPES if name in self.parameters}
         for kind, name in _POSITION_MASKS.items():
             if name in self.parameters:
                 tensors[name] = types == _TYPE_IDS[kind]
@@ -106,11 +107,12 @@ class TokenMaker:
         """Which images of a form each token of ``ids`` ``[B, S]`` sees: all, but for the first token.
 
         Returns:
-            int64 tensors ``[B, S, N]`` by parameter.
+            int64 tensors ``[B, S, *dims of the images]`` by parameter.
         """
-        mask = torch.ones(*ids.shape, form.num_images if form.seen else 0, dtype=torch.long)
-        mask[:, 0] = 0
-        return dict.fromkeys(form.seen, mask)
+        masks = {name: torch.ones(*ids.shape, *dims, dtype=torch.long) for name, dims in form.seen.items()}
+        for mask in masks.values():
+            mask[:, 0] = 0
+        return masks
 
     def codes(self, length: int, streams: int, seed: int) -> Tensor:
         """Random ids of several streams, int64 ``[B, S, streams]``, which are in each of the vocabularies."""
