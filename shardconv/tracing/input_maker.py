@@ -98,9 +98,7 @@ class InputMaker:
 
         There are as many placeholders as the model makes features of a form.
         """
-        sizes = {n for p in self.model.parameters() for n in p.shape}
-        asked = Asked(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes)
-        maker = FormMaker(asked)
+        maker = self._form_maker
         kinds = maker.kinds()
         forms = {kind: [_CountedForm(self, form) for form in maker.forms(kind)] for kind in kinds}
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
@@ -108,6 +106,13 @@ class InputMaker:
             for counted in itertools.product(*(forms[kind] for kind in subset)):
                 placeholders = tuple((c.form.kind, c.placeholders) for c in counted if c.placeholders)
                 yield Choice(tuple(c.form for c in counted), placeholders)
+
+    @cached_property
+    def _form_maker(self) -> FormMaker:
+        sizes = {n for p in self.model.parameters() for n in p.shape}
+        return FormMaker(
+            Asked(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes)
+        )
 
     def plain_choices(self) -> list[Choice]:
         """Those without forms, where the model can be called without."""
@@ -122,11 +127,16 @@ class InputMaker:
     def resized(self, choice: Choice, error: Exception) -> Iterator[Choice]:
         """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
 
-        They are those that the model's error names and, if it complains of tokens, the rows of the forms
-        and quotients of their longest dim. None are tried where it names one number twice: as many tokens as
-        features, which are of another width.
+        They are those that the model's error names and, if it complains of tokens, the rows of the forms and
+        quotients of their longest dim. None are tried where it names one number twice: as many tokens as
+        features, which are of another width. Where it names the number of an image's patches, images of
+        other numbers come first.
         """
         sizes = numbers(error)
+        for form in choice.forms if len(choice.forms) == 1 else ():
+            for other in self._form_maker.resized(form, sizes):
+                count = self.num_placeholders(other)
+                yield replace(choice, forms=(other,), placeholders=((form.kind, count),) if count else ())
         if choice.forms and is_about_tokens(error) and len(sizes) == 1 < str(error).count(str(sizes[0])):
             return
         if self.tokens and not choice.forms and not choice.repeats and not choice.alternatives:
@@ -317,19 +327,21 @@ class InputMaker:
         0 if it is unknown: the model may lack such a method, or want more than the form has.
         """
         kinds = (form.kind, "video") if form.kind == "image" else (form.kind,)
-        method = next((m for k in kinds if hasattr(self.model, m := f"get_{k}_features")), None)
-        if method is None:
+        found = ((m, f"get_{k}_features") for k in kinds for m in self.model.modules())
+        part, method = next(((m, name) for m, name in found if hasattr(m, name)), (self.model, ""))
+        if not method:
             return 0
-        known = inspect.signature(getattr(self.model, method)).parameters
+        known = inspect.signature(getattr(part, method)).parameters
         tensors = {n: t for n, t in form.tensors.items() if n in known}
-        if next(iter(form.tensors)) not in tensors:
-            tensors = form.tensors  # the signature is *args, **kwargs
-        try:
-            tape = trace(_Features(self.model, method), tensors | self._other_ids(known, tensors), self.keep)
-        except SolveError as error:
-            release(error)
-            return 0
-        return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        first = [tensors] if next(iter(form.tensors)) in tensors else []
+        for given in [*first, *([dict(form.tensors)] if takes_any and first != [form.tensors] else [])]:
+            try:
+                tape = trace(_Features(part, method), given | self._other_ids(known, given), self.keep)
+                return sum(math.prod(tape.tensors[t].shape[:-1]) for t in tape.outputs)
+            except SolveError as error:
+                release(error)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -346,15 +358,15 @@ class _CountedForm:
 
 
 class _Features(nn.Module):
-    """A method of a model that turns images or sounds into features, as a module."""
+    """A method of a model, or of a part of it, that turns images or sounds into features, as a module."""
 
-    def __init__(self, model: nn.Module, method: str) -> None:
+    def __init__(self, part: nn.Module, method: str) -> None:
         super().__init__()
-        self.model = model
+        self.part = part
         self.method = method
 
     def forward(self, **tensors: Tensor) -> Any:
-        result = getattr(self.model, self.method)(**tensors)
+        result = getattr(self.part, self.method)(**tensors)
         features = getattr(result, "pooler_output", None)
         return result if features is None else features
 

@@ -6,14 +6,17 @@ cannot be read off with certainty: they are tried in order (``inputs.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .config_sizes import first_int
-from .image_forms import GRIDS, PATCHES_WITH_GRID, ImageForms
+from .image_forms import PATCHES_WITH_GRID, ImageForms
+from .image_sizes import ImageSizes
 from .input_forms import IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
+from .patch_forms import GRIDS
 from .sound_forms import SoundForms
 from .tile_forms import SEEN_TILES
 
@@ -55,6 +58,23 @@ class FormMaker:
                 yield Form(kind, tensors)
             if seen:
                 yield Form(kind, tensors, seen)
+
+    def resized(self, form: Form, sizes: Sequence[int]) -> Iterator[Form]:
+        """The same with images ``[B, C, H, W]`` of other numbers of patches.
+
+        Args:
+            form: of images.
+            sizes: the number of patches that they have, and those that they may have.
+        """
+        image = ImageSizes.of(self.asked.config)
+        name, pixels = next(iter(form.tensors.items()))
+        if form.kind != "image" or pixels.dim() != 4:
+            return
+        count = math.prod(n // p for n, p in zip(pixels.shape[-2:], image.patch, strict=True))
+        sides = [math.isqrt(n) for n in sizes if n != count and math.isqrt(n) ** 2 == n > 1]
+        for side in sides if count in sizes else ():
+            other = self.asked.random(*pixels.shape[:2], side * image.patch[0], side * image.patch[1])
+            yield Form(form.kind, {**form.tensors, name: other}, form.seen)
 
     def _seen(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The parameters that say which of images ``[B, *dims, C, H, W]`` a token sees, and the dims."""

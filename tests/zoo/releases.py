@@ -88,6 +88,11 @@ _LLAMA4_VISION = _bert(1408, 5632, 34, 16, image_size=336, patch_size=14, vision
 _GEMMA2_27B = _decoder(4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144)
 _GEMMA3_27B = _decoder(5376, 21504, 62, 32, 16, 262208, head_dim=128, query_pre_attn_scalar=168)
 _SIGLIP_SO400M = _bert(1152, 4304, 27, 16, image_size=896, patch_size=14)
+_SIGLIP_LARGE_384 = _bert(1024, 4096, 24, 16, image_size=384, patch_size=16)
+_PICTURE_NAMES = {"<image>": 8711} | {
+    f"IMGIMG{''.join(chr(65 + int(digit)) for digit in str(code))}Z": code + 4 for code in range(8192)
+}
+"""Of tokens: the placeholder and the codes of pictures, whose digits are letters."""
 _PIXTRAL = _bert(1024, 4096, 24, 16, head_dim=64, image_size=1540, patch_size=14)
 _CLIP_L = _bert(1024, 4096, 24, 16, image_size=336, patch_size=14, projection_dim=768)
 _CLIP_BIGG_TEXT = _bert(1280, 5120, 32, 20, projection_dim=1280)
@@ -122,6 +127,9 @@ _AUDIO_LARGE = _LARGE | {"feat_extract_norm": "layer", "do_stable_layer_norm": T
 
 RELEASES: Mapping[str, tuple[Release, ...]] = {
     "audio-spectrogram-transformer": (Release("AST base"),),
+    "aya_vision": (
+        Release("Aya Vision, 16 heads of its vision tower", {"vision_config": {"num_attention_heads": 16}}),
+    ),
     "bart": (Release("BART large"),),
     "beit": (Release("BEiT large", _LARGE),),
     "bert": (Release("BERT large", _LARGE),),
@@ -151,6 +159,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "bloom": (
         Release("BLOOM 176B", {"hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880}),
     ),
+    "chameleon": (Release("defaults with names of tokens", {"vocabulary_map": _PICTURE_NAMES}),),
     "clip": (
         Release(
             "CLIP bigG",
@@ -186,6 +195,17 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "deberta": (Release("DeBERTa XLarge", _bert(1024, 4096, 48, 16), dtype="float32"),),
     "deberta-v2": (Release("DeBERTa-v2 xxlarge", _bert(1536, 6144, 48, 24, vocab_size=128100)),),
+    "cohere_compass": (
+        Release(
+            "defaults with rotary bases, images as wide as the text",
+            {
+                "text_config": {
+                    "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
+                },
+                "vision_config": {"out_hidden_size": 8192},
+            },
+        ),
+    ),
     "deepseek_v2": (
         Release(
             "DeepSeek-V2-Lite",
@@ -200,6 +220,18 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             "Kimi-K2",
             _decoder(7168, 18432, 61, 64, 64, 163840, moe_intermediate_size=2048, n_routed_experts=384)
             | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 163839},
+        ),
+    ),
+    "deepseek_vl": (
+        Release(
+            "DeepSeek-VL-1.3B",
+            {"text_config": _decoder(2048, 5632, 24, 16, 16, 102400), "vision_config": _SIGLIP_LARGE_384},
+        ),
+    ),
+    "deepseek_vl_hybrid": (
+        Release(
+            "DeepSeek-VL-7B",
+            {"text_config": _decoder(4096, 11008, 30, 32, 32, 102400), "vision_config": _SIGLIP_LARGE_384},
         ),
     ),
     "dinov2": (Release("DINOv2 giant", _bert(1536, 6144, 40, 24, use_swiglu_ffn=True, patch_size=14)),),
@@ -261,6 +293,25 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "gpt_neox": (Release("GPT-NeoX-20B"),),
     "gpt_oss": (Release("gpt-oss-120b"),),
+    "granite4_vision": (
+        Release(
+            "defaults with the layers and sizes of Granite-4.0-Vision",
+            {
+                "image_grid_pinpoints": [[384, 768], [768, 384], [768, 768]],
+                "vision_config": _SIGLIP_SO400M
+                | {"image_size": 384, "patch_size": 16, "model_type": "siglip_vision_model"},
+                "qformer_config": {
+                    "hidden_size": 1152,
+                    "encoder_hidden_size": 1152,
+                    "num_attention_heads": 16,
+                },
+                "vision_feature_select_strategy": "full",
+                "deepstack_layer_map": [[-19, 9], [-13, 6], [-7, 3], [-1, 0]],
+                "spatial_target_layers": [12, 15, 18, 21],
+                "downsample_rate": "4/8",
+            },
+        ),
+    ),
     "granitemoehybrid": (
         Release(
             "Granite-4.0-H-Small",
@@ -289,6 +340,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "jamba": (Release("Jamba-1.5-Mini"),),
+    "janus": (Release(_FITTED, {"vision_config": {"projection_dim": 4096}}),),
     "lfm2_moe": (
         Release(
             "LFM2-8B-A1B",
@@ -330,6 +382,13 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "mixtral": (Release("Mixtral-8x22B", _decoder(6144, 16384, 56, 48, 8, 32768)),),
+    "minicpm_ocr": (Release("defaults with a token for images", {"image_token_id": 151667}),),
+    "minicpmv4_6": (Release("defaults with a token for images", {"image_token_id": 151667}),),
+    "minicpmv4_7": (Release("defaults with a token for images", {"image_token_id": 151667}),),
+    "modernvbert": (
+        Release("ModernVBERT", {"vision_config": {"image_size": 512, "model_type": "siglip_vision_model"}}),
+    ),
+    "molmo2": (Release(_FITTED, {"adapter_config": {"text_hidden_size": 4096}}),),
     "mpt": (Release("MPT-30B", {"d_model": 7168, "n_heads": 64, "n_layers": 48, "vocab_size": 50432}),),
     "mt5": (
         Release(
@@ -339,6 +398,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     ),
     "nemotron": (Release("Minitron-8B", _decoder(4096, 16384, 32, 48, 8, 256000, head_dim=128)),),
     "nemotron_h": (Release("Nemotron-H-8B", _NEMOTRON_H_8B),),
+    "nemotron_h_omni": (Release("defaults with a token for images", {"image_token_id": 18}),),
     "nllb-moe": (Release("NLLB-MoE-54B", _bart(2048, 8192, 24, 16, vocab_size=256206)),),
     "olmo2": (Release("OLMo-2-32B", _decoder(5120, 27648, 64, 40, 8, 100352, pad_token_id=100277)),),
     "opt": (
@@ -353,6 +413,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             },
         ),
     ),
+    "ovis2": (Release(_FITTED, {"hidden_size": 4096}),),
     "phi": (Release("Phi-2", _decoder(2560, 10240, 32, 32, 32, 51200)),),
     "phi3": (
         Release(
@@ -401,6 +462,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "rembert": (Release("RemBERT"),),
     "roberta": (Release("RoBERTa large", _LARGE | {"vocab_size": 50265, "max_position_embeddings": 514}),),
     "rwkv": (Release("RWKV-4-14B", {"hidden_size": 5120, "num_hidden_layers": 40, "vocab_size": 50277}),),
+    "shieldgemma2": (Release("ShieldGemma-2, images of 896", {"vision_config": _SIGLIP_SO400M}),),
     "siglip": (
         Release(
             "SigLIP so400m",

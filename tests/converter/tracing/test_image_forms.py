@@ -197,3 +197,170 @@ def test_every_parameter_that_types_tokens_gets_their_types() -> None:
     tensors = inputs_of(Types(Config()))
     assert tensors["moe_mm_token_type_ids"].equal(tensors["mm_token_type_ids"])
     assert tensors["mm_token_type_ids"].bool().equal(tensors["input_ids"] == PLACE)
+
+
+def test_patches_side_by_side_in_one_image() -> None:
+    class Row(Seeing):
+        def get_image_features(self, pixel_values: Tensor, **others: Tensor) -> Tensor:
+            return self.see(pixel_values)[0, :, 0].T[::16]  # merged twice
+
+        def forward(
+            self, input_ids: Tensor, pixel_values: Tensor | None = None, target_sizes: Tensor | None = None
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert target_sizes is not None
+            assert not (target_sizes % 4).any()
+            assert int(target_sizes.prod(-1).sum()) * PATCH == pixel_values.shape[3]
+            return self.filled(input_ids, self.get_image_features(pixel_values))
+
+    assert inputs_of(Row(Config()))["pixel_values"].shape[:3] == (1, 3, PATCH)
+
+
+def test_squares_of_patches_with_channels_last() -> None:
+    class Squares(Seeing):
+        def get_image_features(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+            count, frames, height, width, channels = pixel_values.shape
+            assert (frames, height, width, channels) == (1, 2 * PATCH, 2 * PATCH, 3)
+            assert int(image_grid_thw.prod(-1).sum()) == count
+            return self.see(pixel_values[:, 0].permute(0, 3, 1, 2)).mean((2, 3))
+
+        def forward(
+            self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_grid_thw is not None
+            return self.filled(input_ids, self.get_image_features(pixel_values, image_grid_thw))
+
+    inputs_of(Squares(Config()))
+
+
+def test_frames_of_patches_with_channels_last() -> None:
+    @dataclass
+    class Frames(Vision):
+        temporal_patch_size: int = 2
+
+    class Folds(Seeing):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.fold = nn.Linear(2 * PATCH * PATCH * 3, WIDTH)
+
+        def get_image_features(self, pixel_values: Tensor) -> Tensor:
+            count, frames, height, width, channels = pixel_values.shape
+            assert (frames, height, width, channels) == (2, PATCH, PATCH, 3)
+            return self.fold(pixel_values.reshape(count, -1))
+
+        def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+            assert pixel_values is not None
+            return self.filled(input_ids, self.get_image_features(pixel_values))
+
+    inputs_of(Folds(Config(vision=Frames())))
+
+
+def test_features_that_are_pooled_from_given_patches() -> None:
+    class Pools(Seeing):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.see_flat = nn.Linear(3 * PATCH * PATCH, WIDTH)
+
+        def get_image_features(
+            self, pixel_values: Tensor, image_token_pooling: Tensor, image_grids: Tensor
+        ) -> tuple[Tensor, ...]:
+            assert pixel_values.shape[1:] == ((SIDE // PATCH) ** 2, 3 * PATCH * PATCH)
+            pooled = self.see_flat(pixel_values).flatten(0, 1)[image_token_pooling].mean(1)
+            small, large = image_grids[:, :2].prod(-1), image_grids[:, 2:].prod(-1)
+            return pooled.split((small + large).tolist())
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            image_token_pooling: Tensor | None = None,
+            image_grids: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_token_pooling is not None
+            assert image_grids is not None
+            features = self.get_image_features(pixel_values, image_token_pooling, image_grids)
+            return self.filled(input_ids, torch.cat(features))
+
+    tensors = inputs_of(Pools(Config()))
+    indices = tensors["image_token_pooling"]
+    assert indices.shape[1] == 4
+    assert sorted(indices.flatten().tolist()) == list(range(len(tensors["pixel_values"]) * 4))
+
+
+def test_how_far_patches_are_merged_is_said_and_features_are_counted_with_all_arguments() -> None:
+    """The method that makes features names few of its arguments."""
+
+    class Merges(Seeing):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.see_flat = nn.Linear(3 * PATCH * PATCH, WIDTH)
+
+        def get_image_features(
+            self, pixel_values: Tensor, image_grid_thw: Tensor, **others: Tensor
+        ) -> Tensor:
+            merge = int(others["image_merge_sizes"][0])
+            return self.see_flat(pixel_values).unflatten(0, (-1, merge * merge)).mean(1)
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            image_grid_thw: Tensor | None = None,
+            image_merge_sizes: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_grid_thw is not None
+            assert image_merge_sizes is not None
+            others = {"image_merge_sizes": image_merge_sizes}
+            return self.filled(input_ids, self.get_image_features(pixel_values, image_grid_thw, **others))
+
+    assert inputs_of(Merges(Config()))["image_merge_sizes"].unique().tolist() == [2]
+
+
+def test_images_of_another_tower_have_its_size_and_parts_of_the_model_count_features() -> None:
+    @dataclass
+    class Towers(Config):
+        large_vision_config: Any = field(default_factory=lambda: Vision(image_size=2 * SIDE))
+
+    class Inner(Seeing):
+        def get_image_features(self, pixel_values: Tensor, large_pixel_values: Tensor) -> Tensor:
+            return self.patches(pixel_values) + self.patches(large_pixel_values).mean(1, True)
+
+    class Two(Seeing):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.inner = Inner(config)
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            large_pixel_values: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert large_pixel_values is not None
+            features = self.inner.get_image_features(pixel_values, large_pixel_values)
+            return self.filled(input_ids, features.flatten(0, 1))
+
+    tensors = inputs_of(Two(Towers()))
+    assert tensors["pixel_values"].shape[2:] == (SIDE, SIDE)
+    assert tensors["large_pixel_values"].shape[2:] == (2 * SIDE, 2 * SIDE)
+
+
+def test_images_have_as_many_patches_as_an_error_asks_for() -> None:
+    class Wants(Seeing):
+        def get_image_features(self, pixel_values: Tensor) -> Tensor:
+            x = self.patches(pixel_values)
+            if x.shape[1] not in (36, 49):
+                raise ValueError(f"{x.shape[1]} patches, which is none of 36, 49")
+            return x[:, :7]
+
+        def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+            assert pixel_values is not None
+            return self.filled(input_ids, self.get_image_features(pixel_values).flatten(0, 1))
+
+    tensors = inputs_of(Wants(Config()))
+    assert tensors["pixel_values"].shape[2:] == (6 * PATCH, 6 * PATCH)
+    assert set((tensors["input_ids"] == PLACE).sum(1).tolist()) == {7}

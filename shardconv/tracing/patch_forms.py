@@ -1,0 +1,132 @@
+"""Images that come in patches: in one list with their rows and columns, in a row, or pooled by places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config_sizes import first_int
+from .image_sizes import ImageSizes
+from .input_forms import Asked
+
+GRIDS_OF_FRAMES = ("image_grid_thw", "grid_thw")
+"""Names of the parameter that says how many frames, rows and columns of patches each image has."""
+GRIDS = (*GRIDS_OF_FRAMES, "image_grid_hw", "target_sizes")
+"""The same and those that say rows and columns alone."""
+PATCH_POSITIONS = ("spatial_shapes", "image_position_ids", "pixel_position_ids")
+"""Names of the parameter that says where patches are."""
+FLATTENED = "flattened_patches"
+"""Patches of an image, with the row and the column of each in front."""
+PIXEL_MASK = "pixel_attention_mask"
+_IN_A_ROW = "target_sizes"
+"""Name of a grid whose patches lie side by side in one image."""
+_MERGES_OF_IMAGES = "image_merge_sizes"
+_POOLED = "image_token_pooling"
+_GRIDS_OF_POOLED = "image_grids"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchForms:
+    """Makes the forms of one model's images in patches, likelier ones first."""
+
+    asked: Asked
+    image: ImageSizes
+
+    def named(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """The forms that further parameters ask for."""
+        if name == FLATTENED:
+            yield self._with_places()
+        if _POOLED in self.asked.parameters:
+            yield self._pooled(name)
+        if _IN_A_ROW in self.asked.parameters:
+            yield self._in_a_row(name)
+        elif self.asked.first(GRIDS):
+            yield from self._in_a_list(name)
+        if self.asked.first(PATCH_POSITIONS):
+            yield self.of_images(name)
+
+    def unnamed(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """Those that no other parameter tells of."""
+        patches = self.of_images(name)
+        yield {name: patches[name].flatten(0, 1)}
+        yield patches
+        if self.image.patch_frames > 1:
+            yield {name: self._channels_last(self._count(), self.image.patch_frames, 1)}
+
+    def of_images(self, name: str) -> dict[str, Tensor]:
+        """Patches of each image in a list ``[B, N, C * H * W]``, and where they are."""
+        asked, (rows, columns) = self.asked, self.image.grid(self.asked.seed)
+        tensors = {name: asked.random(asked.batch, rows * columns, self.image.patch_numel)}
+        if "spatial_shapes" in asked.parameters:
+            tensors["spatial_shapes"] = torch.tensor([[rows, columns]] * asked.batch)
+        if PIXEL_MASK in asked.parameters:
+            tensors[PIXEL_MASK] = torch.ones(asked.batch, rows * columns, dtype=torch.long)
+        for positions in PATCH_POSITIONS[1:]:
+            if positions in asked.parameters:
+                tensors[positions] = _places(rows, columns).flip(-1).expand(asked.batch, -1, -1).contiguous()
+        return tensors
+
+    def _in_a_list(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """Patches of all images, flat, ``[N, C, H, W]`` or merged ones of pixels, and how many each has."""
+        asked, image, (rows, columns) = self.asked, self.image, self.image.grid(self.asked.seed)
+        grid = asked.first(GRIDS)
+        shape = [1, rows, columns] if grid in GRIDS_OF_FRAMES else [rows, columns]
+        grids = {grid: torch.tensor([shape] * asked.batch)}
+        if _MERGES_OF_IMAGES in asked.parameters:
+            grids[_MERGES_OF_IMAGES] = torch.full((asked.batch,), image.merge)
+        yield {name: asked.random(self._count(), image.patch_numel * image.patch_frames), **grids}
+        if image.patch_frames == 1:
+            yield {name: asked.random(self._count(), image.channels, *image.patch), **grids}
+            yield {name: self._channels_last(self._count(), 1, image.merge), **grids}
+
+    def _in_a_row(self, name: str) -> dict[str, Tensor]:
+        """Patches of all images side by side ``[1, C, H, N * W]``, which are merged twice."""
+        asked, image = self.asked, self.image
+        rows, columns = (n * image.merge for n in image.grid(asked.seed))
+        height, width = image.patch
+        pixels = asked.random(1, image.channels, height, asked.batch * rows * columns * width)
+        return {name: pixels, _IN_A_ROW: torch.tensor([[rows, columns]] * asked.batch)}
+
+    def _pooled(self, name: str) -> dict[str, Tensor]:
+        """All patches of each image ``[B, N, H * W * C]``, and those of each feature ``[T, merge ** 2]``.
+
+        Of the rows and columns of features, the first ones are those of the small image, none of a large one.
+        """
+        asked, image = self.asked, self.image
+        rows, columns = image.height // image.patch[0], image.width // image.patch[1]
+        merge, counts = image.merge, (rows // image.merge, columns // image.merge)
+        places = _places(*counts)[:, None] * merge + _places(merge, merge)
+        of_one = places[..., 0] * columns + places[..., 1]
+        indices = torch.cat([of_one + k * rows * columns for k in range(asked.batch)])
+        tensors = {
+            name: asked.random(asked.batch, rows * columns, image.patch_numel),
+            _POOLED: indices,
+            _GRIDS_OF_POOLED: torch.tensor([[*counts, 0, 0]] * asked.batch),
+        }
+        return {n: t for n, t in tensors.items() if n in asked.parameters}
+
+    def _with_places(self) -> dict[str, Tensor]:
+        """Patches of each image, each behind its row and its column, ``[B, N, 2 + C]``."""
+        rows, columns = self.image.grid(self.asked.seed)
+        width = first_int(self.asked.config, ("patch_embed_hidden_size",)) or self.image.patch_numel
+        places = _places(rows, columns).to(self.asked.dtype) + 1
+        patches = self.asked.random(self.asked.batch, rows * columns, width)
+        return {FLATTENED: torch.cat([places.expand(self.asked.batch, -1, -1), patches], dim=-1)}
+
+    def _channels_last(self, count: int, frames: int, merge: int) -> Tensor:
+        """Pixels ``[N, T, H, W, C]`` of squares of patches."""
+        height, width = (merge * n for n in self.image.patch)
+        return self.asked.random(count, frames, height, width, self.image.channels)
+
+    def _count(self) -> int:
+        """Of the patches of all images."""
+        rows, columns = self.image.grid(self.asked.seed)
+        return self.asked.batch * rows * columns
+
+
+def _places(rows: int, columns: int) -> Tensor:
+    """Row and column ``[rows * columns, 2]``."""
+    return torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
