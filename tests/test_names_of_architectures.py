@@ -63,7 +63,7 @@ READ = {
     ): "transformers' pages are sized by it, whatever the model",
     ("shardconv/publishing/picture.py", "w3"): "a part of the name that all SVG has: www.w3.org/2000/svg",
     ("shardconv/tracing/modalities.py", "hidden_size"): "states of an encoder are made up in that width",
-    ("shardconv/tracing/image_forms.py", "hidden_size"): "patches are made up in that width",
+    ("shardconv/tracing/patch_forms.py", "hidden_size"): "patches are made up in that width",
     ("shardconv/tracing/config_sizes.py", "model_type"): "a value that has one is a config",
 }
 """Attributes of configs that a file reads all the same, each with the reason: none tells types apart."""
