@@ -39,9 +39,10 @@ class ImageForms:
             return
         if PIXEL_MASK in asked.parameters and not asked.first(PATCH_POSITIONS):
             yield from self._masked(name, image)
+        has_places = asked.first((*GRIDS, *PATCH_POSITIONS))
+        yield from () if has_places else patches.of_frames(name)
         yield from self._pixels(name, image)
-        if not asked.first((*GRIDS, *PATCH_POSITIONS)):
-            yield from patches.unnamed(name)
+        yield from () if has_places else patches.unnamed(name)
 
     def _masked(self, name: str, image: ImageSizes) -> Iterator[dict[str, Tensor]]:
         """A list of one image for each row, with a mask of its pixels or of the images."""

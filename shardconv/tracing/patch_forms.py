@@ -53,8 +53,11 @@ class PatchForms:
         patches = self.of_images(name)
         yield {name: patches[name].flatten(0, 1)}
         yield patches
+
+    def of_frames(self, name: str) -> Iterator[dict[str, Tensor]]:
+        """Two patches of each image in one list, where patches have several frames."""
         if self.image.patch_frames > 1:
-            yield {name: self._channels_last(self._count(), self.image.patch_frames, 1)}
+            yield {name: self._channels_last(2 * self.asked.batch, self.image.patch_frames, 1)}
 
     def of_images(self, name: str) -> dict[str, Tensor]:
         """Patches of each image in a list ``[B, N, C * H * W]``, and where they are."""

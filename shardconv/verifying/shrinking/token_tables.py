@@ -20,8 +20,8 @@ from ...tracing.tape import Mark, Op, Tape
 _PASSING = frozenset(
     f"aten.{name}"
     for name in (
-        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "slice", "squeeze", "to",
-        "_to_copy", "unsqueeze", "view", "_unsafe_view",
+        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "select", "slice", "squeeze",
+        "to", "_to_copy", "unbind", "unsqueeze", "view", "_unsafe_view",
     )
 )  # fmt: skip
 """Operators whose result has the ids of their operand."""
@@ -103,7 +103,8 @@ def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
             continue
         for tid in (t for t in event.inputs if t in tokens):
             base = event.name.rsplit(".", 1)[0].rstrip("_")
-            if base in _PASSING or (base in _FILLING and _fills_a_known_id(event, traced)):
+            is_picked = base == "aten.index" and tid == event.inputs[0]
+            if base in _PASSING or is_picked or (base in _FILLING and _fills_a_known_id(event, traced)):
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
             elif not (
                 base in _SHAPING
