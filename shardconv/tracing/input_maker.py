@@ -22,7 +22,15 @@ from .modalities import FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter
 from .trace import trace
-from .trace_errors import is_about_tokens, needed_multiple, needed_width, numbers, release
+from .trace_errors import (
+    is_about_tokens,
+    needed_count,
+    needed_mask,
+    needed_multiple,
+    needed_width,
+    numbers,
+    release,
+)
 
 EXTRA_OUTPUTS = FLAT_OUTPUTS
 """Arguments that ask for further outputs, of which losses are made."""
@@ -139,6 +147,8 @@ class InputMaker:
                 yield replace(choice, forms=(other,), placeholders=((form.kind, count),) if count else ())
         if choice.forms and is_about_tokens(error) and len(sizes) == 1 < str(error).count(str(sizes[0])):
             return
+        if any(needed_count(error, n * self.batch) is not None for _, n in choice.placeholders):
+            return  # it says how many it needs
         if self.tokens and not choice.forms and not choice.repeats and not choice.alternatives:
             own = (1, self.batch, self.length)
             yield from (replace(choice, streams=n) for n in sizes if n not in own)
@@ -178,15 +188,33 @@ class InputMaker:
         found = needed_width(error, {n: t for n, t in tensors.items() if n in names})
         return None if found is None else replace(choice, widths=(*choice.widths, found))
 
+    def counted(self, choice: Choice, error: Exception) -> Choice | None:
+        """The same with as many placeholders as the model's error says that there are features.
+
+        None if it does not say so, or each row cannot have the same number of them.
+        """
+        for form in choice.forms if self.tokens else ():
+            count = dict(choice.placeholders).get(form.kind, 0)
+            needed = needed_count(error, count * self.batch)
+            if needed and needed % self.batch == 0 and self.token_maker.has_placeholders(form.kind):
+                counts = dict(choice.placeholders) | {form.kind: needed // self.batch}
+                return replace(choice, placeholders=tuple(counts.items()))
+        return None
+
     def lengthened(self, choice: Choice, error: Exception) -> Choice | None:
         """The same with a form of a length that the model's error asks for; None if it asks for none.
 
         Args:
             choice: with which the model failed.
-            error: how it failed: a length is not a multiple of a number.
+            error: how it failed: a length is not a multiple of a number, or a mask is not as long as
+                features.
         """
         formed = {name: t for form in choice.forms for name, t in form.tensors.items()}
-        needed = needed_multiple(error, {n: t for n, t in formed.items() if n not in dict(choice.widths)})
+        free = {n: t for n, t in formed.items() if n not in dict(choice.widths)}
+        mask = needed_mask(error, free)
+        if mask is not None:
+            return replace(choice, widths=(*choice.widths, mask))
+        needed = needed_multiple(error, free)
         if needed is None:
             return None
         names, multiple = needed

@@ -21,6 +21,9 @@ from .left_out_experts import left_out_experts
 from .tape import Tape
 from .trace_errors import is_about_tokens, release
 
+_MOST_STEPS = 16
+"""So often errors are followed that say what an input should be."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceInputs:
@@ -160,7 +163,8 @@ def _first(
 ) -> tuple[TraceInputs, Tape] | None:
     """The first choice with which the model runs.
 
-    Where an error says the width of an input, or a divisor of it, the input gets that; where the error of the
+    Where an error says the width of an input, a divisor of it, or how many tokens there should be, it is
+    followed; where the error of the
     first choice names numbers, they are tried as sizes, unless it is a known error.
 
     Args:
@@ -180,9 +184,10 @@ def _first(
         except Exception as error:
             release(error)
             failed.append((current, error))
-            wider = maker.lengthened(current, error) or maker.widened(current, error, of_forms=False)
-            if wider is not None:
-                todo = [wider, *todo]
+            better = maker.lengthened(current, error) or maker.widened(current, error, of_forms=False)
+            better = better or maker.counted(current, error)
+            if better is not None and len(failed) < _MOST_STEPS:
+                todo = [better, *todo]
                 continue
             if not before and str(error) != known:
                 todo = list(maker.resized(current, error)) or todo

@@ -22,6 +22,8 @@ _MEL_BINS = (
     "input_size",
     "input_dim",
 )
+_STRIDES = ("conv_stride", "downsampling_ratios")
+"""Under which configs say how many samples each convolution makes one."""
 _SECOND = 16_000
 """Samples of a sound."""
 
@@ -49,9 +51,11 @@ class SoundForms:
     def _spectra(self, name: str) -> Iterator[dict[str, Tensor]]:
         frames = _num_frames(self.asked.config, self.asked.seed)
         masks = self._masks(frames)
+        choosing = {n: mask.bool() for n, mask in masks.items()}
         for bins in sorted(all_ints(self.asked.config, _MEL_BINS), key=lambda n: n not in self.asked.sizes):
             shapes = (self.asked.batch, bins, frames), (self.asked.batch, frames, bins)
             yield from ({name: self.asked.random(*shape), **masks} for shape in shapes)
+            yield from ({name: self.asked.random(*shape), **choosing} for shape in shapes if masks)
             yield from ({name: self.asked.random(*shape)} for shape in shapes if masks)
 
     def _masks(self, length: int) -> dict[str, Tensor]:
@@ -69,6 +73,7 @@ def _num_frames(config: Any, seed: int) -> int:
 
 
 def _num_samples(config: Any, seed: int) -> int:
-    strides = next((v for n in nodes(config) if has(n, "conv_stride") and (v := n.conv_stride)), ())
+    names = [(node, name) for node in nodes(config) for name in _STRIDES if has(node, name)]
+    strides = next((v for node, name in names if (v := getattr(node, name))), ())
     step = math.prod(strides) if isinstance(strides, (tuple, list)) else 16
     return step * (23 - 4 * bool(seed)) + step // 4 + 80

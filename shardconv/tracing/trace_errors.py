@@ -6,10 +6,14 @@ import re
 import traceback
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 _LONGEST = 4096
 """Larger numbers in errors are not tried as sizes."""
+_WHERE = re.compile(r"^[\w.]*: ")
+"""The module in which a trace failed, in front of what it says."""
+_MASK = re.compile(r"shape of the mask \[([\d, ]+)\] at index \d+ does not match .* tensor \[([\d, ]+)\]")
 _MULTIPLE = re.compile(r"multiple of (\d+)")
 _PRODUCT = re.compile(r"shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)")
 
@@ -30,7 +34,24 @@ def numbers(error: Exception) -> list[int]:
 
 def is_about_tokens(error: Exception) -> bool:
     """Whether an error complains of the number of tokens."""
-    return "token" in str(error) and "has no attribute" not in str(error)
+    said = _WHERE.sub("", str(error))
+    return "token" in said and "has no attribute" not in said
+
+
+def needed_count(error: Exception, count: int) -> int | None:
+    """Of an error that compares a number of tokens with one of features: that of the features.
+
+    Args:
+        error: how a call failed.
+        count: of the tokens that it was made with.
+
+    Returns:
+        None if the error is another one, or does not name exactly these two numbers.
+    """
+    said = {int(n) for n in re.findall(r"\b\d+\b", str(error))}
+    if not is_about_tokens(error) or count not in said or len(said) != 2:
+        return None
+    return next(n for n in said if n != count)
 
 
 def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[list[str], int] | None:
@@ -43,6 +64,22 @@ def needed_multiple(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[li
     lengths = {n for n in numbers(error) if n % multiple}
     names = [name for name, t in tensors.items() if t.dim() > 1 and t.shape[-1] in lengths]
     return (names, multiple) if names else None
+
+
+def needed_mask(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    """The mask ``[B, N]`` that does not fit what it was to choose from, and what N must be.
+
+    None if the error is another one, or none of the tensors is that mask.
+    """
+    found = _MASK.search(str(error))
+    if found is None:
+        return None
+    mask, indexed = ([int(n) for n in text.split(",")] for text in found.groups())
+    names = (n for n, t in tensors.items() if t.dtype == torch.bool and list(t.shape) == mask)
+    name = next(names, None)
+    if name is None or len(mask) != 2 or len(indexed) < 2 or mask[0] != indexed[0]:
+        return None
+    return name, indexed[1]
 
 
 def needed_width(error: Exception, tensors: Mapping[str, Tensor]) -> tuple[str, int] | None:

@@ -114,6 +114,22 @@ _INSTRUCTED = {
 
 _VISION_TOKENS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 """That the code of a thinker reads and its config lacks; those of Qwen's tokenizers."""
+_GRANITE_SPEECH = (
+    Release(
+        "Granite-Speech-3.3-8B",
+        {
+            "text_config": {
+                "model_type": "granite",
+                **_decoder(4096, 12800, 40, 32, 8, 49160),
+            },
+            "encoder_config": {"num_layers": 16},
+            "projector_config": {
+                "model_type": "blip_2_qformer",
+                **_bert(1024, 4096, 2, 16, encoder_hidden_size=1024),
+            },
+        },
+    ),
+)
 _FITTED = "defaults, images as wide as the text"
 """Of types whose default vision tower does not fit their default decoder."""
 
@@ -312,6 +328,8 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             },
         ),
     ),
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": _GRANITE_SPEECH,
     "granitemoehybrid": (
         Release(
             "Granite-4.0-H-Small",
@@ -441,6 +459,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "qwen3": (Release("Qwen3-32B", _decoder(5120, 25600, 64, 64, 8, 151936, head_dim=128)),),
     "qwen3_5": _fitted(4096),
     "qwen3_5_moe": _fitted(2048),
+    "qwen3_asr": (Release("defaults, sounds as wide as the text", {"audio_config": {"output_dim": 2048}}),),
     "qwen3_moe": (Release("Qwen3-235B-A22B", _QWEN3_235B),),
     "qwen3_omni_moe_thinker": (
         Release(
@@ -507,6 +526,15 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "vit": (Release("ViT huge", _VIT_HUGE),),
+    "voxtral": (
+        Release(
+            "Voxtral-Mini-3B",
+            {
+                "text_config": _decoder(3072, 8192, 30, 32, 8, 131072, head_dim=128),
+                "audio_token_id": 24,
+            },
+        ),
+    ),
     "wav2vec2": (Release("wav2vec 2.0 large", _AUDIO_LARGE),),
     "whisper": (
         Release(
