@@ -50,10 +50,13 @@ class Functions(TorchFunctionMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``func``; a tensor of literals keeps its values, whatever device it is made for."""
+        """Call ``func``; a tensor of literals, or of tensors of one number each, keeps its values, whatever
+        device it is made for."""
         if func in _INDEXING:
             return func(args[0], self._index(args[1]), *args[2:], **kwargs)
-        if func not in _LITERALS or "device" not in kwargs or isinstance(args[0], torch.Tensor):
+        if func not in _LITERALS or isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        if "device" not in kwargs and not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(args)):
             return func(*args, **kwargs)
         values = pytree.tree_map_only(torch.Tensor, self.recorder.ask, args)
         with torch.utils._python_dispatch._disable_current_modes():

@@ -22,6 +22,8 @@ _MEL_BINS = (
     "input_size",
     "input_dim",
 )
+_SAMPLES = "chunk_sample_lengths"
+"""Name of the parameter that says of how many samples a spectrum was made."""
 _STRIDES = ("conv_stride", "downsampling_ratios")
 """Under which configs say how many samples each convolution makes one."""
 _SECOND = 16_000
@@ -50,13 +52,19 @@ class SoundForms:
 
     def _spectra(self, name: str) -> Iterator[dict[str, Tensor]]:
         frames = _num_frames(self.asked.config, self.asked.seed)
-        masks = self._masks(frames)
-        choosing = {n: mask.bool() for n, mask in masks.items()}
+        masks = self._masks(frames) | self._num_samples_of(frames)
+        choosing = {n: mask.bool() if n in _SOUND_MASKS else mask for n, mask in masks.items()}
         for bins in sorted(all_ints(self.asked.config, _MEL_BINS), key=lambda n: n not in self.asked.sizes):
             shapes = (self.asked.batch, bins, frames), (self.asked.batch, frames, bins)
             yield from ({name: self.asked.random(*shape), **masks} for shape in shapes)
             yield from ({name: self.asked.random(*shape), **choosing} for shape in shapes if masks)
             yield from ({name: self.asked.random(*shape)} for shape in shapes if masks)
+
+    def _num_samples_of(self, frames: int) -> dict[str, Tensor]:
+        """Of how many samples a spectrum was made, int64 ``[B]``, by parameter."""
+        hop = first_int(self.asked.config, ("hop_length",))
+        lengths = torch.full((self.asked.batch,), frames * hop)
+        return {_SAMPLES: lengths} if hop and _SAMPLES in self.asked.parameters else {}
 
     def _masks(self, length: int) -> dict[str, Tensor]:
         names = [n for n in self.asked.parameters if n in _SOUND_MASKS]

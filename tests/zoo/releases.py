@@ -415,6 +415,17 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "nemotron": (Release("Minitron-8B", _decoder(4096, 16384, 32, 48, 8, 256000, head_dim=128)),),
+    "nemotron_h_omni": (
+        Release(
+            "defaults with sounds, and with ids of images, videos and sounds",
+            {
+                "audio_config": {"projection_hidden_size": 4096, "projection_bias": False},
+                "image_token_id": 18,
+                "video_token_id": 19,
+                "audio_token_id": 27,
+            },
+        ),
+    ),
     "nemotron_h": (Release("Nemotron-H-8B", _NEMOTRON_H_8B),),
     "nemotron_h_omni": (Release("defaults with a token for images", {"image_token_id": 18}),),
     "nllb-moe": (Release("NLLB-MoE-54B", _bart(2048, 8192, 24, 16, vocab_size=256206)),),

@@ -92,6 +92,28 @@ def test_placeholders_are_those_that_the_error_counts() -> None:
     assert len(tries) < 8
 
 
+def test_chunks_are_as_long_as_their_spectra() -> None:
+    @dataclass
+    class Chunked(Config):
+        hop_length: int = 6
+
+    class Chunks(nn.Module):
+        main_input_name = "input_features"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Chunked()
+            self.hear = nn.Linear(BINS, WIDTH)
+
+        def forward(self, input_features: Tensor, chunk_sample_lengths: Tensor) -> Tensor:
+            lengths = (chunk_sample_lengths // 6).tolist()
+            return self.hear(torch.cat([x[:n] for x, n in zip(input_features, lengths, strict=True)]))
+
+    inputs = make_inputs(Chunks().to("meta"))
+    batch, frames, _ = inputs.tensors["input_features"].shape
+    assert inputs.tensors["chunk_sample_lengths"].tolist() == [6 * frames] * batch
+
+
 def test_samples_last_as_long_as_convolutions_need() -> None:
     class Samples(nn.Module):
         main_input_name = "input_values"

@@ -372,6 +372,15 @@ def test_literals_keep_their_values_on_any_device() -> None:
     assert added == [2, 3]
 
 
+def test_a_tensor_of_tensors_keeps_their_values() -> None:
+    def forward(x: Tensor) -> Tensor:
+        return x + torch.tensor([torch.ones(2).sum(), torch.ones(3).sum()]).long().tolist()[1]
+
+    tape = tape_of(Call(forward))
+    assert tape.guesses == []
+    assert [op.args[1] for op in tape.events if isinstance(op, Op) and op.name.startswith("aten.add")] == [3]
+
+
 def test_composite_operators_without_a_rule_are_taken_apart() -> None:
     tape = tape_of(Call(lambda x: torch.nn.functional.instance_norm(x[None])))
     assert all(not name.startswith("aten.instance_norm") for name in ops(tape))
