@@ -38,6 +38,8 @@ class Functions(TorchFunctionMode):
             return self._converted(func, args, kwargs)
         if func in _ROW_LOOKUPS:
             return func(*args, **kwargs)
+        if func in _NARROW:
+            args, kwargs = self._with_numbers(args, kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
             return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
@@ -62,6 +64,11 @@ class Functions(TorchFunctionMode):
         with torch.utils._python_dispatch._disable_current_modes():
             real = func(*values, **{**kwargs, "device": "cpu"})
         return self.recorder.identities.meta(real)
+
+    def _with_numbers(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Arguments in which numbers that were given as tensors are ints."""
+        numbers = pytree.tree_map_only(torch.Tensor, lambda t: int(self.recorder.ask(t)), (args[1:], kwargs))
+        return (args[0], *numbers[0]), numbers[1]
 
     def _index(self, index: Any) -> Any:
         """An index in which lists of numbers are tensors with values: torch makes tensors without of them."""
@@ -101,6 +108,7 @@ _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
+_NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
 _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
 """Tensors alone decide their shapes: the row of padding is a position of the table."""
 

@@ -17,9 +17,17 @@ SOUNDS = ("input_features", "audio_input_features", "input_values")
 """Names of the parameter that takes sounds: spectra, or samples."""
 SERIES = ("past_values",)
 """Names of the parameter that takes measurements over time."""
-FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES)
+ENTITIES = ("entity_ids",)
+"""Names of the parameter that takes ids of what a text mentions."""
+FORMED = (*IMAGES, *VIDEOS, *SOUNDS, *SERIES, *ENTITIES)
 """Names of the parameters that are given in forms, where they are required."""
-NAMES = {"image": (*IMAGES, *VIDEOS), "video": VIDEOS, "audio": SOUNDS, "series": SERIES}
+NAMES = {
+    "image": (*IMAGES, *VIDEOS),
+    "video": VIDEOS,
+    "audio": SOUNDS,
+    "series": SERIES,
+    "entities": ENTITIES,
+}
 """Kind of input -> names of the parameters that take it."""
 STATES = ("encoder_hidden_states", "cross_attention_states")
 """Names of the parameter that takes the states of an encoder."""
@@ -30,7 +38,7 @@ class Form:
     """One way of giving a model one kind of input."""
 
     kind: str
-    """``image``, ``video``, ``audio``, ``series`` or ``states``."""
+    """``image``, ``video``, ``audio``, ``series``, ``entities`` or ``states``."""
     tensors: dict[str, Tensor]
     """By parameter; the batch is the first dim, or a factor of it."""
     seen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

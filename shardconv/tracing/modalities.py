@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .config_sizes import first_int
+from .entity_forms import entities
 from .image_forms import PATCHES_WITH_GRID, ImageForms
 from .image_sizes import ImageSizes
-from .input_forms import IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
+from .input_forms import ENTITIES, IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
 from .patch_forms import GRIDS
 from .sound_forms import SoundForms
 from .tile_forms import SEEN_TILES
@@ -35,7 +36,7 @@ class FormMaker:
 
     def kinds(self) -> list[str]:
         """The kinds of input, beside tokens, that the model may be given."""
-        names = {"image": IMAGES, "audio": SOUNDS, "series": SERIES}
+        names = {"image": IMAGES, "audio": SOUNDS, "series": SERIES, "entities": ENTITIES}
         kinds = [kind for kind, known in names.items() if self.asked.first(known)]
         if PATCHES_WITH_GRID in self.asked.parameters and self.asked.first(GRIDS):
             kinds.append("image")
@@ -50,6 +51,7 @@ class FormMaker:
             "video": ImageForms(self.asked).videos,
             "audio": SoundForms(self.asked).sounds,
             "series": self._series,
+            "entities": lambda: entities(self.asked),
             "states": self._states,
         }
         for tensors in makers[kind]():

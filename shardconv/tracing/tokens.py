@@ -18,6 +18,8 @@ _TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Names of the parameter that says the type of each token."""
 _POSITION_MASKS = {"image": "image_embeds_position_mask"}
 """Names of the parameter that says where the features of an image go, in place of an id that says it."""
+_FAR_SEEING = "global_attention_mask"
+"""Name of the parameter that says which tokens see all others, where most see their neighbors alone."""
 _PAGE = 1000
 """Of boxes, where a page ends."""
 _FIRST_PLACEHOLDER = 3
@@ -78,6 +80,8 @@ class TokenMaker:
             mask = torch.ones(self.batch, ids.shape[1], dtype=torch.long)
             mask[0, :2] = 0
             tensors["attention_mask"] = mask
+        if _FAR_SEEING in self.parameters:
+            tensors[_FAR_SEEING] = self._far_seeing(ids)
         tensors |= {name: types for name in _TYPES if name in self.parameters}
         for kind, name in _POSITION_MASKS.items():
             if name in self.parameters:
@@ -148,6 +152,13 @@ class TokenMaker:
         )
         lists = (value if isinstance(value, (list, tuple)) else [value] for value in found)
         return {i for ids in lists for i in ids if isinstance(i, int)}
+
+    def _far_seeing(self, ids: Tensor) -> Tensor:
+        """Which tokens of ``ids`` ``[B, S]`` see all others: one of each row, and one more of the last."""
+        mask = torch.zeros_like(ids)
+        mask[:, _FIRST_PLACEHOLDER - 1] = 1
+        mask[-1, -1] = 1
+        return mask
 
     def _boxes(self, length: int, pages: int) -> Tensor:
         """Corners ``[B, S, 4]``: left and top, right and bottom."""

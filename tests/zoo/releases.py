@@ -427,7 +427,6 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "nemotron_h": (Release("Nemotron-H-8B", _NEMOTRON_H_8B),),
-    "nemotron_h_omni": (Release("defaults with a token for images", {"image_token_id": 18}),),
     "nllb-moe": (Release("NLLB-MoE-54B", _bart(2048, 8192, 24, 16, vocab_size=256206)),),
     "olmo2": (Release("OLMo-2-32B", _decoder(5120, 27648, 64, 40, 8, 100352, pad_token_id=100277)),),
     "opt": (

@@ -20,8 +20,8 @@ from ...tracing.tape import Mark, Op, Tape
 _PASSING = frozenset(
     f"aten.{name}"
     for name in (
-        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "select", "slice", "squeeze",
-        "to", "_to_copy", "unbind", "unsqueeze", "view", "_unsafe_view",
+        "alias", "clone", "contiguous", "detach", "expand", "flatten", "reshape", "select", "slice",
+        "squeeze", "to", "_to_copy", "unbind", "unsqueeze", "view", "_unsafe_view",
     )
 )  # fmt: skip
 """Operators whose result has the ids of their operand."""

@@ -279,6 +279,52 @@ def test_unknown_arguments_are_named() -> None:
         make_inputs(on_meta(Strange()))
 
 
+def test_some_tokens_see_all_others() -> None:
+    class Far(Text):
+        def forward(  # type: ignore[override]
+            self, input_ids: Tensor, attention_mask: Tensor, global_attention_mask: Tensor | None = None
+        ) -> Tensor:
+            assert global_attention_mask is not None
+            return self.speak(self.embed(input_ids))
+
+    tensors = make_inputs(on_meta(Far())).tensors
+    far = tensors["global_attention_mask"]
+    assert far.shape == tensors["input_ids"].shape
+    assert far.sum(1).tolist() == [1] * (len(far) - 1) + [2]
+    assert not (far * (1 - tensors["attention_mask"])).any()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_entities_are_mentioned_in_the_text(says: bool) -> None:
+    @dataclass
+    class Known(Config):
+        entity_vocab_size: int = 20
+        max_mention_length: int = 4 if says else 0
+
+    class Mentions(Text):
+        def __init__(self) -> None:
+            super().__init__(Known())
+            self.entities = nn.Embedding(20, WIDTH)
+
+        def forward(  # type: ignore[override]
+            self,
+            input_ids: Tensor,
+            entity_ids: Tensor | None = None,
+            entity_position_ids: Tensor | None = None,
+        ) -> Tensor:
+            if entity_ids is None or entity_position_ids is None:
+                return self.speak(self.embed(input_ids))
+            known = self.entities(entity_ids) * (entity_position_ids >= 0).any(2, keepdim=True)
+            return self.speak(torch.cat([self.embed(input_ids), known], dim=1))
+
+    tensors = make_inputs(on_meta(Mentions())).tensors
+    ids, mentions = tensors["entity_ids"], tensors["entity_position_ids"]
+    assert int(ids.max()) < 20
+    assert mentions.shape == (*ids.shape, 4 if says else 5)
+    assert mentions.ge(0).sum(2).unique().tolist() == [2]
+    assert int(mentions.max()) < tensors["input_ids"].shape[1]
+
+
 # Images and sounds -----------------------------------------------------------------------------------
 
 

@@ -381,6 +381,17 @@ def test_a_tensor_of_tensors_keeps_their_values() -> None:
     assert [op.args[1] for op in tape.events if isinstance(op, Op) and op.name.startswith("aten.add")] == [3]
 
 
+def test_a_range_that_a_tensor_gives_is_one_of_numbers() -> None:
+    def forward(x: Tensor) -> Tensor:
+        count = torch.ones(2, dtype=torch.long).sum()
+        return x.narrow(1, 0, count) + torch.narrow(x, 1, count - 1, length=2)
+
+    tape = tape_of(Call(forward))
+    assert tape.guesses == []
+    cuts = [op for op in tape.events if isinstance(op, Op) and op.name.startswith("aten.narrow")]
+    assert [op.args[1:] for op in cuts] == [(1, 0, 2), (1, 1, 2)]
+
+
 def test_composite_operators_without_a_rule_are_taken_apart() -> None:
     tape = tape_of(Call(lambda x: torch.nn.functional.instance_norm(x[None])))
     assert all(not name.startswith("aten.instance_norm") for name in ops(tape))
