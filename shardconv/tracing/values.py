@@ -34,6 +34,8 @@ _VALUE_FREE = frozenset(
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like")
 )
 """Operators that use only the shape of their operand."""
+_OF_THE_SHAPE = frozenset(("aten.expand_as", "aten.view_as", "aten.reshape_as"))
+"""Operators that use only the shape of their second operand."""
 
 
 class Unknown(Exception):
@@ -102,7 +104,7 @@ class Values:
         self._producer.update(dict.fromkeys(op.outputs, op))
         if _base(op) in _VALUE_FREE and not self._is_empty_of_runtime(op):
             return
-        if self._is_empty_of_runtime(op) or not self._unknown.isdisjoint(op.inputs):
+        if self._is_empty_of_runtime(op) or not self._unknown.isdisjoint(_read(op)):
             self._unknown.update(op.outputs)
         if op.inputs and self._weights.issuperset(op.inputs):
             self._weights.update(op.outputs)
@@ -161,7 +163,7 @@ class Values:
     def _evaluate(self, tid: int, guessing: bool) -> None:
         self._drop_old()
         for op in self._needed(tid, guessing):
-            if _base(op) not in _VALUE_FREE and not self._unknown.isdisjoint(op.inputs):
+            if not self._unknown.isdisjoint(_read(op)):
                 self._unknown.update(op.outputs)
             try:
                 results = self._run(op)
@@ -190,8 +192,7 @@ class Values:
                 raise Unknown
             if op not in found:
                 found.add(op)
-                if _base(op) not in _VALUE_FREE:
-                    pending += op.inputs
+                pending += _read(op)
         return sorted(found, key=lambda op: op.outputs[0])
 
     def _ends_at(self, op: Op) -> bool:
@@ -205,10 +206,10 @@ class Values:
     def _run(self, op: Op) -> list[Tensor]:
         if op.name == "alias_write":
             return [self._written(op)]
-        free = _base(op) in _VALUE_FREE
+        read = _read(op)
 
         def load(tid: int) -> Tensor:
-            return _repeated(0, self._tape.tensors[tid]) if free else self._held(tid)
+            return self._held(tid) if tid in read else _repeated(0, self._tape.tensors[tid])
 
         result = _call(op, load)
         return [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if t is not None]
@@ -279,6 +280,12 @@ def _repeated(value: int, info: TensorInfo) -> Tensor:
     """One number in any shape, without memory."""
     with _disable_current_modes():
         return torch.full((), value, dtype=info.dtype, device="cpu").expand(info.shape)
+
+
+def _read(op: Op) -> tuple[int, ...]:
+    """The inputs of an operator on whose values its result depends; of others, it has the shape."""
+    base = _base(op)
+    return () if base in _VALUE_FREE else op.inputs[:1] if base in _OF_THE_SHAPE else op.inputs
 
 
 def _base(op: Op) -> str:

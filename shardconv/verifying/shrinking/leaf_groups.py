@@ -172,12 +172,26 @@ def _kept(analysis: Analysis, picked: set[Node]) -> Iterator[Node]:
         info = tape.tensors[tid]
         if info.kind == "input" or (info.kind == "constant" and not info.name):
             yield from (x for dim in dims for x in leaves(dim))
+    yield from _counts_of_inputs(analysis)
     for event in tape.events:
         if isinstance(event, Op):
             yield from (x for x in _picked(analysis, event) if x not in picked)
     for use in analysis.norms:
         if use.site.groups > 1:
             yield from leaves(use.groups)
+
+
+def _counts_of_inputs(analysis: Analysis) -> Iterator[Node]:
+    """The leaves of activations that are as large as a dim of ids or of a mask, and of no stored tensor: rows
+    and lengths, chosen to be like no other size."""
+    tape = analysis.tape
+    counts = {
+        n for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point for n in tape.tensors[t].shape
+    }
+    stored = [t for t in analysis.dims if tape.tensors[t].kind in ("parameter", "buffer")]
+    counts -= {n for t in stored for n in tape.tensors[t].shape}
+    for dims in analysis.dims.values():
+        yield from (x for dim in dims for x in leaves(dim) if x.size in counts)
 
 
 def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:

@@ -212,7 +212,8 @@ class _Choice:
                     self._shrink(part)
         shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
         small = shapes.size(whole)
-        return small if small < whole.size or group.experts else self._own_size(group)
+        is_settled = small < whole.size or group.experts or whole.kind == SUM
+        return small if is_settled else self._own_size(group)
 
     def _own_size(self, group: LeafGroup) -> int:
         others = {n * g.times for g, n in self.out.items()}

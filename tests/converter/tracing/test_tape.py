@@ -392,6 +392,17 @@ def test_a_range_that_a_tensor_gives_is_one_of_numbers() -> None:
     assert [op.args[1:] for op in cuts] == [(1, 0, 2), (1, 1, 2)]
 
 
+@pytest.mark.parametrize("like", [Tensor.expand_as, Tensor.view_as])
+def test_a_shape_that_a_tensor_gives_leaves_values_known(like: Any) -> None:
+    def forward(inner: nn.Module, x: Tensor) -> Tensor:
+        mask = like(torch.tensor([[True, False, False, False]] * 2), inner(x))
+        return x + inner(x)[mask].numel()
+
+    tape = tape_of(Call(forward, nn.Linear(3, 4, device="meta")))
+    assert tape.guesses == []
+    assert [op.args[1] for op in tape.events if isinstance(op, Op) and op.name.startswith("aten.add")] == [2]
+
+
 def test_composite_operators_without_a_rule_are_taken_apart() -> None:
     tape = tape_of(Call(lambda x: torch.nn.functional.instance_norm(x[None])))
     assert all(not name.startswith("aten.instance_norm") for name in ops(tape))

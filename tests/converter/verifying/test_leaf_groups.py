@@ -1,4 +1,4 @@
-"""Sizes that a mask of the inputs counts do not shrink."""
+"""Sizes that the inputs decide do not shrink, and equal ones shrink alike."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyze
+from shardconv.dim_analysis.dim_trees import concatenation, leaf, leaves
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.fold import fold
+from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
-from shardconv.verifying.shrinking.leaf_groups import leaf_groups
+from shardconv.verifying.retracing.tape_comparison import compare_tapes
+from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups
+from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 
 QUERIES, WIDTH = 12, 40
 
@@ -40,3 +45,60 @@ def test_rows_that_fill_the_places_of_a_mask_keep_their_number(by_index: bool) -
     folded = fold(trace(model, {"x": torch.randn(19, WIDTH), "places": places}, RULES))
     groups = leaf_groups(analyze(folded.tape, folded.ties), folded.ties, ())
     assert QUERIES not in {group.size for group in groups}
+
+
+def test_what_is_as_long_as_the_ids_keeps_its_length() -> None:
+    """The states of the tokens are put together anew, by a mask: nothing links their number to the ids."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, WIDTH)
+            self.make = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.make(self.embed(ids).masked_scatter(ids[..., None] > 3, torch.ones(57, WIDTH)))
+
+    model = Adds().to("meta")
+    folded = fold(trace(model, {"ids": torch.arange(57).view(3, 19)}, RULES))
+    groups = leaf_groups(analyze(folded.tape, folded.ties), folded.ties, ())
+    assert {group.size for group in groups} >= {WIDTH}
+    assert not {3, 19} & {group.size for group in groups}
+
+
+def test_a_sum_whose_parts_keep_their_size_keeps_it_where_it_is_not_divided() -> None:
+    """Halves of a head that are one dim elsewhere, with no link between the two."""
+    half, head = leaf(64), leaf(128)
+    analysis = Analysis(Tape())
+    analysis.tape.tensors += [
+        TensorInfo((4096, 128), torch.float32, "parameter", "a"),
+        TensorInfo((4096, 128), torch.float32, "parameter", "b"),
+    ]
+    analysis.dims = {0: (leaf(4096), concatenation([half, half])), 1: (leaf(4096), head)}
+    halves, heads = LeafGroup(64, frozenset([half])), LeafGroup(128, frozenset([head]))
+    others = [LeafGroup(4096, frozenset([dims[0]])) for dims in analysis.dims.values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        assert choose_sizes(analysis, [halves, heads, *others], 4, {})[heads] == 40
+        assert heads not in choose_sizes(analysis, [heads, *others], 4, {})
+
+
+def test_a_result_that_nothing_reads_may_have_any_shape() -> None:
+    """Code counts the numbers that a mask chooses: as many more as what it chooses from is wider."""
+
+    class Counts(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.make = nn.Linear(WIDTH, width)
+
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
+            made = self.make(x)
+            assert made[places[..., None].expand_as(made)].numel() == QUERIES * made.shape[1]
+            return made
+
+    given = {"x": torch.randn(19, WIDTH), "places": torch.arange(19) < QUERIES}
+    tape, other = (trace(Counts(width).to("meta"), given, RULES) for width in (80, 24))
+    analysis = analyze(tape, ())
+    wide = [x for dims in analysis.dims.values() for dim in dims for x in leaves(dim) if x.size == 80]
+    assert compare_tapes(SmallShapes(analysis, dict.fromkeys(wide, 24)), other, (), numbers=False) is None
+    assert compare_tapes(SmallShapes(analysis, dict.fromkeys(wide, 25)), other, (), numbers=False)
