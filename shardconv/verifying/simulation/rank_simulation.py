@@ -257,6 +257,9 @@ class Simulation:
             try:
                 model = self._unsharded_model(precision)
                 want = outputs_of_calls(model, inputs, precision, calls, or_fewer=True)
+                if self.weights.were_written_to():
+                    self._unsharded.clear()
+                    return self._reference(inputs, calls)
                 if all(t.isfinite().any() for t in want[0] if t.numel()):
                     self._precision = precision
                     return want
@@ -266,7 +269,7 @@ class Simulation:
         raise Unprovable(str(problem)) from problem
 
     def _unsharded_model(self, precision: Precision) -> nn.Module:
-        if precision not in self._unsharded:
+        if precision not in self._unsharded or self.weights.own_copies:
             self._unsharded[precision] = ReusedModel(self._new_unsharded(precision))
         return self._unsharded[precision].fresh()
 
@@ -315,7 +318,7 @@ class Simulation:
         """The model of one rank."""
         precision = self._precision
         key = precision, comm.rank, make.__name__
-        if key not in self._local:
+        if key not in self._local or self.weights.own_copies:
             local = make(copy.deepcopy(self.model).to(precision.dtype), self.plan, comm)
             weights = self.weights.local(comm.rank, precision.dtype)
             fill(local, weights, gradients=make is _for_training)

@@ -31,14 +31,25 @@ USUAL = Draw()
 class RandomWeights:
     """The same random numbers for the unsharded model and the ranks, drawn and sliced once for each dtype.
 
-    Models that are given them share them: nobody may write to them.
+    Models that are given them share them, unless ``own_copies``: then each gets its own.
     """
 
     def __init__(self, plan: Plan, draw: Draw = USUAL) -> None:
+        self.own_copies = False
         self._plan = plan
         self._draw = draw
         self._made: dict[torch.dtype, Mapping[str, Tensor]] = {}
         self._local: dict[tuple[torch.dtype, int], Mapping[str, Tensor]] = {}
+        self._versions: dict[torch.dtype, list[int]] = {}
+
+    def were_written_to(self) -> bool:
+        """Whether a model's code changed the weights that it was given: they are drawn again, for copies."""
+        if self.own_copies or all(_versions(made) == self._versions[d] for d, made in self._made.items()):
+            return False
+        self.own_copies = True
+        self._made.clear()
+        self._local.clear()
+        return True
 
     def unsharded(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Those of the unsharded model, in the shapes and dtypes of ``tensors``, which are on meta.
@@ -49,13 +60,21 @@ class RandomWeights:
         """
         if dtype not in self._made:
             self._made[dtype] = {name: _random(name, tensor, self._draw) for name, tensor in tensors.items()}
-        return self._made[dtype]
+            self._versions[dtype] = _versions(self._made[dtype])
+        return self._given(self._made[dtype])
 
     def local(self, rank: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Those of one rank, local, of the same names and dtypes."""
         if (dtype, rank) not in self._local:
             self._local[dtype, rank] = local_weights(self._made[dtype], self._plan, rank)
-        return self._local[dtype, rank]
+        return self._given(self._local[dtype, rank])
+
+    def _given(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {n: w.clone() for n, w in weights.items()} if self.own_copies else weights
+
+
+def _versions(weights: Mapping[str, Tensor]) -> list[int]:
+    return [weight._version for weight in weights.values()]
 
 
 def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:

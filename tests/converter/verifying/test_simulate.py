@@ -301,3 +301,19 @@ def test_code_that_changes_a_bypassed_layer_changes_no_other_copy() -> None:
     assert not hasattr(inner, "extra")
     assert model[1].kind == again[1].kind == "sparse"
     assert again[1].inner.weight is inner.weight
+
+
+def test_code_may_write_to_its_weights_when_it_is_first_called() -> None:
+    """Behind every second layer activations are halved, and weights divided for good before."""
+    config = transformers.RwkvConfig(
+        hidden_size=32,
+        attention_hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=5,
+        vocab_size=64,
+        context_length=32,
+        rescale_every=2,
+    )
+    spec = ModelSpec("rescaled", config, transformers.RwkvForCausalLM, "float32")
+    plan = solve_plan(spec, SolveOptions(2))
+    assert plan.training is not None
