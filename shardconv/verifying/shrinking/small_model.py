@@ -78,7 +78,7 @@ def shrink(
 ) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
-    Of the groups that may be to blame for a failure, experts keep their number first, else the smallest one.
+    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements are.
 
     Args:
         full: the model.
@@ -111,8 +111,8 @@ def shrink(
                     return found
                 kept |= computed
                 continue
-        blamed = [g for g in sizes if not g.leaves.isdisjoint(found.nodes)]
-        kept.add(min(blamed or sizes, key=lambda g: (not g.experts, g.size)))
+        blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
+        kept.add(next(g for g in reversed(sizes) if g in blamed or not blamed))
 
 
 def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:
