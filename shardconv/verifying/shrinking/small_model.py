@@ -141,6 +141,8 @@ class _Attempt:
         self.sizes = sizes
         self.tape = full.analysis.tape
         self.stand_ins = full.folded.representatives()
+        self.compared: dict[Attribute, list[int]] = {}
+        """Attributes that code only compares -> smaller values that were not tried."""
         self.shapes = SmallShapes(full.analysis, {x: n for g, n in sizes.items() for x in g.leaves})
 
     def run(self) -> SmallModel | Obstacle:
@@ -312,21 +314,34 @@ class _Attempt:
     def _change_compared(self, model: nn.Module, where: str, changes: dict[Attribute, Change]) -> bool:
         """Give int attributes that hold a size that shrinks, of modules named like one, the smaller size.
 
+        Dims of one size may have become different ones: these are tried one after the other.
+
         Returns:
-            Whether there are any.
+            Whether there are any that were not tried.
         """
-        smaller = {group.size: size for group, size in self.sizes.items()}
         new: dict[Attribute, Change] = {}
         for fqn, module in model.named_modules():
             if starred(fqn) != starred(where):
                 continue
             for name, value in list(vars(module).items()):
                 attribute = (stand_in(fqn, self.stand_ins), name)
-                if type(value) is int and value in smaller and attribute not in changes:
-                    setattr(module, name, smaller[value])
-                    new[attribute] = Change(value, smaller[value])
+                if type(value) is not int or (attribute in changes and attribute not in self.compared):
+                    continue
+                if attribute not in new:
+                    left = self.compared.setdefault(attribute, self._smaller(where, value))
+                    if not left:
+                        continue
+                    full = changes[attribute].value if attribute in changes else value
+                    new[attribute] = Change(full, left.pop(0))
+                setattr(module, name, new[attribute].local)
         changes |= new
         return bool(new)
+
+    def _smaller(self, fqn: str, size: int) -> list[int]:
+        """What a size may have become: that of a group, or of dims of what a module reads or makes."""
+        found = [small for group, small in self.sizes.items() if group.size == size]
+        found += [self.shapes.size(dim) for dim in self._dims_in(fqn) if dim.size == size]
+        return [small for small in dict.fromkeys(found) if small != size]
 
     def _compared(self, tape: Tape) -> Obstacle | None:
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
@@ -335,15 +350,18 @@ class _Attempt:
 
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:
         """Leaves that shrink, of the tensors that a module reads or makes."""
+        return tuple({x: None for dim in self._dims_in(fqn) for x in leaves(dim) if self.shapes.changed(x)})
+
+    def _dims_in(self, fqn: str) -> list[Node]:
+        """The dims of the tensors that a module reads or makes."""
         tape, dims = self.tape, self.full.analysis.dims
-        found = [
+        return [
             dim
             for e in tape.events
             if tape.calls[e.call].fqn == fqn
             for t in _tids(e)
             for dim in dims.get(t, ())
         ]
-        return tuple({x: None for dim in found for x in leaves(dim) if self.shapes.changed(x)})
 
 
 def _tids(event: Any) -> Iterable[int]:

@@ -20,6 +20,8 @@ _LEAST_EXPERTS = 16
 """Fewer would all be chosen, and the choice not be seen."""
 _LEAST_FACTOR = 4
 """Of a leaf that is a factor of all dims that have it."""
+_MOST_TIMES = 4
+"""Sizes that are so many times another one at most stay that."""
 _LEAST_ROWS = 256
 """Of a table of tokens: all tokens of a call should be different ones."""
 
@@ -216,12 +218,27 @@ class _Choice:
         return small if is_settled else self._own_size(group)
 
     def _own_size(self, group: LeafGroup) -> int:
+        times, unit = self._multiple_of(group)
+        if unit is not group:
+            return times * _small_size(unit, False, self.tp, ())
         others = {n * g.times for g, n in self.out.items()}
         if group.experts:  # few experts matter more than a size that nothing else has
             others = set()
         elif group.times == 1:
             others |= self.taken
         return _small_size(group, group in self.rows, self.tp, others)
+
+    def _multiple_of(self, group: LeafGroup) -> tuple[int, LeafGroup]:
+        """The smallest group of which one is a small multiple, where both are factors of as large dims.
+
+        Such as the widths of a head's keys and values: code computes one from the other.
+        """
+        alike = [g for g in self.groups if g.times == group.times and not (g.experts or g.rows or g.hashed)]
+        if group not in alike or group.times == 1:
+            return 1, group
+        found = [(group.size // g.size, g) for g in alike if group.size % g.size == 0]
+        times, unit = max((pair for pair in found if pair[0] <= _MOST_TIMES), key=lambda pair: pair[0])
+        return (times, unit) if times > 1 else (1, group)
 
 
 def _small_size(group: LeafGroup, rows: bool, tp: int, taken: Collection[int]) -> int:
