@@ -202,6 +202,8 @@ def _picked(analysis: Analysis, op: Op) -> Iterable[Node]:
         return [x for dim in positions for x in leaves(dim)]
     if base == "aten.embedding":
         return _leaves(analysis, op.inputs[:1], 0)
+    if base == "aten.select":
+        return _leaves(analysis, op.inputs[:1], op.args[1]) if op.args[2] else ()  # all dims have a first one
     if base.rstrip("_") in _INDEXING:
         indexed = [i for i, index in enumerate(op.args[1]) if index is not None]
         picked = [x for dim in indexed for x in _leaves(analysis, op.inputs[:1], dim)]

@@ -9,7 +9,7 @@ keeps its size, and the rest is tried again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..retracing.tape_comparison import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from .leaf_groups import LeafGroup, leaf_groups
-from .small_shapes import SmallShapes, activation_elements, choose_sizes
+from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes
 from .token_tables import FewerTokens, TokenUse, fewer_tokens, token_inputs, token_use
 
 Changes = Mapping[Attribute, Change]
@@ -79,6 +79,8 @@ def shrink(
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
     Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements are.
+    Equal sizes stay equal. Where what is left is large, only those do that are to blame for a failure, if that
+    leaves less: a width may happen to be as large as something that cannot shrink.
 
     Args:
         full: the model.
@@ -94,9 +96,39 @@ def shrink(
     tokens = token_use(full.analysis.tape)
     groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
     copies = _copies(full, skipped)
+
+    def found(equal: set[int]) -> SmallModel:
+        return _shrunk(full, tp, skipped, tokens, groups, copies, equal, fits, runs)
+
+    small = found({group.size for group in groups})
+    return min(small, found(set()), key=_cost) if num_elements(small.model) > 2 * ENOUGH else small
+
+
+def num_elements(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _cost(small: SmallModel) -> int:
+    """What a proof holds: several copies of each parameter."""
+    return 4 * num_elements(small.model) + activation_elements(small.shapes)
+
+
+def _shrunk(
+    full: FullModel,
+    tp: int,
+    skipped: Mapping[str, Bypass],
+    tokens: TokenUse,
+    groups: Collection[LeafGroup],
+    copies: Mapping[int, int],
+    equal: set[int],
+    fits: Callable[[SmallModel], object],
+    runs: Callable[[SmallModel], bool],
+) -> SmallModel:
+    """The same with sizes of which some become one, wherever they occur; others once they fail."""
     kept: set[LeafGroup] = set()
     while True:
-        sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept)
+        sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept, equal=equal)
         found = _Attempt(full, tp, skipped, tokens, sizes).run()
         if isinstance(found, SmallModel):
             try:
@@ -112,6 +144,9 @@ def shrink(
                 kept |= computed
                 continue
         blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
+        if new := {g.size for g in blamed or sizes} - equal:
+            equal |= new
+            continue
         kept.add(next(g for g in reversed(sizes) if g in blamed or not blamed))
 
 

@@ -20,7 +20,7 @@ _LEAST_EXPERTS = 16
 """Fewer would all be chosen, and the choice not be seen."""
 _LEAST_FACTOR = 4
 """Of a leaf that is a factor of all dims that have it."""
-_MOST_TIMES = 4
+_MOST_TIMES = 2
 """Sizes that are so many times another one at most stay that."""
 _LEAST_ROWS = 256
 """Of a table of tokens: all tokens of a call should be different ones."""
@@ -136,6 +136,7 @@ def choose_sizes(
     copies: Mapping[int, int],
     *,
     kept: Collection[LeafGroup] = (),
+    equal: Collection[int] = (),
 ) -> dict[LeafGroup, int]:
     """Which groups shrink, until what is left is small: first those in which most elements are, experts last.
 
@@ -149,17 +150,24 @@ def choose_sizes(
         tp: number of ranks.
         copies: stored tensor -> how many the smaller model has of its kind, if more than one.
         kept: groups that may not after all.
+        equal: sizes that become one size, wherever they occur, and that of what is made of others.
     """
-    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies).sizes()
+    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, equal).sizes()
 
 
 class _Choice:
     """Sizes, chosen one after the other."""
 
     def __init__(
-        self, analysis: Analysis, groups: Collection[LeafGroup], tp: int, copies: Mapping[int, int]
+        self,
+        analysis: Analysis,
+        groups: Collection[LeafGroup],
+        tp: int,
+        copies: Mapping[int, int],
+        equal: Collection[int],
     ) -> None:
         self.analysis = analysis
+        self.equal = equal
         self.tp = tp
         self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
@@ -199,6 +207,11 @@ class _Choice:
         return {self.by_leaf[x] for dim in dims for x in leaves(dim) if x in self.by_leaf}
 
     def _shrink(self, group: LeafGroup) -> None:
+        if not (group.size in self.equal or group.experts or group.rows):
+            small = self._own_size(group)
+            if small <= group.size // 2:
+                self.out[group] = small
+            return
         key = group.size, group.experts
         small = self.smaller.get(key) or self._size(group)
         if small <= group.size // 2:
