@@ -105,6 +105,11 @@ _NEMOTRON_H_8B = _decoder(4096, 21504, 52, 32, 8, 131072, head_dim=128) | {
     "ssm_state_size": 128,
 }
 _VICUNA_13B = _decoder(5120, 13824, 40, 40, 40, 32064, model_type="llama")
+_LLAVA_13B = {
+    "text_config": _VICUNA_13B,
+    "vision_config": _CLIP_L | {"model_type": "clip_vision_model"},
+    "image_token_index": 32000,
+}
 _VIT_HUGE = _bert(1280, 5120, 32, 16, patch_size=14)
 _INSTRUCTED = {
     "text_config": _decoder(4096, 11008, 32, 32, 32, 32001) | {"model_type": "llama"},
@@ -346,6 +351,24 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             _decoder(4096, 3072, 32, 32, 8, 128167, head_dim=128, num_experts=64, moe_topk=8),
         ),
     ),
+    "idefics2": (
+        Release(
+            "Idefics2-8B",
+            {
+                "text_config": _decoder(4096, 14336, 32, 32, 8, 32003) | {"model_type": "mistral"},
+                "vision_config": _bert(1152, 4304, 27, 16, image_size=980, patch_size=14),
+            },
+        ),
+    ),
+    "idefics3": (
+        Release(
+            "Idefics3-8B",
+            {
+                "text_config": _decoder(4096, 14336, 32, 32, 8, 128259) | {"model_type": "llama"},
+                "vision_config": _bert(1152, 4304, 27, 16, image_size=364, patch_size=14),
+            },
+        ),
+    ),
     "instructblip": (Release("InstructBLIP Vicuna-7B", _INSTRUCTED | {"image_token_index": 32000}),),
     "instructblipvideo": (Release("InstructBLIP Vicuna-7B", _INSTRUCTED | {"video_token_index": 32000}),),
     "internvl": (
@@ -376,16 +399,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         Release("Llama-4-Maverick", {"text_config": _MAVERICK, "vision_config": _LLAMA4_VISION}),
     ),
     "llama4_text": (Release("Llama-4-Scout", _SCOUT), Release("Llama-4-Maverick", _MAVERICK)),
-    "llava": (
-        Release(
-            "LLaVA-1.5-13B",
-            {
-                "text_config": _VICUNA_13B,
-                "vision_config": _CLIP_L | {"model_type": "clip_vision_model"},
-                "image_token_index": 32000,
-            },
-        ),
-    ),
+    "llava": (Release("LLaVA-1.5-13B", _LLAVA_13B),),
+    "llava_next": (Release("LLaVA-1.6-Vicuna-13B", _LLAVA_13B),),
+    "llava_next_video": (Release("LLaVA-1.6-Vicuna-13B, videos too", _LLAVA_13B),),
     "m2m_100": (Release("M2M-100-12B", _bart(4096, 16384, 24, 16, vocab_size=128112)),),
     "mamba": (Release("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}),),
     "ministral": (Release("Ministral-8B", _decoder(4096, 12288, 36, 32, 8, 131072, head_dim=128)),),
@@ -502,6 +518,17 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
         ),
     ),
     "smollm3": (Release("SmolLM3-3B"),),
+    "smolvlm": (
+        Release(
+            "SmolVLM",
+            {
+                "text_config": _decoder(2048, 8192, 24, 32, 32, 49155) | {"model_type": "llama"},
+                "vision_config": _bert(1152, 4304, 27, 16, image_size=384, patch_size=14),
+                "scale_factor": 3,
+                "image_token_id": 49153,
+            },
+        ),
+    ),
     "starcoder2": (Release("StarCoder2-15B", _decoder(6144, 24576, 40, 48, 4, 49152)),),
     "step3p7": (
         Release(

@@ -14,7 +14,7 @@ from ...dim_analysis.analysis import Analysis
 from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
-from ...tracing.tape import Mark, Op, Ref
+from ...tracing.tape import Mark, Op, Ref, starred
 from .hashed_tables import HashedTable, hashed_tables
 
 _PICKING = frozenset(
@@ -60,6 +60,14 @@ class LeafGroup:
     """Where the rows of a table are looked up by hashes: how these are made."""
     experts: bool = False
     """Whether they count experts, which shrink after everything else."""
+    parameters: frozenset[str] = frozenset()
+    """FQNs of the parameters that have such a leaf, numbers as ``*``."""
+
+    def is_alike(self, other: LeafGroup) -> bool:
+        """Whether these are the same leaves, or the same ones of another layer."""
+        return self is other or (
+            self.size == other.size and bool(self.parameters) and self.parameters == other.parameters
+        )
 
 
 def leaf_groups(
@@ -89,6 +97,7 @@ def leaf_groups(
     kept = {union.find(x) for x in _kept(analysis, {*rows, *hashed, *experts})}
     members: dict[Node, set[Node]] = {}
     times: dict[Node, int] = {}
+    names: dict[Node, set[str]] = {}
     for tid, dims in analysis.dims.items():
         for dim in dims:
             for leaf in leaves(dim):
@@ -96,11 +105,18 @@ def leaf_groups(
                 members.setdefault(root, set()).add(leaf)
                 if analysis.tape.tensors[tid].kind == "parameter":
                     times[root] = min(times.get(root, dim.size), dim.size // leaf.size)
+                    names.setdefault(root, set()).add(starred(analysis.tape.tensors[tid].name))
     rows, experts = ({union.find(x) for x in some} for some in (rows, experts))
     how = {union.find(x): h for x, h in hashed.items()}
     return [
         LeafGroup(
-            root.size, frozenset(found), root in rows, times.get(root, 1), how.get(root), root in experts
+            root.size,
+            frozenset(found),
+            root in rows,
+            times.get(root, 1),
+            how.get(root),
+            root in experts,
+            frozenset(names.get(root, ())),
         )
         for root, found in members.items()
         if root not in kept

@@ -78,9 +78,9 @@ def shrink(
 ) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
-    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements are.
-    Equal sizes stay equal. Where what is left is large, only those do that are to blame for a failure, if that
-    leaves less: a width may happen to be as large as something that cannot shrink.
+    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements are, with
+    the same groups of other layers. Equal sizes stay equal. Where what is left is large, only those do that are
+    to blame for a failure, if that leaves less: a width may happen to be as large as what cannot shrink.
 
     Args:
         full: the model.
@@ -147,7 +147,8 @@ def _shrunk(
         if new := {g.size for g in blamed or sizes} - equal:
             equal |= new
             continue
-        kept.add(next(g for g in reversed(sizes) if g in blamed or not blamed))
+        worst = next(g for g in reversed(sizes) if g in blamed or not blamed)
+        kept |= {group for group in sizes if group.is_alike(worst)}
 
 
 def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:

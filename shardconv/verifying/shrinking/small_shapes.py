@@ -20,8 +20,7 @@ _LEAST_EXPERTS = 16
 """Fewer would all be chosen, and the choice not be seen."""
 _LEAST_FACTOR = 4
 """Of a leaf that is a factor of all dims that have it."""
-_MOST_TIMES = 2
-"""Sizes that are so many times another one at most stay that."""
+_RESHAPING = frozenset(f"aten.{name}" for name in ("reshape", "view", "_unsafe_view"))
 _LEAST_ROWS = 256
 """Of a table of tokens: all tokens of a call should be different ones."""
 
@@ -136,7 +135,7 @@ def choose_sizes(
     copies: Mapping[int, int],
     *,
     kept: Collection[LeafGroup] = (),
-    equal: Collection[int] = (),
+    equal: Collection[int] | None = None,
 ) -> dict[LeafGroup, int]:
     """Which groups shrink, until what is left is small: first those in which most elements are, experts last.
 
@@ -150,9 +149,10 @@ def choose_sizes(
         tp: number of ranks.
         copies: stored tensor -> how many the smaller model has of its kind, if more than one.
         kept: groups that may not after all.
-        equal: sizes that become one size, wherever they occur, and that of what is made of others.
+        equal: sizes that become one size, wherever they occur, and that of what is made of others; None: all.
     """
-    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, equal).sizes()
+    sizes = {group.size for group in groups} if equal is None else equal
+    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, sizes).sizes()
 
 
 class _Choice:
@@ -184,6 +184,7 @@ class _Choice:
             if part.kind != LEAF and part.size in sizes:
                 experts = any(g.experts for g in self._groups([part]))
                 self.made_of.setdefault((part.size, experts), part)
+        self.multiples = _multiples(analysis)
         tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
         self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
         """Groups that are tokens, or a part of them: those that have a row, those that have a logit."""
@@ -198,6 +199,14 @@ class _Choice:
             if _total(self.analysis, self.tensors, self.out) <= ENOUGH:
                 break
             self._shrink(group)
+        for group in self.groups:  # rows that shrink make smaller dims
+            _, row = self.multiples.get(group.size, (0, None))
+            if (
+                row is not None
+                and group not in self.out
+                and not self.out.keys().isdisjoint(self._groups([row]))
+            ):
+                self._shrink(group)
         for group in self.groups:  # stacks, and the scores of as many experts
             if group.experts and (group.size, True) in self.smaller:
                 self.out[group] = self.smaller[group.size, True]
@@ -220,7 +229,7 @@ class _Choice:
     def _size(self, group: LeafGroup) -> int:
         whole = self.made_of.get((group.size, group.experts))
         if whole is None:
-            return self._own_size(group)
+            return self._multiple(group) or self._own_size(group)
         if whole.kind == SUM or group.experts:  # sums such as the halves of a head
             for part in sorted(self._groups([whole]), key=lambda g: -g.size)[: 1 if group.experts else None]:
                 if part not in self.out:
@@ -230,10 +239,18 @@ class _Choice:
         is_settled = small < whole.size or group.experts or whole.kind == SUM
         return small if is_settled else self._own_size(group)
 
+    def _multiple(self, group: LeafGroup) -> int:
+        """The size of a dim that takes in several rows of another one; 0 if no dim of that size does."""
+        count, row = self.multiples.get(group.size, (0, None))
+        if row is None or group in self._groups([row]):
+            return 0
+        for part in self._groups([row]):
+            if part not in self.out:
+                self._shrink(part)
+        shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
+        return count * shapes.size(row)
+
     def _own_size(self, group: LeafGroup) -> int:
-        times, unit = self._multiple_of(group)
-        if unit is not group:
-            return times * _small_size(unit, False, self.tp, ())
         others = {n * g.times for g, n in self.out.items()}
         if group.experts:  # few experts matter more than a size that nothing else has
             others = set()
@@ -241,17 +258,18 @@ class _Choice:
             others |= self.taken
         return _small_size(group, group in self.rows, self.tp, others)
 
-    def _multiple_of(self, group: LeafGroup) -> tuple[int, LeafGroup]:
-        """The smallest group of which one is a small multiple, where both are factors of as large dims.
 
-        Such as the widths of a head's keys and values: code computes one from the other.
-        """
-        alike = [g for g in self.groups if g.times == group.times and not (g.experts or g.rows or g.hashed)]
-        if group not in alike or group.times == 1:
-            return 1, group
-        found = [(group.size // g.size, g) for g in alike if group.size % g.size == 0]
-        times, unit = max((pair for pair in found if pair[0] <= _MOST_TIMES), key=lambda pair: pair[0])
-        return (times, unit) if times > 1 else (1, group)
+def _multiples(analysis: Analysis) -> dict[int, tuple[int, Node]]:
+    """Size of a last dim that a reshape makes of several rows of another -> how many rows, and their dim."""
+    out: dict[int, tuple[int, Node]] = {}
+    for op in (e for e in analysis.tape.events if isinstance(e, Op)):
+        if op.name.rsplit(".", 1)[0] in _RESHAPING:
+            row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
+            if row and joined and find(joined[-1]).kind == LEAF:
+                count, rest = divmod(joined[-1].size, row[-1].size)
+                if count > 1 and not rest:
+                    out.setdefault(joined[-1].size, (count, row[-1]))
+    return out
 
 
 def _small_size(group: LeafGroup, rows: bool, tp: int, taken: Collection[int]) -> int:

@@ -1,4 +1,4 @@
-"""Sizes that the inputs decide do not shrink, and equal ones shrink alike."""
+"""Which sizes shrink: not those that the inputs decide; equal ones and those of several rows do alike."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from shardconv.tracing.trace import trace
 from shardconv.verifying.retracing.tape_comparison import compare_tapes
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
+from shardconv.verifying.shrinking.token_tables import token_use
 
 QUERIES, WIDTH = 12, 40
 
@@ -42,8 +43,7 @@ class Fills(nn.Module):
 def test_rows_that_fill_the_places_of_a_mask_keep_their_number(by_index: bool) -> None:
     places = torch.arange(19) < QUERIES
     model = Fills(by_index).to("meta")
-    folded = fold(trace(model, {"x": torch.randn(19, WIDTH), "places": places}, RULES))
-    groups = leaf_groups(analyze(folded.tape, folded.ties), folded.ties, ())
+    _, groups = analyzed(model, {"x": torch.randn(19, WIDTH), "places": places})
     assert QUERIES not in {group.size for group in groups}
 
 
@@ -102,3 +102,72 @@ def test_a_result_that_nothing_reads_may_have_any_shape() -> None:
     wide = [x for dims in analysis.dims.values() for dim in dims for x in leaves(dim) if x.size == 80]
     assert compare_tapes(SmallShapes(analysis, dict.fromkeys(wide, 24)), other, (), numbers=False) is None
     assert compare_tapes(SmallShapes(analysis, dict.fromkeys(wide, 25)), other, (), numbers=False)
+
+
+def analyzed(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Analysis, list[LeafGroup]]:
+    """The analysis of a model on meta, and its groups."""
+    folded = fold(trace(model, inputs, RULES))
+    analysis = analyze(folded.tape, folded.ties)
+    return analysis, leaf_groups(analysis, folded.ties, ())
+
+
+class Merges(nn.Module):
+    """Takes four rows as one, which is as wide as an attribute says."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = 4 * width
+        self.make = nn.Linear(32, width)
+        self.first = nn.Linear(self.width, self.width)
+        self.second = nn.Linear(self.width, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.make(x).view(-1, self.width)))
+
+
+def test_dims_that_take_in_rows_shrink_as_these_do() -> None:
+    analysis, groups = analyzed(Merges(3000).to("meta"), {"x": torch.randn(60, 32)})
+    sizes = choose_sizes(analysis, groups, 8, {})
+    smaller = {(group.size, size) for group, size in sizes.items()}
+    (row,) = (small for size, small in smaller if size == 3000)
+    assert {small for size, small in smaller if size == 12000} == {4 * row}
+
+
+def test_groups_of_layers_that_do_the_same_are_alike() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)) for _ in "ab"
+            )
+            self.other = nn.Sequential(nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.layers, self.other):
+                x = x + layer(x)
+            return x
+
+    model = Layers().to("meta")
+    analysis = analyze(trace(model, {"x": torch.randn(19, WIDTH)}, RULES))
+    inner = [group for group in leaf_groups(analysis, (), ()) if group.size == 96]
+    assert len(inner) == 3
+    assert [group.is_alike(inner[0]) for group in inner].count(True) in (1, 2)
+    assert sum(a.is_alike(b) for a in inner for b in inner) == 5
+
+
+def test_tokens_that_are_picked_row_by_row_are_tokens() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(500, WIDTH)
+            self.special = 77
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            rows = [row[seen.bool()] for row, seen in zip(ids, mask, strict=True)]
+            count = sum((row == self.special).sum() for row in rows)
+            return self.embed(ids) * count
+
+    inputs = {"ids": torch.arange(60).view(3, 20), "mask": torch.ones(3, 20, dtype=torch.long)}
+    use = token_use(trace(Picks().to("meta"), inputs, RULES))
+    assert len(use.tables) == 1
+    assert use.special == {("", "special"): 77}
