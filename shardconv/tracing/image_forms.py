@@ -17,6 +17,9 @@ PATCHES_WITH_GRID = "hidden_states"
 """Name of the parameter that takes patches, in a part of a model that takes a grid as well."""
 _OF_A_TOWER, _TOWER = "_pixel_values", "_vision_config"
 """How the parameter of another tower ends, and its config."""
+_SIZES = "image_sizes"
+_LARGE_IMAGE = 1 << 20
+"""Pixels of an image of which a smaller one is tried first, where the model is told the sizes."""
 _LARGE_SIDE = 640
 """Of an image, for code that takes the best of many places in it."""
 _NUM_FRAMES = 4
@@ -56,12 +59,14 @@ class ImageForms:
         yield {name: self._random(image, 1), PIXEL_MASK: masks}
 
     def _pixels(self, name: str, image: ImageSizes) -> Iterator[dict[str, Tensor]]:
-        """One image for each row; the frames of a video; a list of one image; a pair; other sizes."""
-        yield {name: self._random(image), **self._of_other_towers()}
+        """One image for each row, with its size; the frames of a video; a list of one; a pair; a large one."""
         sizes = {}
-        if "image_sizes" in self.asked.parameters:
-            sizes["image_sizes"] = torch.tensor([[image.height, image.width]] * self.asked.batch)
-            yield {name: self._random(image), **sizes}
+        if _SIZES in self.asked.parameters:
+            small = [image.small(self.asked.seed)] if image.height * image.width > _LARGE_IMAGE else []
+            for each in (*small, image):
+                sizes = {_SIZES: torch.tensor([[each.height, each.width]] * self.asked.batch)}
+                yield {name: self._random(each), **sizes}
+        yield {name: self._random(image), **self._of_other_towers()}
         if image.frames:
             yield from self.videos()
         yield {name: self._random(image, 1), **sizes}

@@ -67,6 +67,11 @@ class ImageSizes:
         height, width = self.height - self.height % steps[0], self.width - self.width % steps[1]
         return replace(self, height=height, width=width) if height and width else self
 
+    def small(self, seed: int) -> ImageSizes:
+        """An image of few patches."""
+        rows, columns = self.grid(seed)
+        return replace(self, height=rows * self.patch[0], width=columns * self.patch[1])
+
     def grid(self, seed: int) -> tuple[int, int]:
         """Rows and columns of patches; others for another seed."""
         return 2 * self.merge, (3 - bool(seed)) * self.merge

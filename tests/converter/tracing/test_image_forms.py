@@ -364,3 +364,21 @@ def test_images_have_as_many_patches_as_an_error_asks_for() -> None:
     tensors = inputs_of(Wants(Config()))
     assert tensors["pixel_values"].shape[2:] == (6 * PATCH, 6 * PATCH)
     assert set((tensors["input_ids"] == PLACE).sum(1).tolist()) == {7}
+
+
+def test_images_of_a_large_size_are_smaller_where_the_size_is_told() -> None:
+    class Sized(Seeing):
+        def get_image_features(self, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+            assert image_sizes.unique(dim=0).tolist() == [list(pixel_values.shape[2:])]
+            return self.patches(pixel_values)
+
+        def forward(
+            self, input_ids: Tensor, pixel_values: Tensor | None = None, image_sizes: Tensor | None = None
+        ) -> Tensor:
+            assert pixel_values is not None
+            assert image_sizes is not None
+            return self.filled(input_ids, self.get_image_features(pixel_values, image_sizes).flatten(0, 1))
+
+    assert inputs_of(Sized(Config()))["pixel_values"].shape[2:] == (SIDE, SIDE)
+    large = Sized(Config(vision=Vision(image_size=2048)))
+    assert inputs_of(large)["pixel_values"].shape[2:] == (4 * PATCH, 6 * PATCH)
