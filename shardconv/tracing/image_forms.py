@@ -59,7 +59,7 @@ class ImageForms:
         yield {name: self._random(image, 1), PIXEL_MASK: masks}
 
     def _pixels(self, name: str, image: ImageSizes) -> Iterator[dict[str, Tensor]]:
-        """One image for each row, with its size; the frames of a video; a list of one; a pair; a large one."""
+        """One image for each row, with its size; frames of a video; a list of one; a pair; a large one."""
         sizes = {}
         if _SIZES in self.asked.parameters:
             small = [image.small(self.asked.seed)] if image.height * image.width > _LARGE_IMAGE else []
