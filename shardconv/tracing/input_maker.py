@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .config_sizes import first_int, nodes
 from .free_sizes import free_sizes
 from .input_forms import FORMED, Asked, Form
+from .lazy_products import Once, combined
 from .modalities import FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter
@@ -108,10 +109,10 @@ class InputMaker:
         """
         maker = self._form_maker
         kinds = maker.kinds()
-        forms = {kind: [_CountedForm(self, form) for form in maker.forms(kind)] for kind in kinds}
+        forms = {k: Once(_CountedForm(self, form) for form in maker.forms(k)) for k in kinds}
         subsets = [kinds, *([k] for k in kinds if len(kinds) > 1)]
         for subset in subsets if kinds else ():
-            for counted in itertools.product(*(forms[kind] for kind in subset)):
+            for counted in combined([forms[kind] for kind in subset]):
                 placeholders = tuple((c.form.kind, c.placeholders) for c in counted if c.placeholders)
                 yield Choice(tuple(c.form for c in counted), placeholders)
 
