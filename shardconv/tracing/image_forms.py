@@ -68,7 +68,7 @@ class ImageForms:
                 yield {name: self._random(each), **sizes}
         yield {name: self._random(image), **self._of_other_towers()}
         if image.frames:
-            yield from self.videos()
+            yield self._frames(name, image)
         yield {name: self._random(image, 1), **sizes}
         yield {name: self._random(image, 2)}
         if not image.is_known:
@@ -86,6 +86,7 @@ class ImageForms:
 
     def videos(self) -> Iterator[dict[str, Tensor]]:
         """As many frames as the config says, ``[B, T, C, H, W]``."""
-        name = self.asked.first((*IMAGES, *VIDEOS))
-        image = ImageSizes.of(self.asked.config)
-        yield {name: self._random(image, image.frames or _NUM_FRAMES)}
+        yield self._frames(self.asked.first(VIDEOS), ImageSizes.of(self.asked.config))
+
+    def _frames(self, name: str, image: ImageSizes) -> dict[str, Tensor]:
+        return {name: self._random(image, image.frames or _NUM_FRAMES)}

@@ -17,7 +17,7 @@ from .entity_forms import entities
 from .image_forms import PATCHES_WITH_GRID, ImageForms
 from .image_sizes import ImageSizes
 from .input_forms import ENTITIES, IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
-from .patch_forms import GRIDS
+from .patch_forms import GRIDS, PLACES
 from .sound_forms import SoundForms
 from .tile_forms import SEEN_TILES
 
@@ -40,7 +40,8 @@ class FormMaker:
         kinds = [kind for kind, known in names.items() if self.asked.first(known)]
         if PATCHES_WITH_GRID in self.asked.parameters and self.asked.first(GRIDS):
             kinds.append("image")
-        if self.asked.first(VIDEOS) and "image" not in kinds:
+        has_frames = not self.asked.first(PLACES)  # frames of pixels, rather than patches as of images
+        if self.asked.first(VIDEOS) and (has_frames or "image" not in kinds):
             kinds.append("video")
         return kinds + (["states"] if self._takes_states() else [])
 

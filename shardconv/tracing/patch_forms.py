@@ -25,6 +25,8 @@ _IN_A_ROW = "target_sizes"
 """Name of a grid whose patches lie side by side in one image."""
 _MERGES_OF_IMAGES = "image_merge_sizes"
 _POOLED = "image_token_pooling"
+PLACES = (*GRIDS, *PATCH_POSITIONS, _POOLED)
+"""Names of parameters without which patches are not where they should be."""
 _GRIDS_OF_POOLED = "image_grids"
 
 

@@ -401,7 +401,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "llama4_text": (Release("Llama-4-Scout", _SCOUT), Release("Llama-4-Maverick", _MAVERICK)),
     "llava": (Release("LLaVA-1.5-13B", _LLAVA_13B),),
     "llava_next": (Release("LLaVA-1.6-Vicuna-13B", _LLAVA_13B),),
-    "llava_next_video": (Release("LLaVA-1.6-Vicuna-13B, videos too", _LLAVA_13B),),
+    "llava_next_video": (
+        Release("LLaVA-1.6-Vicuna-13B, videos too", _LLAVA_13B | {"image_token_index": 32001}),
+    ),
     "m2m_100": (Release("M2M-100-12B", _bart(4096, 16384, 24, 16, vocab_size=128112)),),
     "mamba": (Release("Mamba-2.8B", {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280}),),
     "ministral": (Release("Ministral-8B", _decoder(4096, 12288, 36, 32, 8, 131072, head_dim=128)),),

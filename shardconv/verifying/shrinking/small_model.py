@@ -78,9 +78,10 @@ def shrink(
 ) -> SmallModel:
     """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
 
-    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements are, with
-    the same groups of other layers. Equal sizes stay equal. Where what is left is large, only those do that are
-    to blame for a failure, if that leaves less: a width may happen to be as large as what cannot shrink.
+    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements
+    are, with the same groups of other layers. Equal sizes stay equal. Where what is left is large, only those
+    do that are to blame for a failure, if that leaves less: a width may happen to be as large as what cannot
+    shrink.
 
     Args:
         full: the model.

@@ -382,3 +382,40 @@ def test_images_of_a_large_size_are_smaller_where_the_size_is_told() -> None:
     assert inputs_of(Sized(Config()))["pixel_values"].shape[2:] == (SIDE, SIDE)
     large = Sized(Config(vision=Vision(image_size=2048)))
     assert inputs_of(large)["pixel_values"].shape[2:] == (4 * PATCH, 6 * PATCH)
+
+
+def test_videos_of_frames_are_given_beside_images() -> None:
+    @dataclass
+    class Videos(Config):
+        video_token_id: int = PLACE + 1
+
+    class Watching(Seeing):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.watch = nn.Conv3d(3, WIDTH, (1, PATCH, PATCH), (1, PATCH, PATCH))
+
+        def get_image_features(self, pixel_values: Tensor) -> Tensor:
+            return self.patches(pixel_values)
+
+        def get_video_features(self, pixel_values_videos: Tensor) -> Tensor:
+            return self.watch(pixel_values_videos.transpose(1, 2)).flatten(2).transpose(1, 2)
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            pixel_values: Tensor | None = None,
+            pixel_values_videos: Tensor | None = None,
+        ) -> Tensor:
+            assert pixel_values is not None
+            x = self.filled(input_ids, self.get_image_features(pixel_values).flatten(0, 1))
+            if pixel_values_videos is None:
+                return x
+            features = self.get_video_features(pixel_values_videos).flatten(0, 1)
+            places = input_ids == PLACE + 1
+            if int(places.sum()) != len(features):
+                raise ValueError("another number of tokens")
+            return x.masked_scatter(places[..., None], features)
+
+    tensors = inputs_of(Watching(Videos()))
+    assert tensors["pixel_values"].shape[1:] == (3, SIDE, SIDE)
+    assert tensors["pixel_values_videos"].shape[1:] == (4, 3, SIDE, SIDE)
