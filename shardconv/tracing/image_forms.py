@@ -24,6 +24,8 @@ _LARGE_SIDE = 640
 """Of an image, for code that takes the best of many places in it."""
 _NUM_FRAMES = 4
 """Of a video of which the config does not say it."""
+_BESIDE_IMAGES = 2
+"""The same where images are given as well: a proof runs all of them on numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +91,5 @@ class ImageForms:
         yield self._frames(self.asked.first(VIDEOS), ImageSizes.of(self.asked.config))
 
     def _frames(self, name: str, image: ImageSizes) -> dict[str, Tensor]:
-        return {name: self._random(image, image.frames or _NUM_FRAMES)}
+        few = _BESIDE_IMAGES if name in VIDEOS and self.asked.first(IMAGES) else _NUM_FRAMES
+        return {name: self._random(image, image.frames or few)}

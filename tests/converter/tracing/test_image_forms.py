@@ -418,4 +418,4 @@ def test_videos_of_frames_are_given_beside_images() -> None:
 
     tensors = inputs_of(Watching(Videos()))
     assert tensors["pixel_values"].shape[1:] == (3, SIDE, SIDE)
-    assert tensors["pixel_values_videos"].shape[1:] == (4, 3, SIDE, SIDE)
+    assert tensors["pixel_values_videos"].shape[1:] == (2, 3, SIDE, SIDE)
