@@ -96,15 +96,23 @@ def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
     traced = {
         t for r in tape.replays if any(True for _ in traced_ints((r.args, r.kwargs))) for t in r.outputs
     }
+    zeros: set[int] = set()
     for event in tape.events:
         if isinstance(event, Mark):
             if event.source in tokens:
                 tokens[event.target] = tokens[event.source]
             continue
+        if event.name.startswith("aten.scalar_tensor.") and event.args[0] == 0:
+            zeros.update(event.outputs)
         for tid in (t for t in event.inputs if t in tokens):
             base = event.name.rsplit(".", 1)[0].rstrip("_")
-            is_picked = base == "aten.index" and tid == event.inputs[0]
-            if base in _PASSING or is_picked or (base in _FILLING and _fills_a_known_id(event, traced)):
+            is_first = tid == event.inputs[0]
+            is_passed = base == "aten.index" or (base == "aten.index_put" and event.inputs[-1] in zeros)
+            if (
+                base in _PASSING
+                or (is_first and is_passed)
+                or (base in _FILLING and _fills_a_known_id(event, traced))
+            ):
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
             elif not (
                 base in _SHAPING

@@ -360,6 +360,26 @@ def test_a_table_that_is_indexed_by_tokens_alone_has_fewer_rows(doubled: bool) -
     assert bool(use.inputs) is not doubled
 
 
+@pytest.mark.parametrize("other", [0, 7])
+def test_placeholders_may_become_token_zero(other: int) -> None:
+    """Their rows are not looked up; the row of zero is the first one of a smaller table, too."""
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = 60
+            self.states = nn.Embedding(64, 4)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            plain = input_ids.clone()
+            plain[input_ids == self.place] = other
+            found: torch.Tensor = self.states(plain)
+            return found
+
+    tape = trace(Filled().to("meta"), {"input_ids": torch.arange(10).reshape(2, 5)}, RULES)
+    assert bool(token_use(tape).tables) is (other == 0)
+
+
 def test_logits_that_are_cut_leave_as_many_rows_as_the_tokens_of_a_call_need() -> None:
     """A vocabulary is a sum where logits are cut to a part of it: the part has enough rows of its own."""
     ties = Analysis(Tape())
