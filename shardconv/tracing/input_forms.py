@@ -29,7 +29,7 @@ NAMES = {
     "entities": ENTITIES,
 }
 """Kind of input -> names of the parameters that take it."""
-STATES = ("encoder_hidden_states", "cross_attention_states")
+STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 """Names of the parameter that takes the states of an encoder."""
 
 
@@ -57,6 +57,8 @@ class Asked:
     seed: int
     sizes: Collection[int] = ()
     """Of the model's parameters: likely numbers of bins."""
+    offers_states: bool = False
+    """States of an encoder are given even if the config does not say that there is one."""
 
     def first(self, names: Collection[str]) -> str:
         """The first of some names that a parameter has; empty if none has one."""

@@ -85,6 +85,7 @@ class InputMaker:
         cache: bool = True,
         extras: Collection[str] = EXTRA_OUTPUTS,
         experts: int = 0,
+        offers_states: bool = False,
     ) -> None:
         self.model = model
         self.keep = keep
@@ -94,6 +95,7 @@ class InputMaker:
         self.extras = tuple(name for name in extras if self._can_return(name))
         self.seed = seed
         self.few_chosen = not experts
+        self.offers_states = offers_states
         self.tokens = token_parameter(model, self.parameters)
         self.multiple = multiple
         self.batch, self.length = free_sizes(model, multiple, experts)
@@ -119,9 +121,8 @@ class InputMaker:
     @cached_property
     def _form_maker(self) -> FormMaker:
         sizes = {n for p in self.model.parameters() for n in p.shape}
-        return FormMaker(
-            Asked(list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed, sizes)
-        )
+        call = list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed
+        return FormMaker(Asked(*call, sizes, self.offers_states))
 
     def plain_choices(self) -> list[Choice]:
         """Those without forms, where the model can be called without."""

@@ -7,18 +7,20 @@ first, and the first with which the forward pass runs is taken. The plan names t
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .input_forms import NAMES
-from .input_maker import Choice, InputMaker, NotReadError
+from .input_forms import NAMES, STATES
+from .input_maker import DECODER_IDS, Choice, InputMaker, NotReadError
 from .left_out_experts import left_out_experts
-from .tape import Tape
+from .tape import Tape, reads_and_writes
 from .trace_errors import is_about_tokens, release
 
 _MOST_STEPS = 16
@@ -67,17 +69,34 @@ def trace_inputs(
         SolveError: it cannot be traced with any inputs that can be made up.
     """
     found = _traced(model, keep, seed, multiple)
+    offers_states = _may_be_offered_states(model, *found)
+    if offers_states:
+        offered = _traced(model, keep, seed, multiple, offers_states=True)
+        found = offered if not set(STATES).isdisjoint(offered[0].tensors) else found
+        offers_states = found is offered
     experts = left_out_experts(model, found[1])
-    return _traced(model, keep, seed, multiple, experts) if experts else found
+    if not experts:
+        return found
+    return _traced(model, keep, seed, multiple, experts=experts, offers_states=offers_states)
 
 
 def _traced(
-    model: nn.Module, keep: Collection[str], seed: int, multiple: int, experts: int = 0
+    model: nn.Module,
+    keep: Collection[str],
+    seed: int,
+    multiple: int,
+    *,
+    experts: int = 0,
+    offers_states: bool = False,
 ) -> tuple[TraceInputs, Tape]:
-    """The same, with a token for each of so many experts; 0: for few of those that have no modules."""
-    maker = InputMaker(model, keep, seed, multiple, experts=experts)
+    """The same, with a token for each of so many experts (0: for few of those that have no modules).
+
+    With states of an encoder if these are offered.
+    """
+    make = partial(InputMaker, model, keep, seed, multiple, experts=experts, offers_states=offers_states)
+    maker = make()
     makers = [
-        InputMaker(model, keep, seed, multiple, cache=cache, extras=extras, experts=experts)
+        make(cache=cache, extras=extras)
         for extras in dict.fromkeys((maker.extras, ()))
         for cache in dict.fromkeys((maker.cache, False))
     ]
@@ -96,6 +115,16 @@ def _traced(
             inputs, tape = found
             return replace(inputs, left_out=_left_out(maker, choice, problems)), tape
     raise _why(maker, problems)
+
+
+def _may_be_offered_states(model: nn.Module, inputs: TraceInputs, tape: Tape) -> bool:
+    """Whether a call that left weights unread could have been given the states of an encoder."""
+    known = inspect.signature(model.forward).parameters
+    if DECODER_IDS in known or not set(STATES).isdisjoint(inputs.tensors) or set(STATES).isdisjoint(known):
+        return False
+    tids = {tid for event in tape.events for tid in reads_and_writes(event)[0]}
+    read = {tape.tensors[tid].name for tid in tids}
+    return any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
 
 
 def _widened(maker: InputMaker, problems: Sequence[tuple[Choice, Exception]]) -> Iterator[Choice]:

@@ -102,7 +102,7 @@ class FormMaker:
         if not self.asked.first(STATES) or "decoder_input_ids" in self.asked.parameters:
             return False
         flags = ("is_decoder", "add_cross_attention", "cross_attention_layers")
-        return any(getattr(self.asked.config, flag, None) for flag in flags)
+        return self.asked.offers_states or any(getattr(self.asked.config, flag, None) for flag in flags)
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
         asked = self.asked

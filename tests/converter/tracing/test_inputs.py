@@ -279,6 +279,30 @@ def test_unknown_arguments_are_named() -> None:
         make_inputs(on_meta(Strange()))
 
 
+@pytest.mark.parametrize("attends", [True, False])
+def test_states_of_an_encoder_are_given_where_only_they_reach_weights(attends: bool) -> None:
+    class Decodes(Text):
+        def __init__(self) -> None:
+            super().__init__(Known())
+            self.attend = nn.Linear(WIDTH, WIDTH) if attends else None
+
+        def forward(  # type: ignore[override]
+            self, input_ids: Tensor, encoder_hidden_states: Tensor | None = None
+        ) -> Tensor:
+            x = self.embed(input_ids)
+            if self.attend is not None and encoder_hidden_states is not None:
+                x = x + self.attend(encoder_hidden_states).mean(1, keepdim=True)
+            return self.speak(x)
+
+    @dataclass
+    class Known(Config):
+        hidden_size: int = WIDTH
+
+    inputs = make_inputs(on_meta(Decodes()))
+    assert ("encoder_hidden_states" in inputs.tensors) is attends
+    assert inputs.left_out == {}
+
+
 def test_some_tokens_see_all_others() -> None:
     class Far(Text):
         def forward(  # type: ignore[override]
