@@ -38,6 +38,8 @@ class Functions(TorchFunctionMode):
             return self._converted(func, args, kwargs)
         if func in _ROW_LOOKUPS:
             return func(*args, **kwargs)
+        if func in _PUTTING:
+            _check_rows(*args, **kwargs)
         if func in _NARROW:
             args, kwargs = self._with_numbers(args, kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
@@ -109,8 +111,22 @@ _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
 _NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
+_PUTTING = frozenset({torch.index_put, torch.Tensor.index_put, torch.Tensor.index_put_})
 _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})
 """Tensors alone decide their shapes: the row of padding is a position of the table."""
+
+
+def _check_rows(into: torch.Tensor, indices: Any, values: torch.Tensor, accumulate: bool = False) -> None:
+    """What torch checks on numbers alone: that there are as many rows as places for them.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    places: tuple[int, ...] = indices[0].shape if indices and indices[0] is not None else ()
+    if len(places) != 1 or values.dim() != into.dim() - len(indices) + 1 or indices[0].dtype == torch.bool:
+        return
+    if values.shape[0] not in (1, places[0]):
+        raise ValueError(f"{values.shape[0]} rows cannot be put in the places of {places[0]} tokens")
 
 
 def _is_mapped(value: Any) -> bool:

@@ -193,8 +193,14 @@ class InputMaker:
     def counted(self, choice: Choice, error: Exception) -> Choice | None:
         """The same with as many placeholders as the model's error says that there are features.
 
+        Code may look for the first one before it reads an input: then it gets one.
+
         None if it does not say so, or each row cannot have the same number of them.
         """
+        if isinstance(error, NotReadError):
+            kinds = [form.kind for form in choice.forms if self.token_maker.has_placeholders(form.kind)]
+            more = {kind: 1 for kind in kinds if self.tokens and not dict(choice.placeholders).get(kind)}
+            return replace(choice, placeholders=(*choice.placeholders, *more.items())) if more else None
         for form in choice.forms if self.tokens else ():
             count = dict(choice.placeholders).get(form.kind, 0)
             needed = needed_count(error, count * self.batch)

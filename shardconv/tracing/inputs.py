@@ -165,12 +165,12 @@ def _attempt(
     texts: list[set[str]] = []
     for maker in makers:
         failed: list[tuple[Choice, Exception]] = []
-        found = _first(maker, [choice], "", failed, on_numbers=False)
+        found = _first(maker, [choice], (), failed, on_numbers=False)
         texts.append({str(e) for _, e in failed})
         again = [c for c, e in failed if str(e) not in seen.on_numbers and not _is_certain(c, e)]
         if found is None and again:
             on_numbers: list[tuple[Choice, Exception]] = []
-            found = _first(maker, again, str(failed[0][1]), on_numbers, on_numbers=True)
+            found = _first(maker, again, texts[-1], on_numbers, on_numbers=True)
             seen.on_numbers.update(texts[-1] & {str(e) for _, e in on_numbers})
             failed += on_numbers
         problems += failed
@@ -185,7 +185,7 @@ def _attempt(
 def _first(
     maker: InputMaker,
     choices: Sequence[Choice],
-    known: str,
+    known: Collection[str],
     failed: list[tuple[Choice, Exception]],
     *,
     on_numbers: bool,
@@ -194,12 +194,12 @@ def _first(
 
     Where an error says the width of an input, a divisor of it, or how many tokens there should be, it is
     followed; where the error of the
-    first choice names numbers, they are tried as sizes, unless it is a known error.
+    first choice names numbers, they are tried as sizes, unless it is a known one.
 
     Args:
         maker: of the inputs.
         choices: to be tried.
-        known: an error.
+        known: errors.
         failed: gets the choices with which the model does not run, and its errors.
         on_numbers: modules that fail are run on numbers.
     """
@@ -218,7 +218,7 @@ def _first(
             if better is not None and len(failed) < _MOST_STEPS:
                 todo = [better, *todo]
                 continue
-            if not before and str(error) != known:
+            if not before and str(error) not in known:
                 todo = list(maker.resized(current, error)) or todo
             elif str(error) == before and not is_about_tokens(error):
                 return None  # sizes do not matter

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
 from .config_sizes import first_int
+from .crop_forms import crops
 from .entity_forms import entities
 from .image_forms import PATCHES_WITH_GRID, ImageForms
 from .image_sizes import ImageSizes
@@ -48,7 +50,7 @@ class FormMaker:
     def forms(self, kind: str) -> Iterator[Form]:
         """The forms of one kind, likelier ones first; images are ``[B, C, H, W]`` or lists of patches."""
         makers = {
-            "image": ImageForms(self.asked).images,
+            "image": lambda: chain(crops(self.asked), ImageForms(self.asked).images()),
             "video": ImageForms(self.asked).videos,
             "audio": SoundForms(self.asked).sounds,
             "series": self._series,

@@ -24,6 +24,8 @@ _MEL_BINS = (
 )
 _SAMPLES = "chunk_sample_lengths"
 """Name of the parameter that says of how many samples a spectrum was made."""
+_FEATURES = "audio_embed_sizes"
+"""Name of the parameter that says how many features there are of a spectrum."""
 _STRIDES = ("conv_stride", "downsampling_ratios")
 """Under which configs say how many samples each convolution makes one."""
 _SECOND = 16_000
@@ -52,7 +54,7 @@ class SoundForms:
 
     def _spectra(self, name: str) -> Iterator[dict[str, Tensor]]:
         frames = _num_frames(self.asked.config, self.asked.seed)
-        masks = self._masks(frames) | self._num_samples_of(frames)
+        masks = self._masks(frames) | self._counts(frames)
         choosing = {n: mask.bool() if n in _SOUND_MASKS else mask for n, mask in masks.items()}
         for bins in sorted(all_ints(self.asked.config, _MEL_BINS), key=lambda n: n not in self.asked.sizes):
             shapes = (self.asked.batch, bins, frames), (self.asked.batch, frames, bins)
@@ -60,11 +62,15 @@ class SoundForms:
             yield from ({name: self.asked.random(*shape), **choosing} for shape in shapes if masks)
             yield from ({name: self.asked.random(*shape)} for shape in shapes if masks)
 
-    def _num_samples_of(self, frames: int) -> dict[str, Tensor]:
-        """Of how many samples a spectrum was made, int64 ``[B]``, by parameter."""
+    def _counts(self, frames: int) -> dict[str, Tensor]:
+        """Of how many samples a spectrum was made, how many features it has, int64 ``[B]``, by parameter."""
         hop = first_int(self.asked.config, ("hop_length",))
         lengths = torch.full((self.asked.batch,), frames * hop)
-        return {_SAMPLES: lengths} if hop and _SAMPLES in self.asked.parameters else {}
+        found = {_SAMPLES: lengths} if hop and _SAMPLES in self.asked.parameters else {}
+        if _FEATURES in self.asked.parameters:
+            count = -(-frames // (first_int(self.asked.config, ("time_reduction",)) or 1))
+            found[_FEATURES] = torch.full((self.asked.batch,), count)
+        return found
 
     def _masks(self, length: int) -> dict[str, Tensor]:
         names = [n for n in self.asked.parameters if n in _SOUND_MASKS]

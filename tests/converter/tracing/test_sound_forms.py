@@ -130,6 +130,58 @@ def test_samples_last_as_long_as_convolutions_need() -> None:
     assert inputs.tensors["input_values"].shape[1:] == (1, 23 * 32 + 8 + 80)
 
 
+def test_an_input_that_is_read_where_it_has_a_place_gets_as_many_as_it_needs() -> None:
+    """Code looks for a placeholder before it reads, and torch counts rows on numbers alone."""
+
+    class Looking(Hearing):
+        def forward(  # type: ignore[override]
+            self,
+            input_ids: Tensor,
+            input_features: Tensor | None = None,
+            audio_embed_sizes: Tensor | None = None,
+        ) -> Tensor:
+            x = self.embed(input_ids)
+            if input_features is not None and audio_embed_sizes is not None and (input_ids == PLACE).any():
+                heard = self.hear(input_features)
+                rows = torch.cat([h[:n] for h, n in zip(heard, audio_embed_sizes, strict=True)])
+                x = x.index_put(torch.nonzero(input_ids == PLACE, as_tuple=True), rows)
+            return self.speak(x)
+
+    inputs = make_inputs(Looking().to("meta"))
+    assert inputs.left_out == {}
+    assert (
+        inputs.tensors["audio_embed_sizes"].tolist() == (inputs.tensors["input_ids"] == PLACE).sum(1).tolist()
+    )
+    assert set(inputs.tensors["audio_embed_sizes"].tolist()) == {inputs.tensors["input_features"].shape[1]}
+
+
+def test_an_image_comes_with_its_crops() -> None:
+    @dataclass
+    class Cropped(Config):
+        crop_size: int = 16
+        image_size: int = 16
+        patch_size: int = 4
+
+    class Sees(nn.Module):
+        main_input_name = "image_pixel_values"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Cropped()
+            self.see = nn.Conv2d(3, WIDTH, 4, 4)
+
+        def forward(
+            self, image_pixel_values: Tensor, image_sizes: Tensor, image_attention_mask: Tensor
+        ) -> Tensor:
+            seen = self.see(image_pixel_values.flatten(0, 1)).unflatten(0, image_pixel_values.shape[:2])
+            return (seen * image_attention_mask[:, :, None])[:, 1 : 1 + int(image_sizes[0].prod()) // 256]
+
+    tensors = make_inputs(Sees().to("meta")).tensors
+    batch, count, *_ = tensors["image_pixel_values"].shape
+    assert tensors["image_sizes"].prod(1).tolist() == [(count - 1) * 256] * batch
+    assert tensors["image_attention_mask"].shape == (batch, count, 4, 4)
+
+
 def test_numbers_of_errors() -> None:
     told = ValueError("m: Audio features and audio tokens do not match, tokens: 105, features: 5")
     assert needed_count(told, 105) == 5
