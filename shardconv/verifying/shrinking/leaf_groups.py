@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...dim_analysis.analysis import Analysis
-from ...dim_analysis.dim_trees import Node, leaves
+from ...dim_analysis.dim_trees import LEAF, Node, find, leaves
 from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
-from ...dim_analysis.structure import corresponding_leaves, frozen_leaves
+from ...dim_analysis.structure import frozen_leaves
 from ...tracing.tape import Mark, Op, Ref, starred
 from .hashed_tables import HashedTable, hashed_tables
 
@@ -143,9 +143,13 @@ class _Union:
             self._parent[a] = b
 
     def join_dims(self, a: Node, b: Node) -> None:
-        """Join the leaves of two dims that are divided alike."""
-        for left, right in corresponding_leaves(a, b) or ():
-            self.join(left, right)
+        """Join the leaves of two dims, as far as they are divided alike."""
+        a, b = find(a), find(b)
+        if a.kind == b.kind == LEAF and a.size == b.size:
+            self.join(a, b)
+        elif a.kind == b.kind and [find(x).size for x in a.children] == [find(x).size for x in b.children]:
+            for left, right in zip(a.children, b.children, strict=True):
+                self.join_dims(left, right)
 
 
 def _alike(analysis: Analysis, ties: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

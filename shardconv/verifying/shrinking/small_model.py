@@ -8,6 +8,7 @@ keeps its size, and the rest is tried again.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -342,7 +343,7 @@ class _Attempt:
             except ShardconvError as error:
                 where = str(error).partition(":")[0]
                 if not self._change_compared(model, where, changes):
-                    return Obstacle(self._changed_in(where), str(error))
+                    return Obstacle(self._named_in(str(error)) or self._changed_in(where), str(error))
         obstacle = self._compared(tape)
         if obstacle is None or obstacle.nodes:
             return obstacle
@@ -384,6 +385,12 @@ class _Attempt:
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
         left_out = around if self.skipped else set()  # it may return something of each layer
         return compare_tapes(self.shapes, tape, (), numbers=False, left_out=left_out)
+
+    def _named_in(self, error: str) -> tuple[Node, ...]:
+        """Leaves that shrink, and whose size and smaller size an error names."""
+        named = {int(n) for n in re.findall(r"\b\d+\b", error)}
+        groups = [group for group, small in self.sizes.items() if {group.size, small} <= named]
+        return tuple(leaf for group in groups for leaf in group.leaves)
 
     def _changed_in(self, fqn: str) -> tuple[Node, ...]:
         """Leaves that shrink, of the tensors that a module reads or makes."""

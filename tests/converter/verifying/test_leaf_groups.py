@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardconv.dim_analysis.analysis import Analysis
 from shardconv.dim_analysis.analyze import analyze
-from shardconv.dim_analysis.dim_trees import concatenation, leaf, leaves
+from shardconv.dim_analysis.dim_trees import concatenation, leaf, leaves, product
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape, TensorInfo
@@ -171,3 +171,15 @@ def test_tokens_that_are_picked_row_by_row_are_tokens() -> None:
     use = token_use(trace(Picks().to("meta"), inputs, RULES))
     assert len(use.tables) == 1
     assert use.special == {("", "special"): 77}
+
+
+def test_heads_are_one_group_where_their_insides_are_divided_in_other_ways() -> None:
+    """Rotary positions halve a head behind a projection; its weight has the head as one leaf."""
+    analysis = Analysis(Tape())
+    heads = leaf(32), leaf(32)
+    halved = concatenation([leaf(64), leaf(64)])
+    shape = (4096,)
+    analysis.tape.tensors += [TensorInfo(shape, torch.float32, "parameter", name) for name in "ab"]
+    analysis.dims = {0: (product([heads[0], leaf(128)]),), 1: (product([heads[1], halved]),)}
+    (group,) = (group for group in leaf_groups(analysis, [(0, 1)], ()) if group.size == 32)
+    assert group.leaves == set(heads)
