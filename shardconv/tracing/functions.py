@@ -41,7 +41,10 @@ class Functions(TorchFunctionMode):
         if func in _PUTTING:
             _check_rows(*args, **kwargs)
         if func in _NARROW:
-            args, kwargs = self._with_numbers(args, kwargs)
+            args = (args[0], *self._numbers(args[1:]))
+            kwargs = self._numbers(kwargs)
+        elif func in _FACTORIES:
+            args, kwargs = self._numbers(args), self._numbers(kwargs)
         if not _has_traced(args) and not _has_traced(kwargs.values()):
             return self._call(func, args, kwargs)
         refs = self._refs(args), {k: self._refs(v) for k, v in kwargs.items()}
@@ -67,10 +70,9 @@ class Functions(TorchFunctionMode):
             real = func(*values, **{**kwargs, "device": "cpu"})
         return self.recorder.identities.meta(real)
 
-    def _with_numbers(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Arguments in which numbers that were given as tensors are ints."""
-        numbers = pytree.tree_map_only(torch.Tensor, lambda t: int(self.recorder.ask(t)), (args[1:], kwargs))
-        return (args[0], *numbers[0]), numbers[1]
+    def _numbers(self, arguments: Any) -> Any:
+        """Arguments in which numbers that were given as tensors are numbers."""
+        return pytree.tree_map_only(torch.Tensor, lambda t: self.recorder.ask(t).item(), arguments)
 
     def _index(self, index: Any) -> Any:
         """An index in which lists of numbers are tensors with values: torch makes tensors without of them."""
@@ -110,6 +112,7 @@ _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _CONVERSIONS = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 )
+_FACTORIES = frozenset({torch.zeros, torch.ones, torch.empty, torch.arange})
 _NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
 _PUTTING = frozenset({torch.index_put, torch.Tensor.index_put, torch.Tensor.index_put_})
 _ROW_LOOKUPS = frozenset({F.embedding, F.embedding_bag, torch.embedding})

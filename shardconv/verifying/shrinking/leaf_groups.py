@@ -84,8 +84,8 @@ def leaf_groups(
     for a, b in _alike(analysis, ties):
         for x, y in zip(analysis.dims[a], analysis.dims[b], strict=False):
             union.join_dims(x, y)
-    for stack, ends in _counted(analysis):
-        union.join_dims(stack, ends)
+    for dim, other in (*_counted(analysis), *_moved(analysis)):
+        union.join_dims(dim, other)
     rows = {x for table in token_tables for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
     for row in rows:  # tokens are labels as well
@@ -168,6 +168,18 @@ def _counted(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
             _, stack, *ends = (analysis.dims.get(t) for t in event.inputs[:3])
             if stack and ends and ends[0]:
                 yield stack[0], ends[0][0]
+
+
+def _moved(analysis: Analysis) -> Iterator[tuple[Node, Node]]:
+    """The last dims of rows and of what these are taken from or put into: nothing else may link them."""
+    for event in analysis.tape.events:
+        if isinstance(event, Op) and event.name.rsplit(".", 1)[0].rstrip("_") in (_INDEXING | _FILLING):
+            first = event.inputs[0]
+            dtype = analysis.tape.tensors[first].dtype
+            for tid in (*event.inputs[1:], *event.outputs):
+                into, rows = analysis.dims.get(first), analysis.dims.get(tid)
+                if into and rows and analysis.tape.tensors[tid].dtype == dtype and dtype.is_floating_point:
+                    yield into[-1], rows[-1]
 
 
 def _experts(analysis: Analysis) -> set[Node]:

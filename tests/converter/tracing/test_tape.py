@@ -392,6 +392,16 @@ def test_a_range_that_a_tensor_gives_is_one_of_numbers() -> None:
     assert [op.args[1:] for op in cuts] == [(1, 0, 2), (1, 1, 2)]
 
 
+def test_sizes_that_tensors_give_are_numbers() -> None:
+    def forward(x: Tensor) -> Tensor:
+        count = torch.ones(3, dtype=torch.long).sum()
+        return x + torch.zeros(2, count) + torch.arange(count).float()
+
+    tape = tape_of(Call(forward))
+    assert tape.guesses == []
+    assert tape.tensors[tape.outputs[0]].shape == (2, 3)
+
+
 @pytest.mark.parametrize("like", [Tensor.expand_as, Tensor.view_as])
 def test_a_shape_that_a_tensor_gives_leaves_values_known(like: Any) -> None:
     def forward(inner: nn.Module, x: Tensor) -> Tensor:

@@ -183,3 +183,24 @@ def test_heads_are_one_group_where_their_insides_are_divided_in_other_ways() -> 
     analysis.dims = {0: (product([heads[0], leaf(128)]),), 1: (product([heads[1], halved]),)}
     (group,) = (group for group in leaf_groups(analysis, [(0, 1)], ()) if group.size == 32)
     assert group.leaves == set(heads)
+
+
+def test_rows_are_as_wide_as_what_they_are_put_into() -> None:
+    """Code that lays tokens and features side by side in new memory, place by place."""
+
+    class Merges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, WIDTH)
+            self.hear = nn.Linear(8, WIDTH)
+
+        def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+            out = torch.zeros(len(ids) + len(x), WIDTH)
+            out[torch.arange(len(ids))] = self.embed(ids)
+            out[torch.arange(len(x)) + len(ids)] = self.hear(x)
+            return out
+
+    given = {"ids": torch.arange(19), "x": torch.randn(QUERIES, 8)}
+    folded = fold(trace(Merges().to("meta"), given, RULES))
+    groups = leaf_groups(analyze(folded.tape, folded.ties), folded.ties, ())
+    assert len([group for group in groups if group.size == WIDTH]) == 1
