@@ -1,6 +1,7 @@
 """A float64 model that computes in float64 throughout.
 
-Model code casts to float32 here and there (norms, softmax, rotary tables). There, a sum over ranks and a
+Model code casts to float32 here and there (norms, softmax, rotary tables), and to the dtype that its config
+names. There, a sum over ranks and a
 sum on one device differ by float32 rounding, which would hide small mistakes. Under ``Float64`` such casts
 keep float64, so that a sharded model must agree with the unsharded one to float64 rounding.
 """
@@ -16,16 +17,21 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64(TorchFunctionMode):
-    """While active, whatever asks for float32 gets float64."""
+    """While active, whatever asks for a smaller floating point dtype gets float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and args[0].dtype == torch.float64:
             return _grouped_mm(*args, **(kwargs or {}))
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        args = tuple(torch.float64 if _is_smaller(a) else a for a in args)
+        kwargs = {k: torch.float64 if _is_smaller(v) else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
+
+
+def _is_smaller(value: Any) -> bool:
+    """Whether an argument is a dtype of models, but for float64."""
+    return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WithoutNoise(TorchFunctionMode):

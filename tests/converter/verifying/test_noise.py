@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardconv.verifying.simulation.float64 import WithoutNoise
+from shardconv.verifying.simulation.float64 import Float64, WithoutNoise
 
 
 def drawn(x: Tensor) -> dict[str, Tensor]:
@@ -38,3 +38,12 @@ def test_random_numbers_are_medians() -> None:
             assert values[0].item() == pytest.approx(medians[name], abs=0.03), name
     assert found["dropout"] is x
     assert found["exponential"][0] == pytest.approx(math.log(2) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_casts_to_smaller_dtypes_keep_float64(dtype: torch.dtype) -> None:
+    exact = torch.tensor(1 / 3, dtype=torch.float64)
+    with Float64():
+        assert exact.to(dtype).equal(exact)
+        assert exact.to(dtype=dtype).equal(exact)
+        assert exact.to(torch.long) == 0
