@@ -558,6 +558,9 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
             | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         ),
     ),
+    "t5gemma2": (
+        Release("defaults with the images of Gemma 3", {"encoder": {"vision_config": _SIGLIP_SO400M}}),
+    ),
     "umt5": (
         Release(
             "UMT5-XXL",
