@@ -243,24 +243,16 @@ def index_add(b: Builder, op: Op, args: Arguments) -> None:
 
 
 def index_put(b: Builder, op: Op, args: Arguments) -> None:
-    """``x[i, mask] = v``: indexed dims must be replicated, those behind them are the values' last ones."""
+    """``x[i] = v``: indexed dims must be replicated, and so must the values."""
     source, target = op.inputs[0], op.outputs[0]
     dims = b.tensor(source)
-    indices, values = args["indices"], args.tensor("values")
     b.never_partial(*op.inputs)
-    tids = [i.tid for i in indices if isinstance(i, Ref)]
-    indexed = sum(len(b.shape(t)) if _is_mask(b, t) else 1 for t in tids)
-    rest = dims[indexed:] if len(tids) == len(indices) else ()
-    for dim in dims[: len(dims) - len(rest)]:
-        b.block_dim(dim)
-    b.block(*tids)
-    put = b.tensor(values) if values is not None else ()
-    matched = min(len(rest), len(put))
-    for x, y in zip(rest[len(rest) - matched :], put[len(put) - matched :], strict=True):
-        if x.size == y.size:
-            dim_trees.unify(x, y)
-    for dim in put[: len(put) - matched]:
-        b.block_dim(dim)
+    for tid in op.inputs[1:]:
+        b.block(tid)
+    indices = args["indices"]
+    for p, dim in enumerate(dims):
+        if p >= len(indices) or indices[p] is not None or len(op.inputs) > 2:
+            b.block_dim(dim)
     b.set(target, dims)
 
 
