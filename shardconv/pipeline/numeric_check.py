@@ -21,7 +21,8 @@ from ..tracing.inputs import TraceInputs
 from ..verifying.plans.other_numbers import other_numbers
 from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
-from ..verifying.shrinking.small_model import FullModel, SmallModel, shrink
+from ..verifying.shrinking.shrink import shrink
+from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike

@@ -1,0 +1,112 @@
+"""Tries sizes for a smaller model until its code does what the large one's does.
+
+What does not fit keeps its size, and the rest is tried again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+from shardconv_runtime.errors import PlanError
+from shardconv_runtime.parallel.build import stored_tensors
+from torch import nn
+
+from ...planning.obstacle import Obstacle
+from ...planning.solution import stand_in
+from ..simulation.layer_bypass import Bypass, bypassed_copy
+from .leaf_groups import LeafGroup, leaf_groups
+from .small_model import Attempt, FullModel, SmallModel
+from .small_shapes import ENOUGH, activation_elements, choose_sizes
+from .token_tables import TokenUse, token_use
+
+
+def shrink(
+    full: FullModel,
+    tp: int,
+    skipped: Mapping[str, Bypass],
+    fits: Callable[[SmallModel], object],
+    runs: Callable[[SmallModel], bool],
+) -> SmallModel:
+    """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
+
+    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements
+    are, with the same groups of other layers. Equal sizes stay equal. Where what is left is large, only those
+    do that are to blame for a failure, if that leaves less: a width may happen to be as large as what cannot
+    shrink.
+
+    Args:
+        full: the model.
+        tp: number of ranks: sizes keep their remainders by it.
+        skipped: layers to leave out.
+        fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
+        runs: whether a smaller model runs on numbers: asked where it has fewer experts or fewer rows for
+            hashes, whose ids are not known before. If it does not, these keep their size.
+
+    Raises:
+        PlanError: the plan does not fit the full model either.
+    """
+    tokens = token_use(full.analysis.tape)
+    groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
+    copies = _copies(full, skipped)
+
+    def found(equal: set[int]) -> SmallModel:
+        return _shrunk(full, tp, skipped, tokens, groups, copies, equal, fits, runs)
+
+    small = found({group.size for group in groups})
+    return min(small, found(set()), key=_cost) if num_elements(small.model) > 2 * ENOUGH else small
+
+
+def num_elements(model: nn.Module) -> int:
+    """Of all parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _cost(small: SmallModel) -> int:
+    """What a proof holds: several copies of each parameter."""
+    return 4 * num_elements(small.model) + activation_elements(small.shapes)
+
+
+def _shrunk(
+    full: FullModel,
+    tp: int,
+    skipped: Mapping[str, Bypass],
+    tokens: TokenUse,
+    groups: Collection[LeafGroup],
+    copies: Mapping[int, int],
+    equal: set[int],
+    fits: Callable[[SmallModel], object],
+    runs: Callable[[SmallModel], bool],
+) -> SmallModel:
+    """The same with sizes of which some become one, wherever they occur; others once they fail."""
+    kept: set[LeafGroup] = set()
+    while True:
+        sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept, equal=equal)
+        found = Attempt(full, tp, skipped, tokens, sizes).run()
+        if isinstance(found, SmallModel):
+            try:
+                fits(found)
+            except PlanError:
+                if not sizes:
+                    raise
+                found = Obstacle((), "the plan")
+            else:
+                computed = {group for group in sizes if group.experts or group.hashed}
+                if not computed or runs(found):
+                    return found
+                kept |= computed
+                continue
+        blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
+        if new := {g.size for g in blamed or sizes} - equal:
+            equal |= new
+            continue
+        worst = next(g for g in reversed(sizes) if g in blamed or not blamed)
+        kept |= {group for group in sizes if group.is_alike(worst)}
+
+
+def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:
+    """Stored tensor of the tape -> how many tensors of the model without these layers it stands for."""
+    tids = {info.name: tid for tid, info in enumerate(full.analysis.tape.tensors) if info.name}
+    stand_ins = full.folded.representatives()
+    names = (stand_in(name, stand_ins) for name, _ in stored_tensors(bypassed_copy(full.model, skipped)))
+    return Counter(tids[name] for name in names if name in tids)
