@@ -561,6 +561,12 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
     "t5gemma2": (
         Release("defaults with the images of Gemma 3", {"encoder": {"vision_config": _SIGLIP_SO400M}}),
     ),
+    "ultravbert": (
+        Release(
+            "defaults with the images of ModernVBERT",
+            {"vision_config": {"image_size": 512, "model_type": "siglip_vision_model"}},
+        ),
+    ),
     "umt5": (
         Release(
             "UMT5-XXL",
