@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.pipeline import plain_form
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
+from shardconv.tracing.tape import starred
 
 from .measure import collectives_in_layers, plan_facts
 from .models import is_part
@@ -30,6 +32,8 @@ from .shrink import config_class
 
 MOST = 40
 """Of what is replicated, and of collectives, so many places are kept."""
+MOST_UNREAD = 4
+"""So many names of what is not read are kept."""
 LEFT_OUT = "traced without "
 """Begins the note of a plan on an input that its model could not be traced with."""
 SMALL = 1000
@@ -95,6 +99,8 @@ class Measured:
     """Of the bytes of parameters of two or more dims, those that the traced call does not read among them."""
     unread: float = 0.0
     """Of the same bytes: what the traced call does not read."""
+    unread_names: dict[str, float] = field(default_factory=dict)
+    """Its largest parts, numbers as ``*``, and their shares of the bytes."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Inputs that the model could not be traced with, and why."""
     rank_excess: float = 0.0
@@ -184,7 +190,8 @@ def _describe(plan: Plan, about: Measured) -> None:
     facts = plan_facts(plan)
     entries = parameter_plans(plan)
     width = {n: _itemsize(e.dtype) for n, e in entries.items()}
-    total = rank = wide = kept = unread = 0
+    total = rank = wide = kept = 0
+    unread: Counter[str] = Counter()
     for name, entry in entries.items():
         elements = _product(size(d) for d in entry.dims)
         local = _product(local_shape(entry, plan.mesh, 0))
@@ -193,10 +200,11 @@ def _describe(plan: Plan, about: Measured) -> None:
         if len(entry.dims) > 1:
             wide += elements * width[name]
             kept += elements * width[name] * (local == elements)
-            unread += elements * width[name] * ("does not use it" in entry.reason)
+            unread[starred(name)] += elements * width[name] * ("does not use it" in entry.reason)
     about.parameters = plan.model.num_parameters
     about.replicated = kept / max(1, wide)
-    about.unread = unread / max(1, wide)
+    about.unread = unread.total() / max(1, wide)
+    about.unread_names = {name: n / max(1, wide) for name, n in unread.most_common(MOST_UNREAD) if n}
     notes = [note.removeprefix(LEFT_OUT) for note in plan.notes if note.startswith(LEFT_OUT)]
     about.left_out = {name: why for name, _, why in (note.partition(" ") for note in notes)}
     about.rank_excess = rank * plan.tp / max(1, total)

@@ -169,6 +169,8 @@ def _why(rows: Sequence[Row]) -> Iterable[str]:
         reasons: dict[str, list[str]] = {}
         for name, reason in r["kept"].items() if r["replicated"] - r["unread"] > KEPT else ():
             reasons.setdefault(reason, []).append(name)
+        if r["unread"] > KEPT:
+            reasons["the traced call does not read it"] = list(r.get("unread_names", ()))
         for reason, names in reasons.items():
             more = f" and {len(names) - 2} more" if len(names) > 2 else ""
             what = ", ".join(f"`{n}`" for n in names[:2]) + more

@@ -56,6 +56,7 @@ def keep(rows: Iterable[dict[str, Any]], target: Path) -> None:
 def _needed(row: dict[str, Any]) -> dict[str, Any]:
     """A row in which long lists are empty where they say nothing of note."""
     lists = {
+        "unread_names": row["unread"] > KEPT,
         "kept": row["replicated"] > KEPT,
         "collectives": row["per_layer"] > PER_LAYER,
         "notes": False,
