@@ -110,7 +110,7 @@ class _RankRun:
         except SolveError as error:
             where = str(error).partition(":")[0]
             return Obstacle(_to_blame(layouts, plan, where), str(error))
-        found = compare_tapes(layouts, tape, changed, self.rank)
+        found = compare_tapes(layouts, tape, changed, self.rank, pass_on=bool(self.left_out))
         if found is None:
             return None
         fqn = found.where.partition(" ")[0]

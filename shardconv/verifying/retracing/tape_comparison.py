@@ -62,6 +62,7 @@ def compare_tapes(
     *,
     numbers: bool = True,
     left_out: Collection[str] = (),
+    pass_on: bool = False,
 ) -> Obstacle | None:
     """The first difference between a tape and what is expected of it; None if there is none.
 
@@ -72,18 +73,25 @@ def compare_tapes(
         rank: whose shapes.
         numbers: compare the numbers that operators are given, too; positions always are.
         left_out: FQNs of modules whose own operators are not compared; those of modules in them are.
+        pass_on: the other model has layers that return what they are given: results of several may be one.
 
     Returns:
         An obstacle with the changed leaves of the tensors there, which may be none.
     """
-    return _Comparison(shapes, other, changed, rank, numbers).run(left_out)
+    return _Comparison(shapes, other, changed, rank, numbers, pass_on).run(left_out)
 
 
 class _Comparison:
     """Global tape against another one."""
 
     def __init__(
-        self, shapes: Shapes, local: Tape, changed: Collection[str], rank: int, numbers: bool
+        self,
+        shapes: Shapes,
+        local: Tape,
+        changed: Collection[str],
+        rank: int,
+        numbers: bool,
+        pass_on: bool,
     ) -> None:
         self.shapes = shapes
         self.unsharded = shapes.analysis.tape
@@ -91,6 +99,7 @@ class _Comparison:
         self.changed = changed
         self.rank = rank
         self.numbers = numbers
+        self.pass_on = pass_on
         self.read = _read(self.unsharded)
 
     def run(self, left_out: Collection[str]) -> Obstacle | None:
@@ -114,7 +123,7 @@ class _Comparison:
                 obstacle = self._compare(fqn, event, other)
                 if obstacle is not None:
                     return obstacle
-                position += 1
+                position += not self._has_more_slots(event, other)
             elif isinstance(event, Op) and self._moves_only(event):
                 skipped.append(event)
             else:
@@ -126,11 +135,19 @@ class _Comparison:
             return self._obstacle(fqn, skipped or events, problem)
         return None
 
-    @staticmethod
-    def _same_kind(event: Op | Mark, other: Op | Mark) -> bool:
+    def _same_kind(self, event: Op | Mark, other: Op | Mark) -> bool:
         if isinstance(event, Mark) or isinstance(other, Mark):
-            return isinstance(event, Mark) and isinstance(other, Mark) and event.slots == other.slots
+            if not isinstance(event, Mark) or not isinstance(other, Mark):
+                return False
+            return event.slots == other.slots or (self.pass_on and set(event.slots) <= set(other.slots))
         return event.name == other.name and len(event.outputs) == len(other.outputs)
+
+    @staticmethod
+    def _has_more_slots(event: Op | Mark, other: Op | Mark) -> bool:
+        """Whether one tensor of the other model is there for several: the last slot of a mark ends it."""
+        if not isinstance(event, Mark) or not isinstance(other, Mark):
+            return False
+        return other.slots[-1] not in event.slots
 
     def _is_skipped(self, event: Op | Mark, other: Op | Mark) -> bool:
         """Whether a view belongs to a later one on the rank: its shape is not the expected one."""
