@@ -61,7 +61,9 @@ def attach_embeddings(
     for module in _input_embeddings(model):
         name = names.get(module)
         weight = None if name is None else parameters.get(tied.get(f"{name}.weight", f"{name}.weight"))
-        if name is None or weight is None or len(weight.dims) != 2 or any(module.children()):
+        if name is None or weight is None or len(weight.dims) != 2 or isinstance(module, nn.Linear):
+            continue  # it embeds patches of images, in no rows
+        if any(module.children()):
             continue  # modules inside of it have steps of their own
         entry = modules.get(name, ModulePlan((), "boundary"))
         if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):

@@ -20,6 +20,9 @@ from .small_model import Attempt, FullModel, SmallModel
 from .small_shapes import ENOUGH, activation_elements, choose_sizes
 from .token_tables import TokenUse, token_use
 
+_LARGE = 1 << 29
+"""What a proof may hold before other sizes are tried, in elements."""
+
 
 def shrink(
     full: FullModel,
@@ -50,11 +53,12 @@ def shrink(
     groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
     copies = _copies(full, skipped)
 
-    def found(equal: set[int]) -> SmallModel:
+    def found(equal: set[int] | None) -> SmallModel:
         return _shrunk(full, tp, skipped, tokens, groups, copies, equal, fits, runs)
 
-    small = found({group.size for group in groups})
-    return min(small, found(set()), key=_cost) if num_elements(small.model) > 2 * ENOUGH else small
+    small = found(None)
+    is_large = num_elements(small.model) > 2 * ENOUGH or _cost(small) > _LARGE
+    return min(small, found(set()), key=_cost) if is_large else small
 
 
 def num_elements(model: nn.Module) -> int:
@@ -74,11 +78,11 @@ def _shrunk(
     tokens: TokenUse,
     groups: Collection[LeafGroup],
     copies: Mapping[int, int],
-    equal: set[int],
+    equal: set[int] | None,
     fits: Callable[[SmallModel], object],
     runs: Callable[[SmallModel], bool],
 ) -> SmallModel:
-    """The same with sizes of which some become one, wherever they occur; others once they fail."""
+    """The same with some sizes that are one wherever they occur (None: all); others are once they fail."""
     kept: set[LeafGroup] = set()
     while True:
         sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept, equal=equal)
@@ -97,7 +101,7 @@ def _shrunk(
                 kept |= computed
                 continue
         blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
-        if new := {g.size for g in blamed or sizes} - equal:
+        if equal is not None and (new := {g.size for g in blamed or sizes} - equal):
             equal |= new
             continue
         worst = next(g for g in reversed(sizes) if g in blamed or not blamed)

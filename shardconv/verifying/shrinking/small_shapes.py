@@ -149,10 +149,10 @@ def choose_sizes(
         tp: number of ranks.
         copies: stored tensor -> how many the smaller model has of its kind, if more than one.
         kept: groups that may not after all.
-        equal: sizes that become one size, wherever they occur, and that of what is made of others; None: all.
+        equal: sizes that become one size, wherever they occur, and that of sums and products of others. None:
+            all do, but products count only if their factors have shrunk before.
     """
-    sizes = {group.size for group in groups} if equal is None else equal
-    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, sizes).sizes()
+    return _Choice(analysis, [group for group in groups if group not in kept], tp, copies, equal).sizes()
 
 
 class _Choice:
@@ -164,10 +164,12 @@ class _Choice:
         groups: Collection[LeafGroup],
         tp: int,
         copies: Mapping[int, int],
-        equal: Collection[int],
+        equal: Collection[int] | None,
     ) -> None:
         self.analysis = analysis
-        self.equal = equal
+        self.equal = {group.size for group in groups} if equal is None else equal
+        self.whole_kinds = {SUM} if equal is None else {SUM, PRODUCT}
+        """Kinds of dims whose parts shrink before what is as large."""
         self.tp = tp
         self.groups = groups
         self.by_leaf = {leaf: group for group in groups for leaf in group.leaves}
@@ -230,13 +232,13 @@ class _Choice:
         whole = self.made_of.get((group.size, group.experts))
         if whole is None:
             return self._multiple(group) or self._own_size(group)
-        if whole.kind == SUM or group.experts:  # sums such as the halves of a head
+        if whole.kind in self.whole_kinds or group.experts:  # sums such as the halves of a head
             for part in sorted(self._groups([whole]), key=lambda g: -g.size)[: 1 if group.experts else None]:
                 if part not in self.out:
                     self._shrink(part)
         shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
         small = shapes.size(whole)
-        is_settled = small < whole.size or group.experts or whole.kind == SUM
+        is_settled = small < whole.size or group.experts or whole.kind in self.whole_kinds
         return small if is_settled else self._own_size(group)
 
     def _multiple(self, group: LeafGroup) -> int:
