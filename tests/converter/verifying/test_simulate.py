@@ -13,9 +13,9 @@ import transformers
 from boundaries import boundary
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
-from shardconv_runtime.format.dims import Leaf, Product, Sum, to_text
+from shardconv_runtime.format.dims import Leaf, Product, Sum, axes_of, to_text
 from shardconv_runtime.format.names import expand_all
-from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans
+from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan, module_plans, parameter_plans
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
@@ -317,3 +317,16 @@ def test_code_may_write_to_its_weights_when_it_is_first_called() -> None:
     spec = ModelSpec("rescaled", config, transformers.RwkvForCausalLM, "float32")
     plan = solve_plan(spec, SolveOptions(2))
     assert plan.training is not None
+
+
+def test_a_linear_layer_that_is_called_input_embeddings_gets_no_ids() -> None:
+    """The tower of images embeds patches by a product, whose weight is sharded by its rows."""
+    part = {"hidden_size": 768, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Siglip2Config(
+        text_config={**part, "vocab_size": 64, "projection_size": 768},
+        vision_config={**part, "num_patches": 16},
+    )
+    spec = ModelSpec("images", config, transformers.Siglip2Model, "float32")
+    plan = solve_plan(spec, SolveOptions(2))
+    entry = parameter_plans(plan)["vision_model.embeddings.patch_embedding.weight"]
+    assert axes_of(entry.dims[0])
