@@ -17,7 +17,7 @@ from ...planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from .leaf_groups import LeafGroup, leaf_groups
 from .small_model import Attempt, FullModel, SmallModel
-from .small_shapes import ENOUGH, activation_elements, choose_sizes
+from .small_shapes import ENOUGH, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
 
 _LARGE = 1 << 29
@@ -56,9 +56,11 @@ def shrink(
     def found(equal: set[int] | None) -> SmallModel:
         return _shrunk(full, tp, skipped, tokens, groups, copies, equal, fits, runs)
 
-    small = found(None)
+    left = stored_elements(full.analysis, choose_sizes(full.analysis, groups, tp, copies), copies)
+    orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
+    small = found(orders[0])
     is_large = num_elements(small.model) > 2 * ENOUGH or _cost(small) > _LARGE
-    return min(small, found(set()), key=_cost) if is_large else small
+    return min(small, found(orders[1]), key=_cost) if is_large else small
 
 
 def num_elements(model: nn.Module) -> int:

@@ -304,6 +304,16 @@ def _total(
     return sum(math.prod(map(shapes.size, dims)) * count for dims, _, count in tensors)
 
 
+def stored_elements(analysis: Analysis, sizes: Mapping[LeafGroup, int], copies: Mapping[int, int]) -> int:
+    """Elements of all parameters and buffers of a smaller model."""
+    stored = [
+        (dims, 0, copies.get(tid, 1))
+        for tid, dims in analysis.dims.items()
+        if analysis.tape.tensors[tid].kind in ("parameter", "buffer")
+    ]
+    return _total(analysis, stored, sizes)
+
+
 def activation_elements(shapes: SmallShapes) -> int:
     """Elements of all that is computed in a forward pass, with the scores of attention."""
     tape = shapes.analysis.tape
