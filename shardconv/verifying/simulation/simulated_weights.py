@@ -84,7 +84,8 @@ def _random(name: str, tensor: Tensor, draw: Draw) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dim() < 2:
         return torch.rand(tensor.shape, generator=generator).to(tensor.dtype) + 0.5
-    size = math.sqrt(tensor.shape[-1]) / draw.scale
+    inputs = tensor.shape[1:] if tensor.dim() > 3 else tensor.shape[-1:]  # of convolutions; of products
+    size = math.sqrt(math.prod(inputs)) / draw.scale
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).div_(size)
 
 
