@@ -105,13 +105,20 @@ def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
 
 
 def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterPlan) -> ParameterPlan:
-    """The bias of a plain row-parallel layer that reduces is replicated, and added after that."""
+    """The bias of a plain row-parallel layer that reduces is replicated, and added after that.
+
+    A layer that is replicated may be given terms of a sum; nothing comes between its product and its bias.
+    """
     if not entry.partial:
         return entry
     fqn, _, attribute = name.rpartition(".")
     if attribute != "bias" or type(model.get_submodule(fqn)) is not nn.Linear:
         return entry
-    for event in solution.analysis.tape.events:
+    tape = solution.analysis.tape
+    weights = [t for t, info in enumerate(tape.tensors) if info.name == f"{fqn}.weight"]
+    if not any(axes_of(solution.layouts.dims(t)[-1]) for t in weights):
+        return entry
+    for event in tape.events:
         if isinstance(event, Mark) and event.is_output and solution.fqn(event) == fqn:
             last = solution.layouts.dims(event.target)[-1]
             if solution.reduced_axes(event) == entry.partial and not axes_of(last):

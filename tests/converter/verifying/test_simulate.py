@@ -330,3 +330,12 @@ def test_a_linear_layer_that_is_called_input_embeddings_gets_no_ids() -> None:
     plan = solve_plan(spec, SolveOptions(2))
     entry = parameter_plans(plan)["vision_model.embeddings.patch_embedding.weight"]
     assert axes_of(entry.dims[0])
+
+
+def test_a_replicated_layer_that_is_given_terms_of_a_sum_adds_its_bias_once() -> None:
+    """The sum is delayed until behind a classifier of two labels, since it is small there."""
+    config = transformers.SEWConfig(num_hidden_layers=2, hidden_size=96, intermediate_size=64)
+    spec = ModelSpec("sounds", config, transformers.SEWForSequenceClassification, "float32")
+    plan = solve_plan(spec, SolveOptions(2))
+    assert module_plans(plan)["projector"].category == "row"
+    assert parameter_plans(plan)["classifier.bias"].partial
