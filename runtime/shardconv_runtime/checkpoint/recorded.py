@@ -49,14 +49,16 @@ class RecordedTensor(torch.Tensor):
     lazy: LazyTensor
     absent: bool
     """It stands for a large new parameter that the checkpoint lacks, and that is not allocated."""
+    computed: bool
+    """It is the result of a computation: writing to it changes no tensor of the checkpoint."""
 
     @staticmethod
-    def __new__(cls, lazy: LazyTensor, absent: bool = False) -> RecordedTensor:
+    def __new__(cls, lazy: LazyTensor, absent: bool = False, computed: bool = False) -> RecordedTensor:
         """A tensor of the shape and dtype of ``lazy``."""
         made: RecordedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, lazy.shape, dtype=getattr(torch, lazy.dtype), device=torch.device("cpu")
         )
-        made.lazy, made.absent = lazy, absent
+        made.lazy, made.absent, made.computed = lazy, absent, computed
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -75,8 +77,12 @@ class RecordedTensor(torch.Tensor):
         kwargs = kwargs or {}
         recorded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor)]
         if func._schema.is_mutable:
-            if isinstance(args[0], RecordedTensor) and args[0].absent and "out" not in kwargs:
-                return args[0]
+            target = args[0] if "out" not in kwargs else None
+            if isinstance(target, RecordedTensor):
+                # A parametrized weight is a product of two: code that initializes it fills that alone.
+                target.absent |= target.computed and func.overloadpacket in _FILLS
+                if target.absent:
+                    return target
             raise InPlaceError(f"{func} changes a tensor of the checkpoint in place")
         if func.overloadpacket in _NEW:
             return _new(func, args, kwargs)
@@ -276,7 +282,7 @@ def _computed(func: Any, args: Any, kwargs: Any, results: Any) -> Any:
         compute = RecordedOperator(namespace, name, func._overloadname, *given, count)
         leaf = ComputedLeaf(str(func), compute, dtype, meta.numel())
         count += 1
-        return RecordedTensor(from_leaf(leaf, meta.shape))
+        return RecordedTensor(from_leaf(leaf, meta.shape), computed=True)
 
     return tree_map(lambda value: record(value) if isinstance(value, torch.Tensor) else value, results)
 
@@ -372,6 +378,8 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     return RecordedTensor(concatenate(known, dim)) if len({part.dtype for part in known}) == 1 else None
 
 
+_FILLS = {aten.normal_, aten.uniform_, aten.fill_, aten.zero_}
+"""Operators after which nothing is left of what a tensor was."""
 _COPIES = {aten.alias, aten.detach, aten.clone, aten.lift_fresh, aten.contiguous}
 """Operators whose result equals their argument."""
 

@@ -417,3 +417,14 @@ def test_an_error_while_computing_names_the_file(tmp_path: Path) -> None:
     assert isinstance(found, LazyTensor)
     with pytest.raises(SourceError, match="cut off since its header was read"):
         read_tensor(lazy_tensor.take(found, 0, ((0, 1),)))
+
+
+def test_a_product_may_be_filled_and_is_absent_then(tmp_path: Path) -> None:
+    """So code initializes a weight that is made of a direction and a length; it is not read after that."""
+    both = recorded(tmp_path, 4, 4)
+    weight = both.recorded * both.recorded.norm(dim=0)
+    torch.nn.init.normal_(weight)
+    assert lazy_of(weight) is None
+    with pytest.raises(NotImplementedError, match="in place"):
+        (both.recorded * 2).add_(1)
+    check(both)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint import locate
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.recorded import LARGE
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub_options import Hub
@@ -327,3 +328,23 @@ class TestHub:
         resolve("org/name", trust_remote_code=True)
         assert "*.py" in calls[1][1]["allow_patterns"]
         assert calls[2][1]["allow_patterns"] == ["model.safetensors", "pytorch_model.bin"]
+
+
+def test_a_large_weight_of_a_parametrized_convolution(tmp_path: Path) -> None:
+    """transformers fills what the checkpoint's two tensors make together, in vain; both are read."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=512,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        conv_dim=(16,),
+        conv_stride=(5,),
+        conv_kernel=(10,),
+        num_conv_pos_embedding_groups=16,
+    )
+    model = transformers.Wav2Vec2ForCTC(config)
+    model.save_pretrained(tmp_path)
+    name = "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1"
+    found = read(tmp_path)[name]
+    assert found.numel() >= LARGE
+    assert torch.equal(found, model.state_dict()[name])
