@@ -13,7 +13,7 @@ from torch import nn
 
 from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
-from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, reads_and_writes, starred
+from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, reads_and_writes, starred, tensors_read
 from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import Conflict, Node
@@ -122,7 +122,7 @@ def _encoded(analysis: Analysis, model: nn.Module) -> Iterator[int]:
 
 def _left_over(analysis: Analysis, model: nn.Module) -> Iterator[int]:
     base = getattr(model, "base_model", model)
-    read = {tid for event in analysis.tape.events for tid in reads_and_writes(event)[0]}
+    read = tensors_read(analysis.tape)
     for mark in _marks_of(analysis, model, base):
         if mark.is_output and mark.target not in read and mark.target not in analysis.tape.handed_back:
             yield mark.target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from shardconv_runtime.format.dims import Dim, Leaf, axes_of
@@ -36,7 +36,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
         entry = known.get(shown)
         if entry is None:
             entry = _layout(solution, by_name.get(shown), tensor)
-            entry = _row_bias(solution, model, shown, entry)
+            entry = _row_bias(solution, model, shown, entry, by_name)
             if entry.grad_axes or entry.partial:
                 owners = {n.rpartition(".")[0] for n in (shown, *(a for a in aliases if aliases[a] == shown))}
                 entry = replace(entry, grad_levels=_levels(solution, by_name[shown], owners))
@@ -104,7 +104,9 @@ def _levels(solution: Solution, tid: int, owners: Collection[str]) -> int:
     return len(own) - kept
 
 
-def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterPlan) -> ParameterPlan:
+def _row_bias(
+    solution: Solution, model: nn.Module, name: str, entry: ParameterPlan, by_name: Mapping[str, int]
+) -> ParameterPlan:
     """The bias of a plain row-parallel layer that reduces is replicated, and added after that.
 
     A layer that is replicated may be given terms of a sum; nothing comes between its product and its bias.
@@ -114,11 +116,10 @@ def _row_bias(solution: Solution, model: nn.Module, name: str, entry: ParameterP
     fqn, _, attribute = name.rpartition(".")
     if attribute != "bias" or type(model.get_submodule(fqn)) is not nn.Linear:
         return entry
-    tape = solution.analysis.tape
-    weights = [t for t, info in enumerate(tape.tensors) if info.name == f"{fqn}.weight"]
-    if not any(axes_of(solution.layouts.dims(t)[-1]) for t in weights):
+    weight = by_name.get(f"{fqn}.weight")
+    if weight is None or not axes_of(solution.layouts.dims(weight)[-1]):
         return entry
-    for event in tape.events:
+    for event in solution.analysis.tape.events:
         if isinstance(event, Mark) and event.is_output and solution.fqn(event) == fqn:
             last = solution.layouts.dims(event.target)[-1]
             if solution.reduced_axes(event) == entry.partial and not axes_of(last):

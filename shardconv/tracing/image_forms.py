@@ -35,6 +35,7 @@ class ImageForms:
     asked: Asked
 
     def images(self) -> Iterator[dict[str, Tensor]]:
+        """Tiles, patches as further parameters tell of them, pixels, and patches that nothing tells of."""
         asked, image = self.asked, ImageSizes.of(self.asked.config)
         name = asked.first((*IMAGES, PATCHES_WITH_GRID))
         patches = PatchForms(asked, image)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .input_forms import NAMES, STATES
 from .input_maker import DECODER_IDS, Choice, InputMaker, NotReadError
 from .left_out_experts import left_out_experts
-from .tape import Tape, reads_and_writes
+from .tape import Tape, tensors_read
 from .trace_errors import is_about_tokens, release
 
 _MOST_STEPS = 16
@@ -122,8 +122,7 @@ def _may_be_offered_states(model: nn.Module, inputs: TraceInputs, tape: Tape) ->
     known = inspect.signature(model.forward).parameters
     if DECODER_IDS in known or not set(STATES).isdisjoint(inputs.tensors) or set(STATES).isdisjoint(known):
         return False
-    tids = {tid for event in tape.events for tid in reads_and_writes(event)[0]}
-    read = {tape.tensors[tid].name for tid in tids}
+    read = {tape.tensors[tid].name for tid in tensors_read(tape)}
     return any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
 
 
@@ -193,8 +192,8 @@ def _first(
     """The first choice with which the model runs.
 
     Where an error says the width of an input, a divisor of it, or how many tokens there should be, it is
-    followed; where the error of the
-    first choice names numbers, they are tried as sizes, unless it is a known one.
+    followed; where the error of the first choice names numbers, they are tried as sizes, unless it is a
+    known one.
 
     Args:
         maker: of the inputs.

@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from .tape import Tape, reads_and_writes
+from .tape import Tape, tensors_read
 
 
 def left_out_experts(model: nn.Module, tape: Tape) -> int:
@@ -21,8 +21,7 @@ def left_out_experts(model: nn.Module, tape: Tape) -> int:
     """
     if not tape.guesses:
         return 0
-    tids = {tid for event in tape.events for tid in reads_and_writes(event)[0]}
-    read = {tape.tensors[tid].name for tid in tids if tape.tensors[tid].kind == "parameter"}
+    read = {tape.tensors[tid].name for tid in tensors_read(tape) if tape.tensors[tid].kind == "parameter"}
     groups: dict[str, list[bool]] = {}
     for name, _ in model.named_parameters():
         groups.setdefault(_alike(name), []).append(name in read)

@@ -143,6 +143,11 @@ def reads_and_writes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return event.inputs, event.outputs
 
 
+def tensors_read(tape: Tape) -> set[int]:
+    """The tensors that any event reads."""
+    return {tid for event in tape.events for tid in reads_and_writes(event)[0]}
+
+
 def starred(fqn: str) -> str:
     """``fqn`` with a star for every number, so that the layers of a stack are named alike."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", fqn)

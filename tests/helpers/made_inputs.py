@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.inputs import TraceInputs, trace_inputs
+
+PATCH, SIDE = 4, 8
+
+
+@dataclass
+class Vision:
+    """An image of ``SIDE`` x ``SIDE`` in patches of ``PATCH``."""
+
+    image_size: int = SIDE
+    patch_size: int = PATCH
+    num_channels: int = 3
+    model_type: str = "vision"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
 
 
 def make_inputs(model: nn.Module, seed: int = 0) -> TraceInputs:

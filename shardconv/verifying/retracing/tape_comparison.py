@@ -14,7 +14,7 @@ from ...dim_analysis.dim_trees import Node, leaves
 from ...dim_analysis.rules import views
 from ...planning.layout import Shapes
 from ...planning.obstacle import Obstacle
-from ...tracing.tape import ALIAS_WRITE, Mark, Op, Tape
+from ...tracing.tape import ALIAS_WRITE, Mark, Op, Tape, tensors_read
 
 _SHAPED = frozenset(
     {
@@ -100,7 +100,8 @@ class _Comparison:
         self.rank = rank
         self.numbers = numbers
         self.pass_on = pass_on
-        self.read = _read(self.unsharded)
+        self.read = tensors_read(self.unsharded).union(self.unsharded.outputs)
+        """Results that nothing reads only say how many numbers a mask chooses."""
 
     def run(self, left_out: Collection[str]) -> Obstacle | None:
         """The first difference; None if there is none."""
@@ -243,14 +244,6 @@ class _Comparison:
                 for dim in self.shapes.analysis.dims.get(tid, ()):
                     nodes |= {x: None for x in leaves(dim) if self.shapes.changed(x)}
         return Obstacle(tuple(nodes), f"{fqn} {problem}")
-
-
-def _read(tape: Tape) -> set[int]:
-    """The tensors that anything reads: results of others only say how many numbers a mask chooses."""
-    read = set(tape.outputs)
-    for event in tape.events:
-        read.update((event.source,) if isinstance(event, Mark) else event.inputs)
-    return read
 
 
 def _label(event: Op | Mark) -> str:

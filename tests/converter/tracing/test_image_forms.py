@@ -6,23 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from made_inputs import make_inputs
+from made_inputs import PATCH, SIDE, Vision, make_inputs
 from torch import Tensor, nn
 
-VOCAB, WIDTH, PATCH, SIDE, PLACE = 64, 48, 4, 8, 60
-
-
-@dataclass
-class Vision:
-    """An image of ``SIDE`` x ``SIDE`` in patches of ``PATCH``."""
-
-    image_size: int = SIDE
-    patch_size: int = PATCH
-    num_channels: int = 3
-    model_type: str = "vision"
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+VOCAB, WIDTH, PLACE = 64, 48, 60
 
 
 @dataclass

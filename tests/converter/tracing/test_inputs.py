@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from made_inputs import make_inputs
+from made_inputs import PATCH, SIDE, Vision, make_inputs
 from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.inputs import TraceInputs, trace_inputs
 
-VOCAB, WIDTH, PATCH, SIDE, PLACE = 64, 48, 4, 8, 60
+VOCAB, WIDTH, PLACE = 64, 48, 60
 
 
 @dataclass
@@ -30,19 +30,6 @@ class Config:
     model_type: str = "any"
     vision: Any = None
     sounds: Any = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@dataclass
-class Vision:
-    """An image of ``SIDE`` x ``SIDE`` in patches of ``PATCH``."""
-
-    image_size: int = SIDE
-    patch_size: int = PATCH
-    num_channels: int = 3
-    model_type: str = "vision"
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
