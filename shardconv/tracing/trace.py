@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -117,16 +118,17 @@ class _Tracer:
         self.frames: list[_Frame] = []
         """One for each module call of the tape."""
         self.hooks: dict[nn.Module, _ModuleHook] = {}
-        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.kept: dict[int, Any] = {id(recorder): recorder, id(self): self}
         """Memo of ``copy.deepcopy``, which is keyed by ``id``: objects that a copy of a module shares."""
         self.failure: tuple[BaseException, str] | None = None
         self.wrong_inputs: BaseException | None = None
         """An error that a module raises on numbers as well: no module around it is tried."""
         self.handles: list[Any] = []
+        states: dict[int, dict[Any, Any]] = {}
+        for module in model.modules():
+            states.update((id(attributes), attributes) for attributes in _state(module))
+        self.saved = [(attributes, dict(attributes)) for attributes in states.values()]
         for fqn, module in model.named_modules():
-            for attributes in _state(module):
-                self.saved.append((attributes, dict(attributes)))
             self.kept.update(wrap_ints(module, fqn))
         for fqn, module in model.named_modules():
             self._attach(_ModuleHook(self, module, fqn), module)
@@ -346,10 +348,12 @@ class _ModuleHook:
 
 def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     """The state that a forward pass may change: attributes, dicts among them (such as caches of tables by
-    device), tensors, hooks that the first one registers."""
+    device), those of objects that are no modules (such as a cached table of ids), tensors, hooks that the
+    first one registers."""
     return (
         module.__dict__,
         *(value for value in module.__dict__.values() if type(value) is dict),
+        *(vars(value) for value in module.__dict__.values() if _is_object(value)),
         module._buffers,
         module._parameters,
         module._forward_hooks,
@@ -357,6 +361,12 @@ def _state(module: nn.Module) -> tuple[dict[Any, Any], ...]:
         module._forward_hooks_with_kwargs,
         module._forward_pre_hooks_with_kwargs,
     )
+
+
+def _is_object(value: Any) -> bool:
+    """Whether this is an object with attributes, but no module, tensor, class or function."""
+    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, others)
 
 
 def _reads(event: Event) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import models
@@ -555,6 +556,31 @@ def test_what_a_forward_pass_puts_into_a_dict_is_taken_out() -> None:
     model = Caches().to("meta")
     trace(model, {"x": torch.randn(4, 6)}, RULES)
     assert not model.tables
+
+
+class Table:
+    """Is no module, and keeps what it made of a list."""
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.tensor([1, 0])
+
+
+class Maps(nn.Module):
+    """Reads a table that an object keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[self.table.rows]
+
+
+def test_what_objects_of_a_model_keep_is_taken_out() -> None:
+    model = Maps()
+    trace(model, {"x": torch.randn(2, 3)}, RULES)
+    assert "rows" not in vars(model.table)
 
 
 def test_tracing_twice_gives_the_same() -> None:
