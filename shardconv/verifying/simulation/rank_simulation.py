@@ -36,6 +36,7 @@ from .model_runs import (
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
 from .reused_model import ReusedModel
+from .shared_activations import SharedActivations
 from .simulated_weights import RandomWeights, fill
 from .stage_simulation import Mail, MailLink, gradients_of_stages, stage_of_rank
 
@@ -196,8 +197,14 @@ class Simulation:
             return problem
         scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
         want = _Gradients(gradients, scales)
+        shared = SharedActivations()
+
+        def run(comm: ThreadCommunicator) -> _GradientDifference:
+            with shared.of_a_rank():
+                return distance(comm, inputs, want)
+
         try:
-            found = self._run_ranks(lambda comm: distance(comm, inputs, want))
+            found = self._run_ranks(run)
         except Exception as error:
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
         return max(found).text(self._precision.tolerance)
