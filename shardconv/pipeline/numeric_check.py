@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from textwrap import shorten
 
 from shardconv_runtime.adapters.attaching import enable_adapters
-from shardconv_runtime.errors import SolveError, SourceError
+from shardconv_runtime.errors import PlanError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -21,7 +22,7 @@ from ..tracing.inputs import TraceInputs
 from ..verifying.plans.other_numbers import other_numbers
 from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
-from ..verifying.shrinking.shrink import shrink
+from ..verifying.shrinking.shrink import cost, has_many_activations, shrink
 from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
@@ -34,6 +35,41 @@ MOST_BYTES = 4 * 2**30
 TOO_LARGE = "no smaller model of its code was found: shapes and positions were checked, not numbers"
 
 
+Source = tuple[FullModel, Mapping[str, Bypass]]
+"""A model to shrink, and layers to leave out."""
+
+
+@dataclass(frozen=True)
+class _Shrunk:
+    """A smaller model."""
+
+    small: SmallModel
+    skipped: Mapping[str, Bypass]
+
+    def case(self, plan: Plan) -> Case:
+        """What the plan says of it.
+
+        Raises:
+            PlanError: the plan cannot be said of it.
+        """
+        return Case(small_plan(plan, self.small, self.skipped), self.small.model, self.small.inputs)
+
+
+def _shrink(plan: Plan, source: Source) -> _Shrunk:
+    """The smaller model for a plan.
+
+    Raises:
+        PlanError: the plan does not fit.
+    """
+    full, bypassed = source
+    skipped = planned_alike(plan, bypassed)
+
+    def case(small: SmallModel) -> Case:
+        return _Shrunk(small, skipped).case(plan)
+
+    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped)
+
+
 class NumericCheck:
     """A traced model, to simulate the ranks of its plans on a smaller model of the same code.
 
@@ -41,15 +77,22 @@ class NumericCheck:
         full: the model at its true size.
         bypassed: layers to leave out, where a plan says of them what it says of those that stand for them.
         tell: is called with what is simulated next.
+        with_fewer_positions: gives a model of the same code that sees smaller images or sounds, and its
+            layers to leave out, if there is one; asked where the activations of the full one are large.
     """
 
     def __init__(
-        self, full: FullModel, bypassed: Mapping[str, Bypass], tell: Tell = lambda what: None
+        self,
+        full: FullModel,
+        bypassed: Mapping[str, Bypass],
+        tell: Tell = lambda what: None,
+        with_fewer_positions: Callable[[], Source | None] = lambda: None,
     ) -> None:
         self.tell = tell
         self.full = full
         self.bypassed = bypassed
-        self._small: dict[frozenset[str], SmallModel] = {}
+        self._fewer = cache(with_fewer_positions)
+        self._small: dict[frozenset[str], _Shrunk] = {}
         self._numbers = 0
         """Which of ``other_numbers`` the unsharded model was found to run on."""
 
@@ -184,15 +227,21 @@ class NumericCheck:
     def case(self, plan: Plan) -> Case:
         """What is simulated for a plan: the smaller model, and what the plan says of it."""
         skipped = planned_alike(plan, self.bypassed)
+        known = self._small.get(frozenset(skipped))
+        if known is None:
+            known = self._small[frozenset(skipped)] = self._shrunk(plan)
+        return next(islice(other_numbers(known.case(plan)), self._numbers, None))[1]
 
-        def of(small: SmallModel) -> Case:
-            return Case(small_plan(plan, small, skipped), small.model, small.inputs)
-
-        small = self._small.get(frozenset(skipped))
-        if small is None:
-            small = shrink(self.full, plan.tp, skipped, of, lambda small: runs(of(small)))
-            self._small[frozenset(skipped)] = small
-        return next(islice(other_numbers(of(small)), self._numbers, None))[1]
+    def _shrunk(self, plan: Plan) -> _Shrunk:
+        """The smaller model for a plan: where that has many activations, with fewer positions if possible."""
+        found = _shrink(plan, (self.full, self.bypassed))
+        if not has_many_activations(found.small, self.full):
+            return found
+        fewer = self._fewer()
+        try:
+            return found if fewer is None else min(found, _shrink(plan, fewer), key=lambda s: cost(s.small))
+        except PlanError:
+            return found  # the plan shards positions
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

@@ -27,11 +27,13 @@ from ..tracing.fold import Folded, fold
 from ..tracing.inputs import TraceInputs, trace_inputs
 from ..tracing.model_loss import returns_its_loss_function
 from ..tracing.not_in_training import not_in_training
+from ..tracing.smaller_configs import smaller_configs
 from ..tracing.tape import Tape
+from ..verifying.shrinking.fewer_positions import is_same_code, resized_tensors
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from .adapted_plan import Adaptation, AdaptedModel
-from .numeric_check import NumericCheck, with_parallel_loss
+from .numeric_check import NumericCheck, Source, with_parallel_loss
 from .plain_form import plain_form
 from .problem import PlanProblem
 from .sequence_form import no_sequence_form, with_sequence_form
@@ -74,12 +76,16 @@ def solve_plan(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector: a tape is a million small objects that all stay."""
+    """Without the cyclic garbage collector: a tape is a million small objects that all stay.
+
+    What runs on numbers collects what it left behind, and does not search what is frozen by then.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
@@ -87,14 +93,41 @@ def _no_collection() -> Iterator[None]:
 def _solved(
     spec: ModelSpec, options: SolveOptions, steps: Steps, tell: Tell, adaptation: Adaptation | None
 ) -> Plan:
+    run = _traced(spec, options, adaptation, tell)
+
+    def with_fewer_positions() -> Source | None:
+        tell("building the model for smaller images or sounds")
+        return _with_fewer_positions(run, spec, options, adaptation)
+
+    used = run if options.check else run.as_in_training()
+    return _solved_run(spec, options, steps, used, tell, with_fewer_positions)
+
+
+def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None, tell: Tell) -> _Run:
     tell("building the model")
     model = _built(spec)
     adapted = adaptation.attached(model) if adaptation is not None else None
     _require_dims(spec, model, options.tp)
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES, multiple=options.tp if options.sequence_parallel else 1)
-    run = _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
-    return _solved_run(spec, options, steps, run if options.check else run.as_in_training(), tell)
+    return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
+
+
+def _with_fewer_positions(
+    full: _Run, spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | None
+) -> Source | None:
+    """The first model from a config with smaller sizes that does what ``full`` does, and its bypasses."""
+    for config in smaller_configs(spec.config):
+        try:
+            run = _traced(replace(spec, config=config), options, adaptation, lambda what: None)
+        except ShardconvError:
+            continue  # its code does not run on such sizes
+        resized = resized_tensors(full.model, run.model)
+        if resized is not None and is_same_code(full.folded.tape, run.folded.tape):
+            folded = run.folded
+            analysis = with_parts(analyze(folded.tape, folded.ties, folded.same), run.model)
+            return FullModel(run.model, run.inputs, folded, analysis, resized), run.bypasses
+    return None
 
 
 @dataclass(frozen=True)
@@ -135,7 +168,14 @@ class _Run:
         return replace(self, tape=tape, folded=replace(self.folded, tape=short))
 
 
-def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run, tell: Tell) -> Plan:
+def _solved_run(
+    spec: ModelSpec,
+    options: SolveOptions,
+    steps: Steps,
+    run: _Run,
+    tell: Tell,
+    with_fewer_positions: Callable[[], Source | None],
+) -> Plan:
     model, inputs, tape, adapted = run.model, run.inputs, run.tape, run.adapted
     given = adapted.given if adapted is not None else None
     tell("solving")
@@ -166,12 +206,14 @@ def _solved_run(spec: ModelSpec, options: SolveOptions, steps: Steps, run: _Run,
     if options.check:
         inside = analysis if folded is traced else analyze(traced.tape, traced.ties, traced.same)
         full = FullModel(model, inputs, traced, inside)
-        check = NumericCheck(full, bypassed, lambda what: tell(f"simulating the ranks: {what}"))
+        gc.freeze()
+        tell_more: Tell = lambda what: tell(f"simulating the ranks: {what}")  # noqa: E731
+        check = NumericCheck(full, bypassed, tell_more, with_fewer_positions)
         plan = check.checked(plan)
         if plan.inference_only and not tape.not_in_training:
             other = run.as_in_training()
             if other.tape.not_in_training:
-                return _solved_run(spec, options, steps, other, tell)
+                return _solved_run(spec, options, steps, other, tell, with_fewer_positions)
         if plan.stages is not None:
             plan = check.with_right_stages(plan)
         if adapted is not None and not adapted.replaces_modules:

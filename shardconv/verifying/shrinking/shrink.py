@@ -23,6 +23,9 @@ from .token_tables import TokenUse, token_use
 _LARGE = 1 << 29
 """What a proof may hold before other sizes are tried, in elements."""
 
+_MANY_ACTIVATIONS = 1 << 24
+"""Elements of all activations of a call."""
+
 
 def shrink(
     full: FullModel,
@@ -59,18 +62,24 @@ def shrink(
     left = stored_elements(full.analysis, choose_sizes(full.analysis, groups, tp, copies), copies)
     orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
     small = found(orders[0])
-    is_large = num_elements(small.model) > 2 * ENOUGH or _cost(small) > _LARGE
-    return min(small, found(orders[1]), key=_cost) if is_large else small
+    is_large = num_elements(small.model) > 2 * ENOUGH or cost(small) > _LARGE
+    return min(small, found(orders[1]), key=cost) if is_large else small
+
+
+def has_many_activations(small: SmallModel, full: FullModel) -> bool:
+    """Whether a call of a smaller model computes so much that the ranks of a proof together hold much."""
+    rows, all_rows = (next(iter(m.inputs.tensors.values())).shape[0] for m in (small, full))
+    return activation_elements(small.shapes) * rows > _MANY_ACTIVATIONS * all_rows
+
+
+def cost(small: SmallModel) -> int:
+    """What a proof holds: several copies of each parameter."""
+    return 4 * num_elements(small.model) + activation_elements(small.shapes)
 
 
 def num_elements(model: nn.Module) -> int:
     """Of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _cost(small: SmallModel) -> int:
-    """What a proof holds: several copies of each parameter."""
-    return 4 * num_elements(small.model) + activation_elements(small.shapes)
 
 
 def _shrunk(

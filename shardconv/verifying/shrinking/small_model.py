@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,15 @@ _LARGE = 1 << 25
 """Elements of all activations."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """Global shapes of a tensor."""
+
+    before: tuple[int, ...]
+    """In the model that the plan is for."""
+    after: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class FullModel:
     """A traced model at its true size."""
@@ -52,6 +61,8 @@ class FullModel:
     folded: Folded
     analysis: Analysis
     """Of the folded tape."""
+    resized: Mapping[str, Resized] = field(default_factory=dict)
+    """Stored tensors that have other shapes than in the model that the plan is for, by FQN."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,8 @@ class SmallModel:
     """Attributes, by the layers that stand for others."""
     stand_ins: Mapping[str, str]
     """Layer -> the layer that stands for it."""
+    resized: Mapping[str, Resized] = field(default_factory=dict)
+    """As in ``FullModel``."""
 
 
 class Attempt:
@@ -94,7 +107,7 @@ class Attempt:
         """The smaller model; an obstacle with leaves that must keep their size."""
         model = bypassed_copy(self.full.model, self.skipped)
         if not self.sizes:
-            return SmallModel(model, self.full.inputs, self.shapes, {}, self.stand_ins)
+            return self._small(model, self.full.inputs, {})
         tokens = self._tokens()
         if isinstance(tokens, Obstacle):
             return tokens
@@ -109,9 +122,12 @@ class Attempt:
         except ShardconvError as error:
             return Obstacle((), str(error))
         inputs = self._inputs(tokens)
-        return self._difference(model, inputs, changes) or SmallModel(
-            model, self._fewer_rows(model, inputs), self.shapes, changes, self.stand_ins
+        return self._difference(model, inputs, changes) or self._small(
+            model, self._fewer_rows(model, inputs), changes
         )
+
+    def _small(self, model: nn.Module, inputs: TraceInputs, changes: Changes) -> SmallModel:
+        return SmallModel(model, inputs, self.shapes, changes, self.stand_ins, self.full.resized)
 
     def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
         """One row of inputs whose activations are large, as those of images and sounds; else all."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.dims import Dim, size
+from shardconv_runtime.format.dims import Dim, Leaf, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import (
     Boundary,
@@ -31,7 +31,7 @@ from ...dim_analysis.dim_trees import Node
 from ...planning.solution import stand_in
 from ...tracing.tape import Mark, prefixes
 from .resized_dims import Misfit, resized
-from .small_model import SmallModel
+from .small_model import Resized, SmallModel
 from .small_stages import small_stages
 
 _Entry = TypeVar("_Entry", ParameterPlan, ModulePlan, GradientPlan, DrawPlan)
@@ -124,6 +124,8 @@ class _Translation:
         name = entry.names[0]
         tid = self.parameters.get(stand_in(name, self.small.stand_ins))
         entry = replace(entry, packing=None)
+        if name in self.small.resized:
+            entry = replace(entry, dims=_with_sizes(name, entry.dims, self.small.resized[name]))
         if tid is None or tid not in self.dims:
             return entry
         nodes = self.dims[tid]
@@ -211,6 +213,23 @@ class _Translation:
         if norm.size * small % full:
             raise PlanError(f"{fqn}: the plan has a norm over {norm.size}, the model one over {full}")
         return replace(norm, size=norm.size * small // full)
+
+
+def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, ...]:
+    """Dims of a parameter of which replicated ones have other sizes in the model that is proven.
+
+    Raises:
+        PlanError: sharded ones have, or the plan is for another shape.
+    """
+    if tuple(map(size, dims)) != resized.before:
+        raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")
+    changed = [before != after for before, after in zip(resized.before, resized.after, strict=True)]
+    if any(axes_of(dim) for dim, is_changed in zip(dims, changed, strict=True) if is_changed):
+        raise PlanError(f"{name}: positions that become fewer are sharded")
+    return tuple(
+        Leaf(after) if is_changed else dim
+        for dim, after, is_changed in zip(dims, resized.after, changed, strict=True)
+    )
 
 
 def _divisors(plan: Plan) -> list[int]:

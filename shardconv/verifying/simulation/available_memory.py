@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,15 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: of the file system in which the kernel's files are.
     """
     return min([_of_machine(root), *_of_cgroups(root)])
+
+
+def collect_garbage() -> None:
+    """Free what only cycles refer to: solving runs without the garbage collector.
+
+    Everything that there was when it was frozen (``gc.freeze``) is not searched.
+    """
+    gc.collect()
+    return_freed_memory()
 
 
 def return_freed_memory() -> None:

@@ -25,6 +25,7 @@ from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
+from .available_memory import collect_garbage
 from .model_runs import (
     PRECISIONS,
     Precision,
@@ -121,6 +122,7 @@ class Simulation:
             ShardconvError: the plan does not fit the model.
         """
         want = self._reference(inputs, calls)
+        collect_garbage()
         if self.plan.logits is None or "labels" in inputs.tensors:
             logits = Logits.GATHERED
         try:
@@ -197,6 +199,7 @@ class Simulation:
             return problem
         scales = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in gradients.items()}
         want = _Gradients(gradients, scales)
+        collect_garbage()
         shared = SharedActivations()
 
         def run(comm: ThreadCommunicator) -> _GradientDifference:
@@ -293,6 +296,8 @@ class Simulation:
         except BaseException:
             self._local.clear()  # some have stopped in the middle of a run
             raise
+        finally:
+            collect_garbage()
 
     def _distance(
         self, comm: Communicator, inputs: TraceInputs, want: list[list[Tensor]], logits: Logits

@@ -1,0 +1,164 @@
+"""Copies of a config with smaller sizes of what a model sees: images, sounds, chunks of a scan.
+
+None of these is a size of a matrix, but all decide how many activations a call has. A grid of patches that is
+smaller by some factor makes the other numbers smaller that follow from it: those of its patches, of the
+tokens that they are merged to, and of the images that a large one is divided into.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .config_sizes import has, int_of, nodes, pair
+
+_SIDE, _PATCH = "image_size", "patch_size"
+_FOLLOWING = re.compile(r"image|pixel|patch|position|resolution|pinpoint|tokens_per|num_tokens|seq_length")
+"""In names of numbers that may follow from the size of an image."""
+_OTHERS = re.compile(rf"{_PATCH}$|_ids?$|_index$|_token$|_dim$|channels|layers?$|heads?$|std|eps")
+"""In names of numbers that do not."""
+_OF_TEXTS = "max_position_embeddings"
+_SOUND_POSITIONS = "max_source_positions"
+_CHUNKS = re.compile(r"(^|_)chunk_size$")
+_LEAST_PATCHES = 4
+"""In a row of a grid."""
+_USUAL_PATCHES = 6
+_POSITIONS = 48
+"""Of a sound."""
+_CHUNK, _LARGEST_CHUNK = 32, 1024
+"""A text of a trace is one chunk, smaller than these. Of larger chunks, code makes masks alone."""
+_MOST_GRIDS = 3
+
+Change = Callable[[Any], None]
+"""Of a config, in place."""
+
+
+def smaller_configs(config: Any) -> Iterator[Any]:
+    """Copies with smaller sizes: of all that can be smaller, then of each kind alone."""
+    images = _grids(config)
+    others: list[Change] = [
+        change for change in (_fewer_sound_positions, _smaller_chunks) if _does(change, config)
+    ]
+    for grids in [[grid] for grid in images] or [[]]:
+        if grids or others:
+            yield _changed(config, [*grids, *others])
+    if len(others) + bool(images) > 1:
+        for change in (*images[:1], *others):
+            yield _changed(config, [change])
+
+
+def _changed(config: Any, changes: list[Change]) -> Any:
+    other = copy.deepcopy(config)
+    for change in changes:
+        change(other)
+    return other
+
+
+def _does(change: Change, config: Any) -> bool:
+    """Whether a change of a config makes another one of it."""
+    return bool(_changed(config, [change]).to_dict() != config.to_dict())
+
+
+# Images -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """Images of one tower, and the smaller ones."""
+
+    side: int
+    small_side: int
+    row: int
+    """Patches."""
+    small_row: int
+
+    def smaller(self, number: int) -> int:
+        """A number that follows from the size of images, as it is with the smaller ones; any other stays."""
+        times, rest = divmod(number, self.side)
+        if times and not rest:
+            return times * self.small_side
+        for more in (0, 1):  # a token for the whole image
+            merged = math.isqrt(number - more)
+            if merged * merged + more == number and merged > 1 and self.row % merged == 0:
+                small, rest = divmod(self.small_row * merged, self.row)
+                if small and not rest:
+                    return small * small + more
+        return number
+
+
+def _grids(config: Any) -> list[Change]:
+    """Changes to smaller grids of patches, of all towers together."""
+    towers = {}
+    for node in nodes(config):
+        side, patch = (pair(getattr(node, name, None)) for name in (_SIDE, _PATCH))
+        if (
+            side
+            and patch
+            and side[0] == side[1]
+            and patch[0] == patch[1]
+            and side[0] // patch[0] > _LEAST_PATCHES
+        ):
+            rows = _smaller_rows(side[0] // patch[0])
+            towers[side[0]] = [
+                _Tower(side[0], row * patch[0] + side[0] % patch[0], side[0] // patch[0], row) for row in rows
+            ]
+    choices = itertools.zip_longest(*towers.values())
+    filled = (
+        [each or options[-1] for each, options in zip(choice, towers.values(), strict=True)]
+        for choice in choices
+    )
+    return [_Fewer(tuple(chosen)).apply for chosen in itertools.islice(filled, _MOST_GRIDS) if chosen]
+
+
+def _smaller_rows(row: int) -> list[int]:
+    """Lengths of a row of fewer patches: those that divide it, not much fewer than usual ones first."""
+    shorter = range(_LEAST_PATCHES, row // 2 + 1)
+    found = sorted((n for n in shorter if row % n == 0), key=lambda n: (n < _USUAL_PATCHES, n))
+    return found or [min(2 * _LEAST_PATCHES, row // 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fewer:
+    """Smaller images of all towers."""
+
+    towers: tuple[_Tower, ...]
+
+    def apply(self, config: Any) -> None:
+        """Change all numbers of a config that follow from the size of its images, in place."""
+        for node in nodes(config):
+            for name, value in list(vars(node).items()):
+                if not _FOLLOWING.search(name) or _OTHERS.search(name):
+                    continue
+                if name != _OF_TEXTS or has(node, _SIDE):
+                    setattr(node, name, self._smaller(value))
+
+    def _smaller(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._smaller, value))
+        if isinstance(value, dict):
+            return {self._smaller(k): self._smaller(v) for k, v in value.items()}
+        if type(value) is not int:
+            return value
+        return next((n for n in (tower.smaller(value) for tower in self.towers) if n != value), value)
+
+
+# Others -----------------------------------------------------------------------------------------
+
+
+def _fewer_sound_positions(config: Any) -> None:
+    for node in nodes(config):
+        positions = int_of(node, _SOUND_POSITIONS)
+        if positions >= 2 * _POSITIONS:
+            setattr(node, _SOUND_POSITIONS, positions // (positions // _POSITIONS))
+
+
+def _smaller_chunks(config: Any) -> None:
+    for node in nodes(config):
+        for name in [name for name in vars(node) if _CHUNKS.search(name)]:
+            if _CHUNK < int_of(node, name) <= _LARGEST_CHUNK:
+                setattr(node, name, _CHUNK)
