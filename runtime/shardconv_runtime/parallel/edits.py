@@ -114,10 +114,37 @@ def _follow(own: Any, config: Any) -> None:
 
 @cache
 def _following(kind: type) -> type:
-    """The class of such copies, which is made once: transformers' classes of configs take milliseconds."""
-    names = [name for name in IMPLEMENTATIONS if hasattr(kind, name)]
-    return type(kind.__name__, (kind,), {name: _of_original(name) for name in names})
+    """The class of such copies, which is made once: transformers' classes of configs take milliseconds.
+
+    Code may make new configs of it, for their defaults: these follow no other one.
+    """
+    names = [f"{name}_internal" for name in IMPLEMENTATIONS if hasattr(kind, name)]
+    members: dict[str, Any] = {name: _of_original(name) for name in names}
+    return type(kind.__name__, (kind,), {**members, "to_dict": _to_dict})
 
 
 def _of_original(name: str) -> property:
-    return property(lambda own: getattr(own._followed.config, name))
+    """An attribute that is read from the original, and set there."""
+
+    def get(own: Any) -> Any:
+        if "_followed" in vars(own):
+            return getattr(own._followed.config, name)
+        if name not in vars(own):
+            raise AttributeError(name)
+        return vars(own)[name]
+
+    def set_(own: Any, value: Any) -> None:
+        if "_followed" in vars(own):
+            setattr(own._followed.config, name, value)
+        else:
+            vars(own)[name] = value
+
+    return property(get, set_)
+
+
+def _to_dict(own: Any) -> dict[str, Any]:
+    """What the copy says; not which one it follows."""
+    kind: Any = next(base for base in type(own).__mro__[1:] if vars(base).get("to_dict") is not _to_dict)
+    found: dict[str, Any] = kind.to_dict(own)
+    found.pop("_followed", None)
+    return found

@@ -190,6 +190,20 @@ def test_a_transformers_config_is_the_modules_own_after_an_edit() -> None:
     assert each.model.layers[0].self_attn.config._attn_implementation == "sdpa"
 
 
+def test_a_model_whose_own_config_was_edited_can_be_printed_and_changed() -> None:
+    model = build_model(transformers.LlamaForCausalLM, small_config())
+    original = model.config
+    edited(model, Edit("config.vocab_size", original.vocab_size, (64,)))
+    assert model.config is not original
+    assert '"vocab_size": 64' in repr(model.config)
+    assert "_followed" not in model.config.to_dict()
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == original._attn_implementation == "eager"
+    model.config._attn_implementation = "sdpa"
+    assert model.config._attn_implementation == original._attn_implementation == "sdpa"
+    assert type(model.config)().vocab_size == transformers.LlamaConfig().vocab_size
+
+
 class _Area(PreTrainedConfig):
     """Computes an int."""
 
