@@ -16,6 +16,7 @@ from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import frozen_leaves
 from ...tracing.tape import Mark, Op, Ref, starred
 from .hashed_tables import HashedTable, hashed_tables
+from .unread_parameters import unread_parameters
 
 _PICKING = frozenset(
     f"aten.{name}"
@@ -88,8 +89,11 @@ def leaf_groups(
         union.join_dims(dim, other)
     rows = {x for table in token_tables for x in leaves(analysis.dims[table][0])}
     heads = [x for t in analysis.tape.outputs if analysis.dims[t] for x in leaves(analysis.dims[t][-1])]
+    unread = [
+        x for t in unread_parameters(analysis.tape) for d in analysis.dims.get(t, ()) for x in leaves(d)
+    ]
     for row in rows:  # tokens are labels as well
-        for other in (*heads, *rows):
+        for other in (*heads, *rows, *unread):
             if other.size == row.size:
                 union.join(row, other)
     hashed = {x: h for t, h in hashed_tables(analysis.tape).items() for x in leaves(analysis.dims[t][0])}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.parallel.build import stored_tensors
@@ -19,6 +20,7 @@ from .leaf_groups import LeafGroup, leaf_groups
 from .small_model import Attempt, FullModel, SmallModel
 from .small_shapes import ENOUGH, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
+from .unread_parameters import with_unread_parameters
 
 _LARGE = 1 << 29
 """What a proof may hold before other sizes are tried, in elements."""
@@ -52,6 +54,7 @@ def shrink(
     Raises:
         PlanError: the plan does not fit the full model either.
     """
+    full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
     tokens = token_use(full.analysis.tape)
     groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
     copies = _copies(full, skipped)

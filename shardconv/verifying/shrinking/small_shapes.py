@@ -184,8 +184,11 @@ class _Choice:
         sizes = {group.size for group in groups}
         for part in (p for dims in analysis.dims.values() for dim in dims for p in _parts(dim)):
             if part.kind != LEAF and part.size in sizes:
-                experts = any(g.experts for g in self._groups([part]))
-                self.made_of.setdefault((part.size, experts), part)
+                key = part.size, any(g.experts for g in self._groups([part]))
+                if key not in self.made_of or self.made_of[key].kind != SUM == part.kind:
+                    self.made_of[key] = (
+                        part  # halves of a head, rather than a product that happens to be as large
+                    )
         self.multiples = _multiples(analysis)
         tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
         self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
@@ -268,8 +271,8 @@ def _multiples(analysis: Analysis) -> dict[int, tuple[int, Node]]:
         if op.name.rsplit(".", 1)[0] in _RESHAPING:
             row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
             if row and joined and find(joined[-1]).kind == LEAF:
-                count, rest = divmod(joined[-1].size, row[-1].size)
-                if count > 1 and not rest:
+                count, rest = divmod(joined[-1].size, row[-1].size or 1)  # no row may have elements
+                if count > 1 and not rest and row[-1].size:
                     out.setdefault(joined[-1].size, (count, row[-1]))
     return out
 

@@ -17,6 +17,7 @@ from shardconv.verifying.retracing.tape_comparison import compare_tapes
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import token_use
+from shardconv.verifying.shrinking.unread_parameters import with_unread_parameters
 
 QUERIES, WIDTH = 12, 40
 
@@ -131,6 +132,57 @@ def test_dims_that_take_in_rows_shrink_as_these_do() -> None:
     smaller = {(group.size, size) for group, size in sizes.items()}
     (row,) = (small for size, small in smaller if size == 3000)
     assert {small for size, small in smaller if size == 12000} == {4 * row}
+
+
+def test_rows_without_elements_are_no_part_of_a_dim() -> None:
+    class Empty(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :0].reshape(0, 4)
+
+    analysis, groups = analyzed(Empty().to("meta"), {"x": torch.randn(6, 32)})
+    assert choose_sizes(analysis, groups, 8, {}) == {}
+
+
+def test_halves_of_a_head_go_before_a_product_that_is_as_large() -> None:
+    """A head of 128 is two halves of 64; a grid of 8*16 patches is none of it."""
+    half, head, grid = leaf(64), leaf(128), product([leaf(8), leaf(16)])
+    analysis = Analysis(Tape())
+    shapes = {"a": (4096, 128), "b": (4096, 128), "c": (4096, 128)}
+    analysis.tape.tensors += [TensorInfo(s, torch.float32, "parameter", n) for n, s in shapes.items()]
+    analysis.dims = {
+        0: (leaf(4096), grid),
+        1: (leaf(4096), concatenation([half, half])),
+        2: (leaf(4096), head),
+    }
+    halves, heads = LeafGroup(64, frozenset([half])), LeafGroup(128, frozenset([head]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        sizes = choose_sizes(analysis, [heads, halves], 4, {})
+    assert sizes[heads] == 2 * sizes[halves]
+
+
+def test_what_the_traced_call_does_not_read_shrinks_with_what_is_as_large() -> None:
+    """A table that nothing reads, and an expert that got no token."""
+
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(2000, 32)
+            self.other = nn.Embedding(2000, 96)
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in "ab")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.experts[0](self.embed(ids))
+
+    folded = fold(trace(Unread().to("meta"), {"ids": torch.arange(57).view(3, 19)}, RULES))
+    analysis = with_unread_parameters(analyze(folded.tape, folded.ties), folded.representatives())
+    tensors = {info.name: tid for tid, info in enumerate(folded.tape.tensors) if info.name}
+    dims = {name: analysis.dims[tensors[name]] for name in tensors}
+    assert dims["experts.1.weight"] == dims["experts.0.weight"]
+    groups = leaf_groups(analysis, folded.ties, token_use(folded.tape).tables)
+    (rows,) = (group for group in groups if group.rows)
+    assert {*leaves(dims["embed.weight"][0]), *leaves(dims["other.weight"][0])} <= rows.leaves
+    assert 96 in {group.size for group in groups}
 
 
 def test_groups_of_layers_that_do_the_same_are_alike() -> None:
