@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...tracing.tape import Ref
+from ...tracing.tape import Mark, Ref
 from .. import dim_trees
 from ..dim_trees import Node
 from .pointwise import broadcast
 
 if TYPE_CHECKING:
-    from ...tracing.tape import Op
+    from ...tracing.tape import Op, Tape
     from ..rule_builder import Arguments, Builder
+
+_OF_EACH_VALUE = frozenset(
+    f"aten.{name}" for name in ("alias", "bitwise_not", "clone", "contiguous", "detach", "logical_not", "to")
+)
+"""Operators that make a mask of each value of another one, in its shape."""
 
 
 def cat(b: Builder, op: Op, args: Arguments) -> None:
@@ -169,7 +174,7 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*tids)
     if any(b.tape.tensors[t].dtype.is_floating_point is False and _is_mask(b, t) for t in tids):
         b.block(source, *tids)
-        b.set(target, b.blocked(*b.shape(target)))
+        b.set(target, _full_rows(b, source, indices, *b.shape(target)) or b.blocked(*b.shape(target)))
         return
     picked = [p for p, i in enumerate(indices) if isinstance(i, Ref)]
     for p in picked:
@@ -181,6 +186,38 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
     b.set(target, [*kept[:position], *common, *kept[position:]], b.partial(source))
     if picked == [0]:
         b.take_from_stack(source, target)
+
+
+def _full_rows(b: Builder, source: int, indices: Sequence[Any], *shape: int) -> list[Node]:
+    """The dim of what a mask picks, if that is all of each row or nothing of it; else none.
+
+    The mask is one value for each row, expanded to the shape of what it picks from.
+    """
+    if len(indices) != 1 or not isinstance(indices[0], Ref) or not _is_mask(b, indices[0].tid):
+        return []
+    mask, width = indices[0].tid, b.shape(source)[-1] if b.shape(source) else 0
+    if b.shape(mask) != b.shape(source) or len(shape) != 1 or not width or shape[0] % width:
+        return []
+    if not _is_same_in_rows(b.tape, mask):
+        return []
+    dim_trees.unify(b.tensor(mask)[-1], b.tensor(source)[-1])
+    return [dim_trees.product([dim_trees.leaf(shape[0] // width, True), b.tensor(source)[-1]])]
+
+
+def _is_same_in_rows(tape: Tape, tid: int) -> bool:
+    """Whether a mask is one value all along its last dim: one for each row was expanded."""
+    for event in reversed(tape.events):
+        if tid not in ((event.target,) if isinstance(event, Mark) else event.outputs):
+            continue
+        if isinstance(event, Mark):
+            tid = event.source
+        elif event.name.startswith("aten.expand"):
+            return tape.tensors[event.inputs[0]].shape[-1:] == (1,)
+        elif event.name.rpartition(".")[0] in _OF_EACH_VALUE:
+            tid = event.inputs[0]
+        else:
+            return False
+    return False
 
 
 def _is_mask(b: Builder, tid: int) -> bool:
@@ -253,6 +290,9 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
     for p, dim in enumerate(dims):
         if p >= len(indices) or indices[p] is not None or len(op.inputs) > 2:
             b.block_dim(dim)
+    for tid in op.inputs[2:]:
+        if rows := _full_rows(b, op.inputs[0], indices, *b.shape(tid)):
+            dim_trees.unify(rows[0], b.tensor(tid)[0])
     b.set(target, dims)
 
 

@@ -185,6 +185,29 @@ def test_what_the_traced_call_does_not_read_shrinks_with_what_is_as_large() -> N
     assert 96 in {group.size for group in groups}
 
 
+def test_rows_that_a_mask_of_their_shape_picks_are_as_wide_as_what_they_are_picked_from() -> None:
+    """One bool for each row, expanded along it: the result is flat, and as long as some full rows."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = WIDTH
+            self.before = nn.Linear(96, WIDTH)
+            self.make = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
+            x = self.before(x)
+            chosen = places[:, None].expand(-1, self.width)
+            out = torch.zeros_like(x)
+            out[~chosen] = self.make(x[~chosen].view(-1, self.width)).flatten()
+            return out
+
+    places = torch.arange(19) < QUERIES
+    _, groups = analyzed(Picks().to("meta"), {"x": torch.randn(19, 96), "places": places})
+    (wide,) = (group for group in groups if group.size == WIDTH)
+    assert wide.parameters == {"before.weight", "before.bias", "make.weight", "make.bias"}
+
+
 def test_groups_of_layers_that_do_the_same_are_alike() -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
