@@ -45,6 +45,13 @@ class _Shrunk:
 
     small: SmallModel
     skipped: Mapping[str, Bypass]
+    full: FullModel
+    """Of which it is one."""
+
+    @property
+    def cost(self) -> int:
+        """What a proof on it holds, in elements."""
+        return cost(self.small, self.full)
 
     def case(self, plan: Plan) -> Case:
         """What the plan says of it.
@@ -65,9 +72,9 @@ def _shrink(plan: Plan, source: Source) -> _Shrunk:
     skipped = planned_alike(plan, bypassed)
 
     def case(small: SmallModel) -> Case:
-        return _Shrunk(small, skipped).case(plan)
+        return _Shrunk(small, skipped, full).case(plan)
 
-    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped)
+    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped, full)
 
 
 class NumericCheck:
@@ -239,7 +246,7 @@ class NumericCheck:
             return found
         fewer = self._fewer()
         try:
-            return found if fewer is None else min(found, _shrink(plan, fewer), key=lambda s: cost(s.small))
+            return found if fewer is None else min(found, _shrink(plan, fewer), key=lambda s: s.cost)
         except PlanError:
             return found  # the plan shards positions
 

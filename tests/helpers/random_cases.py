@@ -574,6 +574,8 @@ def gathered(d: Draw) -> Drawn:
             (lambda x, i, y: x.index_add(dim, i, y), (f(*shape), rows, f(*added))),
             (lambda x, i, y: x.clone().index_add_(dim, i, y), (f(*shape), rows, f(*added))),
             (lambda x, i: x.index_put((i,), x.new_zeros(())), (f(*shape), d.ids(shape[0], 2))),
+            (lambda x, y: x.masked_scatter((y > 0)[..., :1], y), (f(*shape), f(*shape))),
+            (lambda x, y: x.masked_scatter((y > 0)[..., :1].expand_as(x), y), (f(*shape), f(*shape))),
         ]
     )
 

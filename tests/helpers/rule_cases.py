@@ -39,6 +39,17 @@ def _flags(x: Tensor) -> Tensor:
     return x > 0
 
 
+def _scattered(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    return x.masked_scatter(_flags(y).expand(-1, x.shape[1]), rows)
+
+
+def _rows_by_mask(x: Tensor, i: Tensor) -> Tensor:
+    mask = _flags(i)[:, None].expand(-1, x.shape[1])
+    out = torch.zeros_like(x)
+    out[mask] = x[mask].view(-1, x.shape[1]).flatten() * 2.0
+    return out
+
+
 def _ids(x: Tensor, count: int) -> Tensor:
     return (x.abs() * 10).long() % count
 
@@ -307,6 +318,8 @@ SELECTION = [
         "index_add_", lambda x, i, y: x.clone().index_add_(-1, i, y), (f(6, 5), ints(1, 0), f(6, 2)), "6 5!"
     ),
     Case("index_put", lambda x, i, y: x.index_put((i,), y), (f(5, 6), ints(1, 0), f(2, 6)), None),
+    Case("masked_scatter", _scattered, (f(5, 6), f(5, 1), f(5, 6)), None),
+    Case("rows by mask", _rows_by_mask, (f(5, 6), ints(1, 0, 3, 0, 2)), None),
     Case("embedding", lambda w, i: F.embedding(i, w), (f(8, 6), ints(1, 7, 4)), "3 6"),
     Case("embedding scaled", lambda w, i: F.embedding(i, w) * 3.0, (f(8, 6), ints(1, 7, 4)), "3 6"),
     Case("embedding plus", lambda w, i, b: F.embedding(i, w) + b, (f(8, 6), ints(1, 7, 4), f(6)), "3 6"),

@@ -54,7 +54,6 @@ RULES = {
             "aten.bincount",
             "aten._is_all_true",
             "aten._is_any_true",
-            "aten.masked_scatter",
             "aten.index_copy",
             "aten.nonzero",
             "aten.one_hot",

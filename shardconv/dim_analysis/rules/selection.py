@@ -296,6 +296,24 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
     b.set(target, dims)
 
 
+def masked_scatter(b: Builder, op: Op, args: Arguments) -> None:
+    """``masked_scatter``: values in the places of a mask, one after the other; all must be replicated.
+
+    Where the mask says the same all along each row, these are full rows, as wide as what they are put into.
+    """
+    source, mask, values = op.inputs
+    target = op.outputs[0]
+    b.block(*op.inputs)
+    if b.shape(source) != b.shape(target):
+        b.set(target, b.blocked(*b.shape(target)))
+        return
+    dims = b.tensor(source)
+    is_in_rows = b.shape(mask)[-1:] == (1,) or _is_same_in_rows(b.tape, mask)
+    if dims and is_in_rows and b.shape(values)[-1:] == b.shape(source)[-1:]:
+        dim_trees.unify(dims[-1], b.tensor(values)[-1])
+    b.set(target, dims)
+
+
 RULES = {
     **dict.fromkeys(("aten.cat", "aten.concat", "aten.concatenate"), cat),
     "aten.stack": stack,
@@ -312,4 +330,5 @@ RULES = {
     **dict.fromkeys(("aten.scatter", "aten.scatter_add", "aten.scatter_reduce"), scatter),
     "aten.index_add": index_add,
     "aten.index_put": index_put,
+    "aten.masked_scatter": masked_scatter,
 }

@@ -18,15 +18,16 @@ from ...planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from .leaf_groups import LeafGroup, leaf_groups
 from .small_model import Attempt, FullModel, SmallModel
-from .small_shapes import ENOUGH, activation_elements, choose_sizes, stored_elements
+from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
 from .unread_parameters import with_unread_parameters
 
 _LARGE = 1 << 29
 """What a proof may hold before other sizes are tried, in elements."""
-
 _MANY_ACTIVATIONS = 1 << 24
 """Elements of all activations of a call."""
+_IsWorth = Callable[[Mapping[LeafGroup, int]], bool]
+"""Whether a choice of sizes is worth a try."""
 
 
 def shrink(
@@ -59,30 +60,44 @@ def shrink(
     groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
     copies = _copies(full, skipped)
 
-    def found(equal: set[int] | None) -> SmallModel:
-        return _shrunk(full, tp, skipped, tokens, groups, copies, equal, fits, runs)
+    def found(equal: set[int] | None, is_worth: _IsWorth = lambda sizes: True) -> SmallModel | None:
+        return _shrunk(full, tp, skipped, tokens, groups, copies, equal, is_worth, fits, runs)
 
     left = stored_elements(full.analysis, choose_sizes(full.analysis, groups, tp, copies), copies)
     orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
     small = found(orders[0])
-    is_large = num_elements(small.model) > 2 * ENOUGH or cost(small) > _LARGE
-    return min(small, found(orders[1]), key=cost) if is_large else small
+    assert small is not None
+    most = cost(small, full)
+    if num_elements(small.model) <= 2 * ENOUGH and most <= _LARGE:
+        return small
+
+    def is_worth(sizes: Mapping[LeafGroup, int]) -> bool:
+        shapes = SmallShapes(full.analysis, {x: n for group, n in sizes.items() for x in group.leaves})
+        stored = stored_elements(full.analysis, sizes, copies)
+        return 4 * stored + _activations(shapes, small, full) < most
+
+    return found(orders[1], is_worth) or small
 
 
 def has_many_activations(small: SmallModel, full: FullModel) -> bool:
     """Whether a call of a smaller model computes so much that the ranks of a proof together hold much."""
-    rows, all_rows = (next(iter(m.inputs.tensors.values())).shape[0] for m in (small, full))
-    return activation_elements(small.shapes) * rows > _MANY_ACTIVATIONS * all_rows
+    return _activations(small.shapes, small, full) > _MANY_ACTIVATIONS
 
 
-def cost(small: SmallModel) -> int:
-    """What a proof holds: several copies of each parameter."""
-    return 4 * num_elements(small.model) + activation_elements(small.shapes)
+def cost(small: SmallModel, full: FullModel) -> int:
+    """What a proof on a smaller model of ``full`` holds, in elements: several copies of each parameter."""
+    return 4 * num_elements(small.model) + _activations(small.shapes, small, full)
 
 
 def num_elements(model: nn.Module) -> int:
     """Of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _activations(shapes: SmallShapes, small: SmallModel, full: FullModel) -> int:
+    """Elements that the simulated call computes with these shapes, which may be one for fewer rows."""
+    used, given = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, full))
+    return activation_elements(shapes) * used // max(1, given)
 
 
 def _shrunk(
@@ -93,13 +108,19 @@ def _shrunk(
     groups: Collection[LeafGroup],
     copies: Mapping[int, int],
     equal: set[int] | None,
+    is_worth: _IsWorth,
     fits: Callable[[SmallModel], object],
     runs: Callable[[SmallModel], bool],
-) -> SmallModel:
-    """The same with some sizes that are one wherever they occur (None: all); others are once they fail."""
+) -> SmallModel | None:
+    """The same with some sizes that are one wherever they occur (None: all); others are once they fail.
+
+    None: what is left is not worth it.
+    """
     kept: set[LeafGroup] = set()
     while True:
         sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept, equal=equal)
+        if not is_worth(sizes):
+            return None
         found = Attempt(full, tp, skipped, tokens, sizes).run()
         if isinstance(found, SmallModel):
             try:

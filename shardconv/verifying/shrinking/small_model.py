@@ -7,6 +7,7 @@ the model of a rank is: by attribute edits under which its own code runs on othe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -131,15 +132,13 @@ class Attempt:
 
     def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
         """One row of inputs whose activations are large, as those of images and sounds; else all."""
-        rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in inputs.tensors.values()}
-        if len(rows) > 1 or activation_elements(self.shapes) <= _LARGE:
-            return inputs
-        first = replace(inputs, tensors={name: tensor[:1] for name, tensor in inputs.tensors.items()})
+        first = one_row(inputs.tensors) if activation_elements(self.shapes) > _LARGE else {}
         try:
-            trace(model, first.tensors, RULES, first.options)
+            if first:
+                trace(model, first, RULES, inputs.options)
         except ShardconvError:
             return inputs  # it takes no single rows
-        return first
+        return replace(inputs, tensors=first or inputs.tensors)
 
     # Tokens ----------------------------------------------------------------------------------
 
@@ -329,6 +328,18 @@ class Attempt:
             for t in _tids(e)
             for dim in dims.get(t, ())
         ]
+
+
+def one_row(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first row of each input; none if there is but one, or they cannot be divided alike.
+
+    Of those whose rows are others, such as the patches of all images, as large a part.
+    """
+    lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()]
+    rows = math.gcd(*lengths)
+    if rows < 2 or rows not in lengths or 0 in lengths:
+        return {}
+    return {name: tensor[: len(tensor) // rows] for name, tensor in tensors.items()}
 
 
 def _tids(event: Any) -> Iterable[int]:

@@ -222,7 +222,7 @@ class _Choice:
 
     def _shrink(self, group: LeafGroup) -> None:
         if not (group.size in self.equal or group.experts or group.rows):
-            small = self._own_size(group)
+            small = self._size_alone(group)
             if small <= group.size // 2:
                 self.out[group] = small
             return
@@ -230,6 +230,11 @@ class _Choice:
         small = self.smaller.get(key) or self._size(group)
         if small <= group.size // 2:
             self.out[group] = self.smaller[key] = small
+
+    def _size_alone(self, group: LeafGroup) -> int:
+        """The size of a group that may differ from others that are as large, but not from other layers'."""
+        alike = next((small for other, small in self.out.items() if other.is_alike(group)), 0)
+        return alike or self._multiple(group) or self._own_size(group)
 
     def _size(self, group: LeafGroup) -> int:
         whole = self.made_of.get((group.size, group.experts))

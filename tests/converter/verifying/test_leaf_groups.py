@@ -230,6 +230,39 @@ def test_groups_of_layers_that_do_the_same_are_alike() -> None:
     assert sum(a.is_alike(b) for a in inner for b in inner) == 5
 
 
+def test_sizes_of_layers_that_do_the_same_are_one_where_equal_ones_part() -> None:
+    analysis = Analysis(Tape())
+    names = {"layers.0.a": 3000, "layers.1.a": 3000, "b": 3000}
+    analysis.tape.tensors += [TensorInfo((4096, n), torch.float32, "parameter", m) for m, n in names.items()]
+    analysis.dims = {tid: (leaf(4096), leaf(3000)) for tid in range(3)}
+    groups = [
+        LeafGroup(3000, frozenset([analysis.dims[tid][1]]), parameters=frozenset([name]))
+        for tid, name in enumerate(("layers.*.a", "layers.*.a", "b"))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardconv.verifying.shrinking.small_shapes.ENOUGH", 0)
+        sizes = choose_sizes(analysis, groups, 8, {}, equal=set())
+    assert sizes[groups[0]] == sizes[groups[1]] != sizes[groups[2]]
+
+
+def test_rows_that_fill_an_expanded_mask_are_as_wide() -> None:
+    """Features in the places of tokens, by a mask that is one value for each token."""
+
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, WIDTH)
+            self.see = nn.Linear(96, WIDTH)
+
+        def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+            embedded = self.embed(ids)
+            return embedded.masked_scatter((ids > 11)[:, None].expand_as(embedded), self.see(x))
+
+    _, groups = analyzed(Fills().to("meta"), {"ids": torch.arange(19), "x": torch.randn(7, 96)})
+    (wide,) = (group for group in groups if group.size == WIDTH)
+    assert wide.parameters == {"embed.weight", "see.weight", "see.bias"}
+
+
 def test_tokens_that_are_picked_row_by_row_are_tokens() -> None:
     class Picks(nn.Module):
         def __init__(self) -> None:

@@ -26,6 +26,7 @@ from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking.hashed_tables import hashed_tables
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
+from shardconv.verifying.shrinking.small_model import one_row
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, token_use
 
@@ -404,3 +405,12 @@ def test_layers_that_cannot_be_left_out_count() -> None:
     group = LeafGroup(wide.size, frozenset([wide]))
     assert not choose_sizes(analysis, [group], 2, {})
     assert choose_sizes(analysis, [group], 2, {0: 30})[group] < 4096
+
+
+def test_one_row_is_as_large_a_part_of_each_input() -> None:
+    """Of three images in 12 patches each, the patches of one."""
+    inputs = {"ids": torch.zeros(3, 20), "patches": torch.arange(36), "sizes": torch.zeros(3, 2)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in one_row(inputs).items()}
+    assert shapes == {"ids": (1, 20), "patches": (12,), "sizes": (1, 2)}
+    for other in (torch.zeros(7), torch.zeros(1, 2), torch.tensor(1.0)):
+        assert one_row({**inputs, "other": other}) == {}
