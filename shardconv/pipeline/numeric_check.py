@@ -22,7 +22,7 @@ from ..tracing.inputs import TraceInputs
 from ..verifying.plans.other_numbers import other_numbers
 from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
-from ..verifying.shrinking.shrink import cost, has_many_activations, shrink
+from ..verifying.shrinking.shrink import has_many_positions, shrink
 from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
@@ -45,13 +45,6 @@ class _Shrunk:
 
     small: SmallModel
     skipped: Mapping[str, Bypass]
-    full: FullModel
-    """Of which it is one."""
-
-    @property
-    def cost(self) -> int:
-        """What a proof on it holds, in elements."""
-        return cost(self.small, self.full)
 
     def case(self, plan: Plan) -> Case:
         """What the plan says of it.
@@ -72,9 +65,9 @@ def _shrink(plan: Plan, source: Source) -> _Shrunk:
     skipped = planned_alike(plan, bypassed)
 
     def case(small: SmallModel) -> Case:
-        return _Shrunk(small, skipped, full).case(plan)
+        return _Shrunk(small, skipped).case(plan)
 
-    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped, full)
+    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped)
 
 
 class NumericCheck:
@@ -236,19 +229,18 @@ class NumericCheck:
         skipped = planned_alike(plan, self.bypassed)
         known = self._small.get(frozenset(skipped))
         if known is None:
-            known = self._small[frozenset(skipped)] = self._shrunk(plan)
+            known = self._small[frozenset(skipped)] = self._shrunk(plan, skipped)
         return next(islice(other_numbers(known.case(plan)), self._numbers, None))[1]
 
-    def _shrunk(self, plan: Plan) -> _Shrunk:
-        """The smaller model for a plan: where that has many activations, with fewer positions if possible."""
-        found = _shrink(plan, (self.full, self.bypassed))
-        if not has_many_activations(found.small, self.full):
-            return found
-        fewer = self._fewer()
-        try:
-            return found if fewer is None else min(found, _shrink(plan, fewer), key=lambda s: s.cost)
-        except PlanError:
-            return found  # the plan shards positions
+    def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
+        """The smaller model for a plan, with fewer positions if it has many and that is possible."""
+        fewer = self._fewer() if has_many_positions(self.full, plan.tp, skipped) else None
+        if fewer is not None:
+            try:
+                return _shrink(plan, fewer)
+            except PlanError:
+                pass  # the plan shards positions, or does not fit at all
+        return _shrink(plan, (self.full, self.bypassed))
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

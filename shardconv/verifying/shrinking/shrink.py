@@ -17,7 +17,7 @@ from ...planning.obstacle import Obstacle
 from ...planning.solution import stand_in
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from .leaf_groups import LeafGroup, leaf_groups
-from .small_model import Attempt, FullModel, SmallModel
+from .small_model import Attempt, FullModel, SmallModel, num_rows
 from .small_shapes import ENOUGH, SmallShapes, activation_elements, choose_sizes, stored_elements
 from .token_tables import TokenUse, token_use
 from .unread_parameters import with_unread_parameters
@@ -67,7 +67,7 @@ def shrink(
     orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
     small = found(orders[0])
     assert small is not None
-    most = cost(small, full)
+    most = _cost(small, full)
     if num_elements(small.model) <= 2 * ENOUGH and most <= _LARGE:
         return small
 
@@ -79,12 +79,22 @@ def shrink(
     return found(orders[1], is_worth) or small
 
 
-def has_many_activations(small: SmallModel, full: FullModel) -> bool:
-    """Whether a call of a smaller model computes so much that the ranks of a proof together hold much."""
-    return _activations(small.shapes, small, full) > _MANY_ACTIVATIONS
+def has_many_positions(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> bool:
+    """Whether the ranks of a proof would together hold much, even if all that may shrink does, for one row.
+
+    Args:
+        full: the model.
+        tp: number of ranks.
+        skipped: layers to leave out.
+    """
+    groups = leaf_groups(full.analysis, full.folded.ties, token_use(full.analysis.tape).tables)
+    sizes = choose_sizes(full.analysis, groups, tp, _copies(full, skipped))
+    shapes = SmallShapes(full.analysis, {x: n for group, n in sizes.items() for x in group.leaves})
+    rows = num_rows(full.inputs.tensors)
+    return activation_elements(shapes) // rows > _MANY_ACTIVATIONS
 
 
-def cost(small: SmallModel, full: FullModel) -> int:
+def _cost(small: SmallModel, full: FullModel) -> int:
     """What a proof on a smaller model of ``full`` holds, in elements: several copies of each parameter."""
     return 4 * num_elements(small.model) + _activations(small.shapes, small, full)
 

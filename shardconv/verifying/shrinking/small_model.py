@@ -335,11 +335,15 @@ def one_row(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Of those whose rows are others, such as the patches of all images, as large a part.
     """
+    rows = num_rows(tensors)
+    return {} if rows == 1 else {name: tensor[: len(tensor) // rows] for name, tensor in tensors.items()}
+
+
+def num_rows(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Of inputs that can be divided alike; else 1."""
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()]
     rows = math.gcd(*lengths)
-    if rows < 2 or rows not in lengths or 0 in lengths:
-        return {}
-    return {name: tensor[: len(tensor) // rows] for name, tensor in tensors.items()}
+    return rows if rows in lengths and 0 not in lengths else 1
 
 
 def _tids(event: Any) -> Iterable[int]:

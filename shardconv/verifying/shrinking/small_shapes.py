@@ -212,9 +212,9 @@ class _Choice:
                 and not self.out.keys().isdisjoint(self._groups([row]))
             ):
                 self._shrink(group)
-        for group in self.groups:  # stacks, and the scores of as many experts
-            if group.experts and (group.size, True) in self.smaller:
-                self.out[group] = self.smaller[group.size, True]
+        for group in self.groups:  # stacks, and the scores of as many experts; what no call reads
+            if (group.experts or group.size in self.equal) and (group.size, group.experts) in self.smaller:
+                self.out[group] = self.smaller[group.size, group.experts]
         return self.out
 
     def _groups(self, dims: Iterable[Node]) -> set[LeafGroup]:

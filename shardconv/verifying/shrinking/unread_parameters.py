@@ -1,4 +1,4 @@
-"""Dims of the parameters that the traced call does not read, so that they shrink as well.
+"""Dims of the parameters and buffers that the traced call does not read, so that they shrink as well.
 
 Code that reads them in another call (an expert that got no token, a second head) finds sizes that go with the
 others.
@@ -15,11 +15,13 @@ from ...dim_analysis.dim_trees import Node, leaf
 from ...planning.solution import stand_in
 from ...tracing.tape import Tape, tensors_read
 
+_STORED = ("parameter", "buffer")
+
 
 def unread_parameters(tape: Tape) -> set[int]:
-    """The parameters that no event reads."""
+    """The parameters and buffers that no event reads."""
     read = tensors_read(tape)
-    return {t for t, i in enumerate(tape.tensors) if i.kind == "parameter" and t not in read}
+    return {t for t, i in enumerate(tape.tensors) if i.kind in _STORED and t not in read}
 
 
 def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> Analysis:
@@ -32,7 +34,7 @@ def with_unread_parameters(analysis: Analysis, stand_ins: Mapping[str, str]) -> 
     tensors = analysis.tape.tensors
     alike: dict[tuple[str, tuple[int, ...]], tuple[Node, ...]] = {}
     for tid, dims in analysis.dims.items():
-        if tensors[tid].kind == "parameter":
+        if tensors[tid].kind in _STORED:
             alike.setdefault((_starred(tensors[tid].name), tensors[tid].shape), dims)
     out = dict(analysis.dims)
     for tid in sorted(unread_parameters(analysis.tape) - out.keys()):
