@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline import plain_form
+from shardconv.pipeline.numeric_check import TOO_LARGE
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
 from shardconv.tracing.tape import starred
@@ -114,6 +115,9 @@ class Measured:
     stages: list[str] = field(default_factory=list)
     """What the converter told of its progress: that a plan was not proven, too."""
     checked: bool = False
+    """Whether the plan was to be proven on numbers."""
+    proof: list[str] = field(default_factory=list)
+    """What does not hold of it, or was not shown."""
 
 
 def models(family: str) -> Iterator[Sized]:
@@ -212,6 +216,11 @@ def _describe(plan: Plan, about: Measured) -> None:
     about.collectives = dict(list(collectives_in_layers(plan).items())[:MOST])
     about.kept = dict(list(facts["replicated"].items())[:MOST])
     about.notes = all_notes(plan)
+    unproven = [
+        note for note in plan.notes if note.startswith((TOO_LARGE, "this plan is for ", "proven with "))
+    ]
+    only = [f"for inference only: {plan.inference_only}"] if plan.inference_only else []
+    about.proof = [*only, *unproven] if about.checked else []
 
 
 def _counted_rounds() -> list[None]:

@@ -18,7 +18,9 @@ PER_LAYER = 2.1
 SECONDS, GIGABYTES = 15.0, 0.7
 """The page lists what took more."""
 TP = 8
-"""Of the list of collectives."""
+"""Of the list of collectives, and of proofs."""
+PROOF_SECONDS, PROOF_BYTES = 15.0, 2**30
+"""The page lists what took more with its proof."""
 
 
 def write_page(rows: Sequence[Row], page: Path) -> None:
@@ -37,14 +39,17 @@ def _page(rows: Sequence[Row]) -> Iterable[str]:
         f"(torch {torch.__version__.partition('+')[0]}), planned without weights in bfloat16, or "
         "in float32 where its code needs that. "
         "Sizes are those of a release in `tests/zoo/releases.py`, else the defaults of the config. "
-        f"Plans are retraced{'' if all(r['checked'] for r in rows) else ', but not proven on numbers'}."
+        "Plans are retraced; the proof on numbers is measured apart."
     )
     yield ""
+    proofs = {(_key(r), r["tp"]): r for r in rows if r["checked"]}
+    rows = [r for r in rows if not r["checked"]]
     yield from _summary(rows)
+    yield from _proofs(list(proofs.values()))
     for family in FAMILIES:
         mine = [r for r in rows if r["family"] == family]
         if any(r["status"] == "planned" for r in mine):
-            yield from _family(family, mine)
+            yield from _family(family, mine, proofs)
     yield from _many_collectives(rows)
     yield from _slow(rows)
     yield from _left_out(rows)
@@ -112,7 +117,58 @@ def _summary(rows: Sequence[Row]) -> Iterable[str]:
     yield ""
 
 
-def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
+def _proofs(rows: Sequence[Row]) -> Iterable[str]:
+    """What plans with their proofs took, and what did not hold."""
+    if not rows:
+        return
+    yield "## Proofs on numbers"
+    yield ""
+    yield (
+        "From a config to a proven plan: forward, gradients, a second call, other implementations and "
+        "inputs, all ranks in one process, on a smaller model of the same code."
+    )
+    yield ""
+    yield (
+        "| | tp | models | proven | for inference only | not proven | median s | slowest s | median GB | "
+        f"most GB | over {PROOF_SECONDS:.0f} s | over 1 GiB |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for family in FAMILIES:
+        for tp in sorted({r["tp"] for r in rows if r["family"] == family}):
+            mine = [r for r in rows if r["family"] == family and r["tp"] == tp and r["status"] != "not built"]
+            good = [r for r in mine if _is_proven(r)]
+            seconds = [r["cpu_s"] for r in good] or [0.0]
+            memory = [r["peak_bytes"] / 1e9 for r in good] or [0.0]
+            only = sum(any(text.startswith("for inference only") for text in r["proof"]) for r in good)
+            yield (
+                f"| {family} | {tp} | {len(mine)} | {len(good)} | {only} | {len(mine) - len(good)} | "
+                f"{median(seconds):.1f} | {max(seconds):.1f} | {median(memory):.2f} | {max(memory):.2f} | "
+                f"{sum(n > PROOF_SECONDS for n in seconds)} | {sum(n > PROOF_BYTES / 1e9 for n in memory)} |"
+            )
+    yield ""
+    said: dict[str, dict[str, None]] = {}
+    for r in sorted(rows, key=lambda r: (*_key(r), r["tp"])):
+        name = f"{r['class_name']} {r['release']}".strip()
+        if r["status"] == "planned":
+            if r["cpu_s"] > PROOF_SECONDS or r["peak_bytes"] > PROOF_BYTES:
+                said.setdefault(f"{r['cpu_s']:.0f} s, {r['peak_bytes'] / 1e9:.2f} GB", {})[name] = None
+            for text in r["proof"]:
+                said.setdefault(text[:300], {})[name] = None
+        elif r["status"] != "not built":
+            said.setdefault(f"{r['status']}: {r['message'][:300]}", {})[name] = None
+    yield from (f"- {', '.join(models)}: {text}" for text, models in said.items())
+    yield ""
+
+
+def _is_proven(row: Row) -> bool:
+    return row["status"] == "planned" and not any(
+        text.startswith("no smaller model") for text in row["proof"]
+    )
+
+
+def _family(
+    family: str, rows: Sequence[Row], proofs: Mapping[tuple[tuple[str, str, str], int], Row]
+) -> Iterable[str]:
     tps = sorted({r["tp"] for r in rows})
     yield f"## {family.capitalize()}"
     yield ""
@@ -120,15 +176,16 @@ def _family(family: str, rows: Sequence[Row]) -> Iterable[str]:
         f"At tp {', '.join(map(str, tps))}. Replicated: the share of the bytes of matrices that every rank "
         "holds. Unread: the part of it that the traced call does not read. Excess: what rank 0 holds, in "
         "fair shares. Per layer: collectives of a forward pass in a layer. Rounds: how often the model was "
-        "solved."
+        f"solved. Proven: seconds and GB with the proof, at tp {TP}."
     )
     yield ""
-    yield "| class | model | parameters | s | GB | replicated | unread | excess | per layer | rounds |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    cells = "class model parameters s GB replicated unread excess per_layer rounds proven".split()
+    yield f"| {' | '.join(cells).replace('_', ' ')} |"
+    yield "|---" * len(cells) + "|"
     for key in sorted({_key(r) for r in rows}):
         mine = {r["tp"]: r for r in rows if _key(r) == key}
         if any(r["status"] == "planned" for r in mine.values()):
-            yield _line([mine.get(tp) for tp in tps])
+            yield _line([mine.get(tp) for tp in tps], proofs.get((key, TP)))
     yield ""
     yield from _why(rows)
 
@@ -137,7 +194,7 @@ def _key(row: Row) -> tuple[str, str, str]:
     return row["type"], row["class_name"], row["release"]
 
 
-def _line(rows: Sequence[Row | None]) -> str:
+def _line(rows: Sequence[Row | None], proof: Row | None) -> str:
     first = next(r for r in rows if r and r["status"] == "planned")
     release = first["release"] or f"defaults{', small' if 0 < first['hidden'] < SMALL else ''}"
     cells = (
@@ -148,6 +205,7 @@ def _line(rows: Sequence[Row | None]) -> str:
         _each(rows, lambda r: f"{r['rank_excess']:.2f}"),
         _each(rows, lambda r: f"{r['per_layer']:.1f}"),
         _each(rows, lambda r: str(r["rounds"])),
+        "" if proof is None else _each([proof], lambda r: f"{r['cpu_s']:.1f} s, {r['peak_bytes'] / 1e9:.2f}"),
     )
     return f"| {first['class_name']} | {release} | {_count(first['parameters'])} | {' | '.join(cells)} |"
 

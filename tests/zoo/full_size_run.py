@@ -41,15 +41,15 @@ def run(
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file: of each model and tp the last one."""
+    """The rows of a file: of each model and tp, with a proof or without, the last one."""
     lines = results.read_text().splitlines() if results.exists() else []
     rows = [json.loads(line) for line in lines]
-    return list({(*key_of(row), row["tp"]): row for row in rows}.values())
+    return list({run_of(row): row for row in rows}.values())
 
 
 def keep(rows: Iterable[dict[str, Any]], target: Path) -> None:
     """Write rows, one in a line, without what no page needs of them."""
-    ordered = sorted(rows, key=lambda row: (*key_of(row), row["tp"]))
+    ordered = sorted(rows, key=run_of)
     target.write_text("".join(f"{json.dumps(_needed(row))}\n" for row in ordered))
 
 
@@ -68,6 +68,11 @@ def _needed(row: dict[str, Any]) -> dict[str, Any]:
 def key_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
     """The ``key`` of the model of a row."""
     return row["family"], row["type"], row["release"], row["class_name"]
+
+
+def run_of(row: dict[str, Any]) -> tuple[str, str, str, str, int, bool]:
+    """What a row is of: the model, the number of ranks, whether the plan was to be proven."""
+    return *key_of(row), row["tp"], row["checked"]
 
 
 def _warm_up() -> None:
@@ -96,7 +101,7 @@ def in_fork(model: Sized, tp: int, check: bool) -> dict[str, Any]:
     if text:
         found: dict[str, Any] = json.loads(text)
         return found
-    lost = Measured(*model.key, tp, wall_s=time.perf_counter() - started)
+    lost = Measured(*model.key, tp, wall_s=time.perf_counter() - started, checked=check)
     is_late = status in (None, signal.SIGXCPU)
     lost.status = "timeout" if is_late else "crash"
     lost.message = f"took more than {SECONDS} s of a core" if is_late else f"ended with status {status}"

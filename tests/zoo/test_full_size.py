@@ -28,8 +28,11 @@ def test_a_release_is_planned_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert row["replicated"] < 0.01
     assert 0 < row["cpu_s"] < 60
     lost = row | {"tp": 4, "status": "timeout", "message": "took too long"}
-    write_page([row, lost], tmp_path / "page.md")
+    proven = row | {"checked": True, "tp": 8, "cpu_s": 21.0, "proof": ["for inference only: so it is"]}
+    write_page([row, lost, proven], tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| GPT2LMHeadModel | GPT-2 XL | 1.6 B |" in page
     assert "- GPT2LMHeadModel GPT-2 XL: took too long" in page
+    assert "| causal | 8 | 1 | 1 | 1 | 0 | 21.0 |" in page
+    assert "- GPT2LMHeadModel GPT-2 XL: for inference only: so it is" in page
     assert read(tmp_path / "nothing") == []
