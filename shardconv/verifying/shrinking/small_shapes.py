@@ -179,6 +179,11 @@ class _Choice:
         self.smaller: dict[tuple[int, bool], int] = {}
         """Size, and whether it counts experts -> what all such groups shrink to."""
         self.out: dict[LeafGroup, int] = {}
+        self.small_leaves: dict[Node, int] = {}
+        """The same by leaf."""
+        self.tensors_with: dict[LeafGroup, list[int]] = {}
+        self.left: list[int] = []
+        """Elements of each of the tensors, as far as groups have shrunk."""
         self.made_of: dict[tuple[int, bool], Node] = {}
         """Size of a group, and whether it counts experts -> a dim of that size, made of others."""
         sizes = {group.size for group in groups}
@@ -197,13 +202,19 @@ class _Choice:
     def sizes(self) -> dict[LeafGroup, int]:
         """The groups that shrink, and their sizes."""
         inside: dict[LeafGroup, int] = {}
-        for dims, numel, count in self.tensors:
+        left = 0
+        for index, (dims, numel, count) in enumerate(self.tensors):
+            self.left.append(numel * count)
+            left += numel * count
             for group in self._groups(dims):
                 inside[group] = inside.get(group, 0) + numel * count
+                self.tensors_with.setdefault(group, []).append(index)
         for group in sorted(inside, key=lambda g: (g.experts, -inside[g], g.size)):
-            if _total(self.analysis, self.tensors, self.out) <= ENOUGH:
+            if left <= ENOUGH:
                 break
+            before = len(self.out)
             self._shrink(group)
+            left -= self._saved(list(self.out)[before:])
         for group in self.groups:  # rows that shrink make smaller dims
             _, row = self.multiples.get(group.size, (0, None))
             if (
@@ -214,8 +225,26 @@ class _Choice:
                 self._shrink(group)
         for group in self.groups:  # stacks, and the scores of as many experts; what no call reads
             if (group.experts or group.size in self.equal) and (group.size, group.experts) in self.smaller:
-                self.out[group] = self.smaller[group.size, group.experts]
+                self._set(group, self.smaller[group.size, group.experts])
         return self.out
+
+    def _saved(self, groups: Sequence[LeafGroup]) -> int:
+        """By how many elements less is left since these groups have shrunk."""
+        shapes, saved = self._shapes(), 0
+        for index in {index for group in groups for index in self.tensors_with.get(group, ())}:
+            dims, _, count = self.tensors[index]
+            now = math.prod(map(shapes.size, dims)) * count
+            saved += self.left[index] - now
+            self.left[index] = now
+        return saved
+
+    def _shapes(self) -> SmallShapes:
+        """With the groups that have shrunk so far."""
+        return SmallShapes(self.analysis, self.small_leaves)
+
+    def _set(self, group: LeafGroup, small: int) -> None:
+        self.out[group] = small
+        self.small_leaves |= dict.fromkeys(group.leaves, small)
 
     def _groups(self, dims: Iterable[Node]) -> set[LeafGroup]:
         return {self.by_leaf[x] for dim in dims for x in leaves(dim) if x in self.by_leaf}
@@ -224,12 +253,13 @@ class _Choice:
         if not (group.size in self.equal or group.experts or group.rows):
             small = self._size_alone(group)
             if small <= group.size // 2:
-                self.out[group] = small
+                self._set(group, small)
             return
         key = group.size, group.experts
         small = self.smaller.get(key) or self._size(group)
         if small <= group.size // 2:
-            self.out[group] = self.smaller[key] = small
+            self.smaller[key] = small
+            self._set(group, small)
 
     def _size_alone(self, group: LeafGroup) -> int:
         """The size of a group that may differ from others that are as large, but not from other layers'."""
@@ -244,8 +274,7 @@ class _Choice:
             for part in sorted(self._groups([whole]), key=lambda g: -g.size)[: 1 if group.experts else None]:
                 if part not in self.out:
                     self._shrink(part)
-        shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
-        small = shapes.size(whole)
+        small = self._shapes().size(whole)
         is_settled = small < whole.size or group.experts or whole.kind in self.whole_kinds
         return small if is_settled else self._own_size(group)
 
@@ -257,8 +286,7 @@ class _Choice:
         for part in self._groups([row]):
             if part not in self.out:
                 self._shrink(part)
-        shapes = SmallShapes(self.analysis, {x: n for g, n in self.out.items() for x in g.leaves})
-        return count * shapes.size(row)
+        return count * self._shapes().size(row)
 
     def _own_size(self, group: LeafGroup) -> int:
         others = {n * g.times for g, n in self.out.items()}
