@@ -326,6 +326,7 @@ RELEASES: Mapping[str, tuple[Release, ...]] = {
                     "encoder_hidden_size": 1152,
                     "num_attention_heads": 16,
                 },
+                "text_config": {"vocab_size": 32064, "model_type": "granite4_vision_text"},
                 "vision_feature_select_strategy": "full",
                 "deepstack_layer_map": [[-19, 9], [-13, 6], [-7, 3], [-1, 0]],
                 "spatial_target_layers": [12, 15, 18, 21],
