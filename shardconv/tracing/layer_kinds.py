@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Ref, Replay, Tape, TensorInfo, last_calls, prefixes, reads_and_writes
+from .tape import Event, Mark, Op, Ref, Replay, Tape, TensorInfo, last_calls, prefixes, reads_and_writes
 
 _FILLED = frozenset({"aten.zeros", "aten.ones", "aten.full"})
 """Operators that make a tensor of one number."""
 _SAME = frozenset({"aten.detach", "aten.alias"})
 """Operators whose result is their operand."""
+
+_SCALING = frozenset({"aten.mul", "aten.div"})
+"""Operators that may scale by another number in each layer, such as one that depends on the depth."""
 
 
 @dataclass
@@ -172,7 +175,7 @@ class _LayerSignature:
         if isinstance(event, Mark):
             source = self._tensor(event.source)
             return (fqn, event.slots, source, self._make(event.target))
-        args = self._value(event.args)
+        args = self._value(_unscaled(event))
         kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())
         return (fqn, event.name, args, kwargs, tuple(self._make(t) for t in event.outputs))
 
@@ -222,3 +225,10 @@ class _LayerSignature:
         if expr[0] == "size":
             return ("size", self._tensor(expr[1]), expr[2])
         return (expr[0], self._expr(expr[1]), self._expr(expr[2]))
+
+
+def _unscaled(op: Op) -> tuple[Any, ...]:
+    """The arguments of an operator, without the number that it scales by."""
+    if op.name.rpartition(".")[0] not in _SCALING:
+        return op.args
+    return tuple("scale" if type(a) is float and a and math.isfinite(a) else a for a in op.args)

@@ -189,6 +189,42 @@ def test_layers_whose_states_were_made_alike_are_of_one_kind(numbers: tuple[floa
         assert [find(d) for d in analysis.dims[a]] == [find(d) for d in analysis.dims[b]]
 
 
+class Scaled(nn.Linear):
+    """A layer that scales what it adds by a number, or adds the number."""
+
+    def __init__(self, number: float, added: bool) -> None:
+        super().__init__(12, 12)
+        self.number = number
+        self.added = added
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return x + y + self.number if self.added else x + y * self.number
+
+
+class Deep(nn.Module):
+    """Some layers, one after the other."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("added", "zero", "is_folded"), [(False, 9, True), (False, 4, False), (True, 9, False)]
+)
+def test_layers_may_scale_by_numbers_of_their_own(added: bool, zero: int, is_folded: bool) -> None:
+    """Zero makes anything a term of a sum, and so do numbers that are added."""
+    model = Deep([Scaled(0.0 if n == zero else 1.0 / n, added) for n in range(1, 9)])
+    folded = fold(trace(model.to("meta"), {"x": torch.randn(3, 11, 12)}, RULES))
+    assert (len(folded.instances) == 2) is is_folded
+
+
 def test_routers_of_many_layers_are_no_majority() -> None:
     """The width of a model, which decides what a collective costs, is not the number of its experts."""
     spec = mixture(40)
