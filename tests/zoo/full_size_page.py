@@ -179,8 +179,9 @@ def _family(
         f"solved. Proven: seconds and GB with the proof, at tp {TP}."
     )
     yield ""
-    cells = "class model parameters s GB replicated unread excess per_layer rounds proven".split()
-    yield f"| {' | '.join(cells).replace('_', ' ')} |"
+    names = "class, model, parameters, s, GB, replicated, unread, excess, per layer, rounds, proven"
+    cells = names.split(", ")
+    yield f"| {' | '.join(cells)} |"
     yield "|---" * len(cells) + "|"
     for key in sorted({_key(r) for r in rows}):
         mine = {r["tp"]: r for r in rows if _key(r) == key}
