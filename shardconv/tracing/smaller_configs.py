@@ -1,4 +1,4 @@
-"""Copies of a config with smaller sizes of what a model sees: images, sounds, chunks of a scan.
+"""Copies of a config with smaller sizes of what a model sees: images, sounds, chunks of a text.
 
 None of these is a size of a matrix, but all decide how many activations a call has. A grid of patches that is
 smaller by some factor makes the other numbers smaller that follow from it: those of its patches, of the
@@ -24,14 +24,15 @@ _OTHERS = re.compile(rf"{_PATCH}$|_ids?$|_index$|_token$|_dim$|channels|layers?$
 """In names of numbers that do not."""
 _OF_TEXTS = "max_position_embeddings"
 _SOUND_POSITIONS = "max_source_positions"
-_CHUNKS = re.compile(r"(^|_)chunk_size$")
+_CHUNKS = re.compile(r"(^|_)(chunk_size|block_size|attention_window)$")
 _LEAST_PATCHES = 4
 """In a row of a grid."""
 _USUAL_PATCHES = 6
 _POSITIONS = 48
 """Of a sound."""
 _CHUNK, _LARGEST_CHUNK = 32, 1024
-"""A text of a trace is one chunk, smaller than these. Of larger chunks, code makes masks alone."""
+"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones. Of still
+larger ones, code makes masks alone."""
 _MOST_GRIDS = 3
 
 Change = Callable[[Any], None]
@@ -160,5 +161,11 @@ def _fewer_sound_positions(config: Any) -> None:
 def _smaller_chunks(config: Any) -> None:
     for node in nodes(config):
         for name in [name for name in vars(node) if _CHUNKS.search(name)]:
-            if _CHUNK < int_of(node, name) <= _LARGEST_CHUNK:
-                setattr(node, name, _CHUNK)
+            setattr(node, name, _smaller_chunk(getattr(node, name)))
+
+
+def _smaller_chunk(value: Any) -> Any:
+    """One size, or that of each layer."""
+    if isinstance(value, list):
+        return [_smaller_chunk(each) for each in value]
+    return _CHUNK if type(value) is int and _CHUNK < value <= _LARGEST_CHUNK else value

@@ -52,6 +52,12 @@ def changed(before: Any, after: Any, path: str = "") -> dict[str, Any]:
             transformers.WhisperConfig(max_source_positions=1500), {"max_source_positions": 48}, id="sounds"
         ),
         pytest.param(transformers.BambaConfig(mamba_chunk_size=256), {"mamba_chunk_size": 32}, id="chunks"),
+        pytest.param(
+            transformers.LongformerConfig(attention_window=[512, 256]),
+            {"attention_window": [32, 32]},
+            id="windows of layers",
+        ),
+        pytest.param(transformers.PegasusXConfig(block_size=512), {"block_size": 32}, id="blocks"),
     ],
 )
 def test_what_follows_from_a_smaller_size_is_smaller(config: Any, want: dict[str, Any]) -> None:
