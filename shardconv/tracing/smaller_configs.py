@@ -31,8 +31,8 @@ _USUAL_PATCHES = 6
 _POSITIONS = 48
 """Of a sound."""
 _CHUNK, _LARGEST_CHUNK = 32, 1024
-"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones. Of still
-larger ones, code makes masks alone."""
+"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones. Of
+still larger ones, code makes masks alone."""
 _MOST_GRIDS = 3
 
 Change = Callable[[Any], None]
