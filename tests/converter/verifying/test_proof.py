@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardconv.pipeline import numeric_check
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans import proof as proofs
+from shardconv.verifying.plans.given_embeddings import with_embeddings
 from shardconv.verifying.plans.proof import prove
 from shardconv.verifying.plans.simulate import Case
 from shardconv.verifying.simulation import rank_simulation
@@ -113,6 +115,21 @@ def test_few_runs_show_all(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None
         tokens,  # flex attention
     ]
     assert sorted(made) == ["parallelize"] * 6 + ["parallelize_for_training"] * 2  # on two ranks
+
+
+def test_plain_parts_that_embeddings_leave_out_are_run_too(
+    llama: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model takes embeddings only without its other inputs, these have a run of their own."""
+
+    def alone(case: Case, names: Collection[str]) -> list[TraceInputs]:
+        (given,) = with_embeddings(case, names)
+        return [replace(given, tensors={n: t for n, t in given.tensors.items() if n == "inputs_embeds"})]
+
+    _, runs = counted(monkeypatch)
+    monkeypatch.setattr(proofs, "with_embeddings", alone)
+    assert prove(replace(llama)).arguments == ("inputs_embeds",)
+    assert runs[2:4] == [("inputs_embeds",), ("attention_mask", "input_ids")]
 
 
 def test_embeddings_with_which_the_plan_does_not_hold() -> None:
