@@ -103,9 +103,10 @@ def load(
             refuses ``generate`` and, unless it was loaded for training, labels. With ``training``, the loss
             is computed from the shards, and by default no logits are returned in training mode where there
             are labels; True returns full ones.
-        timeout_s: how long a rank waits in a collective for the others before it raises, where this call
-            starts the process group; torch's default if None (10 minutes for nccl, 30 for gloo). Also for
-            ranks that do not call ``generate`` with the others (5 minutes).
+        timeout_s: how long a rank waits in a collective for the others, where this call starts the process
+            group; torch's default if None (10 minutes for nccl, 30 for gloo). Over gloo it then raises; over
+            nccl, torch's watchdog ends the process. Also how long it waits for ranks that do not call
+            ``generate`` with the others before it raises (5 minutes).
         all_reduce: sums a contiguous tensor over the process group of a name, in place of torch's own, for
             collectives that suit the machine better. It must not write to its argument; a compiled model
             needs a function that Dynamo can trace. ``"symmetric"`` sums small tensors in symmetric memory.
