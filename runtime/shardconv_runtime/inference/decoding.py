@@ -3,7 +3,7 @@
 The step from one token to the next is one graph: the model's own preparation of its inputs, its forward pass,
 the choice of the token, and the test whether all rows have ended. It reads and writes buffers that stay, of a
 bucket (batch and length, rounded up), so that calls with other prompts run the same graph. On GPUs it is
-recorded and replayed; elsewhere the compiled function is called.
+recorded and replayed; elsewhere the compiled function is called, and its guards are evaluated twice a call.
 
 Greedy decoding and sampling take this way if the model allows it, which is tried: the logits of the first
 step in each bucket are compared with those of the model's ordinary step. Whatever else ``generate`` does is
@@ -24,6 +24,7 @@ from transformers.generation import GenerationMode
 
 from ..parallel.fused_products import refresh_fused
 from .buffers import Buffers
+from .compiled_step import CompiledStep
 from .deadline import progress
 from .decode_cache import is_known, make_cache, num_tokens, windows
 from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
@@ -71,7 +72,7 @@ class Decoder:
     ) -> None:
         self._model: Any = model
         self._forward = forward
-        self._step = compile(_step)
+        self._step = CompiledStep(_step, compile)
         self._records = records
         self._buffers = Buffers(next(model.parameters()).device)
         self._recorded: dict[Bucket, tuple[StepState, Replay]] = {}
@@ -286,7 +287,7 @@ class Decoder:
         devices = [self._buffers.device] if self._records else []
         try:
             with torch.random.fork_rng(devices):
-                replay = Replay(lambda: self._step(state, self._model, self._forward), self._records)
+                replay = Replay(self._step, (state, self._model, self._forward), self._records)
         except NOT_ONE_GRAPH as error:  # on all ranks, before anything is computed
             first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             warnings.warn(f"{_ORDINARY}: a step is not one graph ({first})", stacklevel=2)
@@ -351,6 +352,7 @@ def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor
     rows = len(call.ids)
     flag = StopFlag((state.done, state.token))
     num_known, num_issued = 0, 1
+    step = replay.steps_of_call()
 
     def ends(values: tuple[Tensor, ...] | None) -> bool:
         nonlocal num_known
@@ -364,7 +366,7 @@ def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor
         return state.bucket.stops and bool(done)
 
     while not (has_ended := ends(flag.after_step())) and num_issued < call.most_new:
-        replay()
+        step()
         num_issued += 1
     if not has_ended:
         ends(flag.last())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .compiled_step import CompiledStep
 
 WARM_UP_RUNS = 3
 
@@ -15,24 +18,42 @@ class Replay:
     """A step that can be run again: recorded as a CUDA graph, or a compiled function.
 
     Args:
-        run: the compiled step; reads and writes tensors that stay where they are.
+        step: the compiled step; reads and writes tensors that stay where they are.
+        args: its arguments.
         records: make a CUDA graph of it.
 
     The step runs at least once here, on whatever its tensors hold.
     """
 
-    def __init__(self, run: Callable[[], None], records: bool) -> None:
-        self._run = run
+    def __init__(self, step: CompiledStep, args: tuple[Any, ...], records: bool) -> None:
+        self._step = step
+        self._args = args
+        run = partial(step, *args)
         self._graph = _record(run) if records else None
         if not records:
             run()
 
-    def __call__(self) -> None:
-        """One step."""
+    def steps_of_call(self) -> Callable[[], None]:
+        """What runs one step, again and again, while nothing but values of tensors changes.
+
+        Guards are evaluated before the first step and after it, since that one may differ.
+        """
         if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._run()
+            return self._graph.replay
+        run: Callable[[], None] | None = None
+        num_run = 0
+
+        def next_step() -> None:
+            nonlocal run, num_run
+            if num_run == 1:
+                run = self._step.without_guards(*self._args)
+            num_run += 1
+            if run is not None:
+                run()
+            else:
+                self._step(*self._args)
+
+        return next_step
 
 
 def _record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
