@@ -3,7 +3,8 @@
 
 **Host**: a narrow and deep llama, as one rank of a job whose collectives and graphs cost nothing. What is
 left is the time that the host spends around them, for each token. Beside it, of an eager token: operators,
-matrix products, collectives, waits for the device and allocations.
+matrix products, collectives, waits for the device and allocations. And the time of a compiled token with the
+kernels of its graph, whose collectives cost nothing.
 
 **Calls**: 200 calls of ``generate`` with random lengths and batches, after a warm-up: what they leave behind.
 
@@ -90,13 +91,17 @@ def prepare(scratch: Path, name: str, shape: Shape, tps: list[int]) -> Path:
 def host_rows(scratch: Path, shape: Shape, tp: int, rounds: int) -> list[dict[str, str]]:
     """Time and counts for each token, of one rank of ``tp``."""
     source = scratch / "narrow"
-    options = ["host", str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
-    (found,) = run_ranks(scratch, tp, 1, *options)
-    rows, theirs = [], found["transformers, compiled"]
+    options = [str(source), f"{source}-tp{tp}", "--tp", str(tp), "--rounds", str(rounds)]
+    (found,) = run_ranks(scratch, tp, 1, "host", *options)
+    (times,) = run_ranks(scratch, tp, 1, "kernels", *options)
+    found |= times
+    rows = []
     for name, result in found.items():
-        row = {"tp": str(tp), "what": name}
-        row["host ms a token"] = spread(result["ms"]) if "ms" in result else ""
-        row["x transformers, compiled"] = f"{middle(result) / middle(theirs):.2f}" if "ms" in result else ""
+        row = {"tp": str(tp), "what": name, "ms a token": "", "x transformers": ""}
+        if "ms" in result:
+            theirs = found[name.replace("shardconv", "transformers")]
+            row["ms a token"] = spread(result["ms"])
+            row["x transformers"] = f"{middle(result) / middle(theirs):.2f}"
         rows.append(row | {count: str(result[count]) if count in result else "" for count in COUNTS})
     return rows
 

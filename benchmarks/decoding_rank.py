@@ -25,7 +25,7 @@ from shardconv_runtime.parallel.model_config import read_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PROMPT, FEW, MANY = 16, 8, 72
+PROMPT, FEW, MANY = 16, 8, 108
 PRODUCTS = ("mm", "addmm", "bmm", "linear", "_grouped_mm")
 WAITS = ("_local_scalar_dense",)
 IDS = torch.arange(5, 5 + PROMPT)[None]
@@ -79,6 +79,7 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
     start = fake_ranks(options.tp)
     ours = alone(options.out, start)
     theirs = load_transformers(options.source, parallel=options.tp > 1).float()
+    eager = {"shardconv, eager": counts(ours), "transformers, eager": counts(theirs)}
     compile_ = torch.compile
     torch.compile = lambda function, **given: compile_(
         function, **{**given, "backend": free_backend, "options": None}
@@ -86,28 +87,40 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
     compiled = alone(options.out, start)
     compile_model(compiled, cuda_graphs=False)
     torch.compile = compile_
-    static = {
-        "cache_implementation": "static",
-        "compile_config": transformers.CompileConfig(
-            fullgraph=True, dynamic=False, backend=free_backend, mode=None
-        ),
-    }
-    static["compile_config"]._compile_all_devices = True
-    found: dict[str, Any] = {
-        "shardconv, compiled": {"ms": []},
-        "transformers, compiled": {"ms": []},
-        "shardconv, eager": counts(ours),
-        "transformers, eager": counts(theirs),
-    }
-    subjects: dict[str, tuple[Any, dict[str, Any]]] = {
-        "shardconv, compiled": (compiled, {}),
-        "transformers, compiled": (theirs, static),
-    }
-    for number in range(options.rounds + 1):
+    subjects = {"shardconv": (compiled, {}), "transformers": (theirs, static(free_backend))}
+    times = in_turns(subjects, options.rounds)
+    return {f"{name}, compiled": {"ms": ms} for name, ms in times.items()} | eager
+
+
+def kernels(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a compiled token with its kernels, of one rank whose collectives cost nothing."""
+    torch.set_num_threads(1)
+    start = fake_ranks(options.tp)
+    compiled = alone(options.out, start)
+    compile_model(compiled, cuda_graphs=False, same_bits=options.tp > 1)
+    theirs = load_transformers(options.source, parallel=options.tp > 1).float()
+    subjects = {"shardconv": (compiled, {}), "transformers": (theirs, static("inductor"))}
+    times = in_turns(subjects, options.rounds)
+    return {f"{name}, compiled, with its kernels": {"ms": ms} for name, ms in times.items()}
+
+
+def static(backend: Any) -> dict[str, Any]:
+    """Options with which transformers compiles a token."""
+    config = transformers.CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+def in_turns(subjects: dict[str, tuple[Any, dict[str, Any]]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds for each token, by subject; all ranks take them in the same order."""
+    found: dict[str, list[float]] = {name: [] for name in subjects}
+    for number in range(rounds + 1):
         for name in sorted(subjects, reverse=number % 2 == 1):
+            if dist.is_initialized():
+                dist.barrier()
             seconds = per_token(*subjects[name])
             if number:
-                found[name]["ms"].append(1e3 * seconds)
+                found[name].append(1e3 * seconds)
     return found
 
 
@@ -176,18 +189,8 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
         theirs = load_transformers(options.source, parallel=options.tp > 1).float()
         extra: dict[str, Any] = {}
         if mode == "compiled":
-            config = transformers.CompileConfig(fullgraph=True, dynamic=False, mode=None)
-            config._compile_all_devices = True
-            extra = {"cache_implementation": "static", "compile_config": config}
-        subjects = {"shardconv": (ours, {}), "transformers": (theirs, extra)}
-        found[mode] = {name: [] for name in subjects}
-        for number in range(options.rounds + 1):
-            for name in sorted(subjects, reverse=number % 2 == 1):
-                if dist.is_initialized():
-                    dist.barrier()
-                seconds = per_token(*subjects[name])
-                if number:
-                    found[mode][name].append(1e3 * seconds)
+            extra = static("inductor")
+        found[mode] = in_turns({"shardconv": (ours, {}), "transformers": (theirs, extra)}, options.rounds)
     return found
 
 
@@ -222,7 +225,7 @@ def resident_bytes() -> int:
     return 1024 * int(fields["RssAnon"].split()[0])
 
 
-COMMANDS = {"host": host, "tokens": tokens, "calls": calls}
+COMMANDS = {"host": host, "kernels": kernels, "tokens": tokens, "calls": calls}
 
 
 def main() -> None:
