@@ -9,8 +9,7 @@ guards hold is looked up once, and its code is called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -34,19 +33,32 @@ class CompiledStep:
         """Evaluates the guards; captures a graph if those of no other one hold."""
         self._compiled(*args)
 
-    def without_guards(self, *args: Any) -> Callable[[], None] | None:
-        """The function for these arguments, as long as nothing changes that guards look at.
-
-        They look at what is Python: modules, shapes, types, modes of torch. Values of tensors are free.
-
-        Returns:
-            None if there is no graph whose guards hold now.
-        """
-        code = self._function.__code__
-        given = dict(zip(code.co_varnames, args, strict=False))
+    def captured(self, *args: Any) -> CapturedStep | None:
+        """The graph whose guards hold for these arguments now; None if there is none."""
         # Private, but nothing public tells which graph a call would run.
-        for entry in _debug_get_cache_entry_list(code):
-            if not entry.code.co_freevars and entry.guard_manager.check(given):
-                # The names of the graph are among the globals; in a copy they outlive torch._dynamo.reset().
-                return partial(FunctionType(entry.code, {**self._function.__globals__}), *args)
+        for entry in _debug_get_cache_entry_list(self._function.__code__):
+            found = CapturedStep(self._function, entry.code, entry.guard_manager)
+            if not entry.code.co_freevars and found.holds(*args):
+                return found
         return None
+
+
+class CapturedStep:
+    """One graph of a compiled function; calls evaluate no guards.
+
+    Guards look at what is Python: modules, shapes, types, modes of torch. Values of tensors are free.
+    """
+
+    def __init__(self, function: FunctionType, code: CodeType, guards: Any) -> None:
+        # The names of the graph are among the globals; in a copy they outlive torch._dynamo.reset().
+        self._function = FunctionType(code, {**function.__globals__})
+        self._names = function.__code__.co_varnames
+        self._guards = guards
+
+    def holds(self, *args: Any) -> bool:
+        """Whether the guards hold."""
+        return bool(self._guards.check(dict(zip(self._names, args, strict=False))))
+
+    def __call__(self, *args: Any) -> None:
+        """Run the graph."""
+        self._function(*args)

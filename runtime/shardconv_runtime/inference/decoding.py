@@ -75,7 +75,7 @@ class Decoder:
         self._step = CompiledStep(_step, compile)
         self._records = records
         self._buffers = Buffers(next(model.parameters()).device)
-        self._recorded: dict[Bucket, tuple[StepState, Replay]] = {}
+        self._recorded: dict[Bucket, tuple[StepState, list[Replay]]] = {}
         self._generation = 0
         self._addresses: tuple[int, ...] = ()
         self._unfit: set[Any] = set()
@@ -210,28 +210,32 @@ class Decoder:
         if inputs is None:
             return None
         bucket = self._bucket(call, inputs, prefilled)
-        found = self._recorded.get(bucket)
-        state = found[0] if found else self._make_state(call, bucket, prefilled, logits.shape[1])
+        state, replays = self._recorded.get(bucket) or (
+            self._make_state(call, bucket, prefilled, logits.shape[1]),
+            [],
+        )
         _fill(state, call, arguments, prefilled)
         rows = torch.cat([logits, logits[:1].expand(bucket.batch - len(logits), -1)])
         tokens = choose(bucket.choice, rows, state.numbers, state.history())
         state.append(tokens)
-        if found:
-            return found
+        for replay in replays:
+            if replay.holds():
+                return state, replay
         try:
             got = self._logits(state)[: len(logits)]
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the ordinary step will do
             warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
             return None
-        replay = self._record(state)
-        if replay is None:
+        made = self._record(state)
+        if made is None:
             return None
         _fill(state, call, arguments, prefilled)
         state.append(tokens)
+        made.begins_calls()
         if not self._is_ordinary(got, call, arguments, tokens[: len(logits)]):
             return None
-        self._recorded[bucket] = (state, replay)
-        return state, replay
+        self._recorded[bucket] = (state, [*replays, made])
+        return state, made
 
     # What differs between graphs -----------------------------------------------------------------
 

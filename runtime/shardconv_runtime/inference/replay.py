@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiled_step import CompiledStep
+from .compiled_step import CapturedStep, CompiledStep
 
 WARM_UP_RUNS = 3
 
@@ -30,8 +30,21 @@ class Replay:
         self._args = args
         run = partial(step, *args)
         self._graph = _record(run) if records else None
+        self._recorded: CapturedStep | None = None
         if not records:
             run()
+
+    def begins_calls(self) -> None:
+        """Say that the arguments are now as they are at the beginning of a call, see ``holds``."""
+        if self._graph is not None:
+            self._recorded = self._step.captured(*self._args)
+
+    def holds(self) -> bool:
+        """Whether the step is still this one, at the beginning of a call: not with another adapter, say.
+
+        What was recorded would not notice that. A compiled function evaluates its guards itself.
+        """
+        return self._recorded is None or self._recorded.holds(*self._args)
 
     def steps_of_call(self) -> Callable[[], None]:
         """What runs one step, again and again, while nothing but values of tensors changes.
@@ -40,18 +53,15 @@ class Replay:
         """
         if self._graph is not None:
             return self._graph.replay
-        run: Callable[[], None] | None = None
+        captured: CapturedStep | None = None
         num_run = 0
 
         def next_step() -> None:
-            nonlocal run, num_run
+            nonlocal captured, num_run
             if num_run == 1:
-                run = self._step.without_guards(*self._args)
+                captured = self._step.captured(*self._args)
             num_run += 1
-            if run is not None:
-                run()
-            else:
-                self._step(*self._args)
+            (captured or self._step)(*self._args)
 
         return next_step
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch._dynamo
 from checkpoints import CONFIGS
+from recorded_steps import record_all
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference.compiled_step import CompiledStep
 from shardconv_runtime.inference.compiling import compile_model
-from shardconv_runtime.inference.generation import prepare_generation
+from shardconv_runtime.inference.generation import DECODER, prepare_generation
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from warm_compiler import warm_up
@@ -54,17 +55,17 @@ def test_the_graph_whose_guards_hold() -> None:
         for size in (1, 3)
     ]
     for x, by in cases:
-        assert step.without_guards(x, by) is None, "no graph"
+        assert step.captured(x, by) is None, "no graph"
         step(x, by)
     for _ in range(3):
         for x, by in cases:
-            run = step.without_guards(x, by)
+            run = step.captured(x, by)
             assert run is not None
-            run()
+            run(x, by)
             with torch.inference_mode():
-                assert step.without_guards(x, by) is None
+                assert step.captured(x, by) is None
     assert [x.unique().tolist() for x, _ in cases] == [[4]] * 4
-    assert step.without_guards(torch.zeros(3, 3), {"a": torch.ones(3)}) is None
+    assert step.captured(torch.zeros(3, 3), {"a": torch.ones(3)}) is None
 
 
 def test_a_graph_of_another_function_is_not_taken() -> None:
@@ -74,12 +75,12 @@ def test_a_graph_of_another_function_is_not_taken() -> None:
     x, by = torch.zeros(3), {"a": torch.ones(3)}
     with pytest.raises(ZeroDivisionError):
         others(x, by)
-    assert own.without_guards(x, by) is None
+    assert own.captured(x, by) is None
     own(x, by)
-    run = own.without_guards(x, by)
+    run = own.captured(x, by)
     assert run is not None
     torch._dynamo.reset()
-    run()
+    run(x, by)
     assert x.tolist() == [2, 2, 2]
 
 
@@ -90,7 +91,7 @@ def test_a_graph_of_another_function_is_not_taken() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Counts steps with and without guards."""
     found = {"guarded": 0, "free": 0}
-    call, look_up = CompiledStep.__call__, CompiledStep.without_guards
+    call, look_up = CompiledStep.__call__, CompiledStep.captured
 
     def counted(self: CompiledStep, *args: Any) -> None:
         found["guarded"] += 1
@@ -99,15 +100,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     def counting(self: CompiledStep, *args: Any) -> Any:
         run = look_up(self, *args)
 
-        def counted_run() -> None:
+        def counted_run(*args: Any) -> None:
             found["free"] += 1
             assert run is not None
-            run()
+            run(*args)
 
         return counted_run if run else None
 
     monkeypatch.setattr(CompiledStep, "__call__", counted)
-    monkeypatch.setattr(CompiledStep, "without_guards", counting)
+    monkeypatch.setattr(CompiledStep, "captured", counting)
     monkeypatch.setattr(torch, "compile", compile_it)
     return found
 
@@ -200,3 +201,45 @@ def test_what_a_caller_compiles_keeps_its_guards(calls: dict[str, int]) -> None:
         check(twin, plain, 1, 5, **GREEDY, streamer=streamer)
         assert streamer.num_given == 2 * (1 + 8)
     assert calls["free"] == 2 * 6
+
+
+# Recorded -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(torch, "compile", compile_it)
+    record_all(monkeypatch)
+
+
+class Switch(torch.nn.Module):
+    """What an adapter is: a layer that does something else once an attribute says so."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out.flip(-1) if self.is_on else out
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_was_recorded_is_not_replayed_after_a_change() -> None:
+    """Each of the two states is recorded once, and so is each mode of torch."""
+    twin, plain = models()
+    for one in (twin, plain):
+        one.model.layers[0].mlp = Switch(one.model.layers[0].mlp)
+    for number in range(3):
+        for is_on in (True, False):
+            for one in (twin, plain):
+                one.model.layers[0].mlp.is_on = is_on
+            check(twin, plain, 1, 5 + number, **GREEDY)
+            check(twin, plain, 1, 6 + number, **GREEDY)
+    assert vars(twin)[DECODER].num_recordings == 2
+    with torch.inference_mode():
+        check(twin, plain, 1, 5, **GREEDY)
+    check(twin, plain, 1, 5, **GREEDY)
+    assert vars(twin)[DECODER].num_recordings == 3

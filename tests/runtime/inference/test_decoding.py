@@ -18,6 +18,7 @@ import torch
 import torch._dynamo
 import transformers
 from checkpoints import CONFIGS, VOCAB
+from recorded_steps import record_all
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference import decoding, replay
 from shardconv_runtime.inference.compiling import compile_model, warm_up_decoding
@@ -213,6 +214,21 @@ def test_rows_end_at_their_stop_tokens(graphs: Graphs) -> None:
     same(twin, model, prompt(2, 5), **GREEDY, eos_token_id=stops, min_length=9)
     same(twin, model, prompt(2, 5), do_sample=False, max_new_tokens=1)
     assert decoder.num_recordings == 3
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bamba"])
+def test_what_was_recorded_is_looked_at_before_each_call(
+    name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guards hold: of caches with windows and with states, too."""
+    record_all(monkeypatch)
+    model = make(name)
+    twin, decoder = compiled(model)
+    for length in (5, 9, 7):
+        same(twin, model, prompt(1, length), **GREEDY)
+    assert decoder.num_recordings == 1
+    ((_, (made,)),) = decoder._recorded.values()
+    assert made._recorded is not None
 
 
 def test_embeddings_in_place_of_ids(graphs: Graphs) -> None:
