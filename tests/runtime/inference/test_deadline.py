@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 import transformers
+from captured import capturing
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_outcomes
 from forked import run_forked
@@ -23,6 +25,9 @@ from shardconv_runtime.comm import process_groups
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference import deadline as deadlines
 from shardconv_runtime.inference.deadline import EXIT_CODE, Deadline, deadline, progress
+from shardconv_runtime.inference.generation import DECODER
+from shardconv_runtime.inference.replay import Replay
+from warm_compiler import warm_up
 
 LONG_S = 20
 
@@ -150,3 +155,66 @@ def test_a_rank_fails_while_another_one_waits_in_a_graph(tmp_path: Path) -> None
     assert isinstance(waiting, LaunchError)
     assert str(waiting).startswith("rank 0: no progress in 1 s")
     assert isinstance(failed, ValueError)
+
+
+class FailsAtPut:
+    """A streamer that raises in mid-decode."""
+
+    def __init__(self) -> None:
+        self._num_puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then tokens."""
+        self._num_puts += 1
+        if self._num_puts == 4:
+            raise ValueError("no such letter")
+
+    def end(self) -> None:
+        """No more."""
+
+
+def decode_while_a_streamer_fails(path: Path) -> int:
+    """Rank 1's step is as if its sums were in a CUDA graph: it waits until the abort of its groups."""
+    aborted = threading.Event()
+    deadlines.can_capture = lambda start: True
+    process_groups.abort_groups = lambda group: aborted.set()
+    steps_of_call = Replay.steps_of_call
+    issued = []
+
+    def waiting(self: Replay) -> Callable[[], None]:
+        step = steps_of_call(self)
+
+        def next_step() -> None:
+            issued.append(len(deadlines._running))
+            if os.environ["RANK"] == "1" and len(issued) == 3:
+                assert aborted.wait(LONG_S)
+            else:
+                step()
+
+        return next_step
+
+    with capturing():
+        model = shardconv_runtime.load(path, timeout_s=60, compile=True)
+        ids = torch.tensor([[3, 1, 4]])
+        model.generate(ids, max_new_tokens=2, pad_token_id=0, do_sample=False)
+        Replay.steps_of_call = waiting  # type: ignore[method-assign]
+        process_groups.timeout_of = lambda group: timedelta(seconds=1)
+        try:
+            model.generate(ids, max_new_tokens=9, pad_token_id=0, do_sample=False, streamer=FailsAtPut())
+        finally:
+            assert issued[:2] == [1, 1], "one graph for each token, watched"
+            assert vars(model)[DECODER].num_recordings == 1
+            assert not deadlines._running
+    return 0
+
+
+def test_a_streamer_fails_while_another_rank_waits_in_a_graph(tmp_path: Path) -> None:
+    warm_up()
+    model = random_llama()
+    path = write_directory(tmp_path / "out", model, llama_plan(model.config, (2,)))
+    begin = time.monotonic()
+    (_, _, failed), (_, _, waiting) = run_outcomes(2, decode_while_a_streamer_fails, path)
+    assert isinstance(failed, ValueError)
+    assert isinstance(waiting, LaunchError)
+    assert str(waiting).startswith("rank 1: no progress in 1 s")
+    assert time.monotonic() - begin < LONG_S + 10
