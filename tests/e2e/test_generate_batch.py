@@ -18,6 +18,7 @@ from batches import SOON_S, after, batch, config, fail, kill, one_by_one, pages,
 from checkpoints import VOCAB, save_causal
 from distributed import run_errors, run_outcomes, run_processes
 from shardconv_runtime import LaunchError, PlanError, ShardconvError
+from shardconv_runtime.inference import continuous_batching
 from torch import Tensor
 
 import shardconv
@@ -250,6 +251,13 @@ def refuse(path: Path, what: str) -> None:
         batch(model, [[3]], generation_config=config(repetition_penalty=1.5))
     elif what == "beams":
         batch(model, [[3]], generation_config=config(num_beams=3))
+    elif what == "graphs":
+        batch(model, [[3]], continuous_batching_config=pages(use_cuda_graph=(False, True)))
+    elif what == "ahead":
+        batch(model, [[3]], continuous_batching_config=pages(use_async_batching=True))
+    elif what == "compiled graphs":
+        compiling = transformers.CompileConfig(mode="reduce-overhead")
+        batch(model, [[3]], continuous_batching_config=pages(varlen_compile_config=compiling))
     elif what == "pages":
         batch(model, [[3]], continuous_batching_config=pages(page_size=2))
     else:
@@ -264,6 +272,9 @@ REFUSED = {
     "argument": ("even", PlanError, "takes no do_sample"),
     "penalty": ("even", PlanError, "no RepetitionPenaltyLogitsProcessor"),
     "beams": ("even", PlanError, "no num_beams"),
+    "graphs": ("even", PlanError, "use_cuda_graph asks for CUDA graphs"),
+    "ahead": ("even", PlanError, "use_async_batching asks for CUDA graphs"),
+    "compiled graphs": ("even", PlanError, "varlen_compile_config asks for CUDA graphs"),
     "pages": ("even", PlanError, "page_size must be at least"),
     "shards": ("even", PlanError, "gather_logits=True"),
     "cap": ("gathered", PlanError, "logits from pages differ"),
@@ -277,6 +288,14 @@ def test_what_fails_is_an_error_on_every_rank(converted: Any) -> None:
         for what, (_, kind, message) in REFUSED.items():
             assert isinstance(found[what], kind), (what, found.get(what))
             assert message in str(found[what])
+
+
+def test_several_ranks_record_nothing() -> None:
+    """Where transformers would, without being asked: on GPUs, if attention needs no mask."""
+    made = transformers.ContinuousBatchingConfig()
+    assert made.use_cuda_graph is None
+    continuous_batching._record_nothing(made, transformers.GenerationConfig())
+    assert (made.use_cuda_graph, made.use_async_batching) == (False, False)
 
 
 def call_meanwhile(path: Path) -> list[str]:

@@ -38,9 +38,11 @@ NOT_IN_BATCHES = {
 }
 """Options that transformers' continuous batching ignores, with the values that ask for nothing."""
 
+NOT_ON_RANKS = ("use_cuda_graph", "use_async_batching")
+"""Options of transformers' continuous batching that record collectives, or run ahead of a recorded call."""
+
 NOT_ON_STAGES = (
-    "use_cuda_graph",
-    "use_async_batching",
+    *NOT_ON_RANKS,
     "varlen_compile_config",
     "decode_compile_config",
     "default_compile_level",
@@ -91,6 +93,8 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         given = {"generation_config": generation_config, "continuous_batching_config": vars(config)}
         require_same_call(start, "init_continuous_batching", given | {"num_microbatches": num_microbatches})
         in_flight = _microbatches(num_microbatches, link, config)
+        if start.world_size > 1:
+            _record_nothing(config, generation_config)
         heads, error = attempt(lambda: cached_heads(self, link))
         agree(start, error)
         kinds: list[str] = []
@@ -222,11 +226,43 @@ def _microbatches(number: int | None, link: StageLink | None, config: Any) -> in
         return 1
     if number is not None and number < 1:
         raise PlanError(f"num_microbatches={number}: at least one group of requests is computed at a time")
-    for name in NOT_ON_STAGES:
-        if getattr(config, name, None) not in (None, False, 0, (False, False)):
-            raise PlanError(f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out")
-    config.use_cuda_graph = config.use_async_batching = False
+    if name := _asked(config, NOT_ON_STAGES):
+        raise PlanError(f"{name} of the ContinuousBatchingConfig does not know stages yet; leave it out")
     return link.count if number is None else number
+
+
+def _record_nothing(config: Any, generation_config: Any) -> None:
+    """Turn CUDA graphs off, in place, which transformers turns on by default where attention allows them.
+
+    Raises:
+        PlanError: they are asked for. NCCL's watchdog does not look after collectives in a graph, and the
+            deadline of ``generate`` is not for the manager's thread: a lost rank would hang the others.
+    """
+    name = _asked(config, NOT_ON_RANKS)
+    if name is None:
+        given = {n: getattr(config, n, None) for n in ("varlen_compile_config", "decode_compile_config")}
+        given["compile_config"] = getattr(generation_config, "compile_config", None)
+        name = next((n for n, compiling in given.items() if compiling and _records(compiling)), None)
+    if name is not None:
+        raise PlanError(
+            f"{name} asks for CUDA graphs, in which nothing ends the wait for a lost rank; "
+            "leave it out for several ranks"
+        )
+    config.use_cuda_graph = config.use_async_batching = False
+
+
+def _asked(config: Any, names: Sequence[str]) -> str | None:
+    """The first of these options that asks for something."""
+    nothing = (None, False, 0, (False, False))
+    return next((name for name in names if getattr(config, name, None) not in nothing), None)
+
+
+def _records(compiling: Any) -> bool:
+    """Whether a ``CompileConfig`` has the compiler record CUDA graphs."""
+    from torch._inductor import list_mode_options
+
+    options = {**list_mode_options().get(compiling.mode or "default", {}), **(compiling.options or {})}
+    return bool(options.get("triton.cudagraphs"))
 
 
 def _other_config(manager: RankBatchingManager, config: Any, num_microbatches: int) -> PlanError | None:
