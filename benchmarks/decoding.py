@@ -6,7 +6,8 @@ left is the time that the host spends around them, for each token. Beside it, of
 matrix products, collectives, waits for the device and allocations. And the time of a compiled token with the
 kernels of its graph, whose collectives cost nothing.
 
-**Calls**: 200 calls of ``generate`` with random lengths and batches, after a warm-up: what they leave behind.
+**Calls**: 200 calls of ``generate`` with random lengths and batches, after a warm-up of all their sizes: what
+they leave behind.
 
 **Tokens**: ranks over gloo, greedy ``generate``, the runtime and transformers' tensor parallelism in the same
 processes, alternately call by call: medians with the lowest and the highest, and the ratio of neighbors.
@@ -132,13 +133,14 @@ def call_rows(scratch: Path, tp: int, rounds: int) -> list[dict[str, str]]:
     return [
         {
             "tp": str(tp),
-            "calls of generate": str(found["calls"] * (part + 1) // 5),
-            "recordings": str(found["recordings"][part]),
-            "graphs": str(found["graphs"][part]),
-            "buffers, MB": f"{found['buffers'][part] / 1e6:.1f}",
-            "memory of the process, MB": f"{found['resident'][part] / 1e6:.0f}",
+            "calls of generate": str(part["calls"]),
+            "recordings": str(part["recordings"]),
+            "graphs": str(part["graphs"]),
+            "buffers, MB": f"{part['buffers'] / 1e6:.1f}",
+            "memory of the process, MB": f"{part['resident'] / 1e6:.0f}",
+            "peak, MB": f"{part['peak'] / 1e6:.0f}",
         }
-        for part in range(5)
+        for part in found["parts"]
     ]
 
 

@@ -195,34 +195,39 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def calls(options: argparse.Namespace) -> dict[str, Any]:
-    """Recordings, graphs and memory after each fifth of many calls of random sizes."""
+    """Recordings, graphs and memory before many calls of random sizes, and after each fifth of them."""
     torch.set_num_threads(1)
     join()
-    model = shardconv_runtime.load(
-        options.out, device="cpu", dtype="float32", compile=True, warm_up=[(8, 256), (1, 256)]
-    )
+    sizes = [(batch, length) for length in (256, 128) for batch in (8, 4, 2, 1)]
+    model = shardconv_runtime.load(options.out, device="cpu", dtype="float32", compile=True, warm_up=sizes)
     decoder = vars(model)[DECODER]
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, Any] = {"recordings": [], "graphs": [], "buffers": [], "resident": []}
+    parts: list[dict[str, int]] = []
     num_calls = 10 * options.rounds
-    for number in range(num_calls):
+    for number in range(num_calls + 1):
+        if number % (num_calls // 5) == 0:
+            parts.append(
+                {
+                    "calls": number,
+                    "recordings": decoder.num_recordings,
+                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+                    "buffers": decoder.num_bytes,
+                    "resident": memory_bytes("RssAnon"),
+                    "peak": memory_bytes("VmHWM"),
+                }
+            )
         rows, length, new = (int(torch.randint(1, most, (), generator=generator)) for most in (9, 120, 60))
         ids = torch.randint(3, 100, (rows, length), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, : (length - 1) // 2 * (number % 2)] = 0
         model.generate(ids * mask, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=1)
-        if (number + 1) % (num_calls // 5) == 0:
-            found["recordings"].append(decoder.num_recordings)
-            found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-            found["buffers"].append(decoder.num_bytes)
-            found["resident"].append(resident_bytes())
-    return found | {"calls": num_calls}
+    return {"parts": parts}
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is its own."""
+def memory_bytes(field: str) -> int:
+    """Of this process, as the kernel counts it: what is its own now, or the most that it ever had."""
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(fields["RssAnon"].split()[0])
+    return 1024 * int(fields[field].split()[0])
 
 
 COMMANDS = {"host": host, "kernels": kernels, "tokens": tokens, "calls": calls}

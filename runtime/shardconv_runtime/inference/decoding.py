@@ -145,7 +145,7 @@ class Decoder:
         """Compile and record what calls of this size run, with the model's own options of generation.
 
         Args:
-            batch: number of rows; of several, one may be padded.
+            batch: number of rows, of which some may be padded.
             length: tokens of a text, prompt and answer.
 
         Returns:
@@ -158,7 +158,7 @@ class Decoder:
         devices = [self._buffers.device] if self._buffers.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices):
-                for mask in (ids, padded)[:batch]:
+                for mask in (ids, padded):
                     self._model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=1)
         finally:
             self._least_slots = LEAST_SLOTS

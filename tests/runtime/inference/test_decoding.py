@@ -372,11 +372,12 @@ def test_warm_up(graphs: Graphs) -> None:
     model = make()
     twin, decoder = compiled(model)
     state = torch.get_rng_state()
-    warm_up_decoding(twin, [(2, 60)])
+    warm_up_decoding(twin, [(2, 60), (1, 60)])
     assert torch.equal(torch.get_rng_state(), state)
     before = (graphs.count, decoder.num_recordings, decoder._buffers.num_bytes)
-    same(twin, model, prompt(2, 40), **GREEDY)
-    same(twin, model, prompt(2, 40, num_padded=2), **GREEDY)
+    for rows in (2, 1):
+        same(twin, model, prompt(rows, 40), **GREEDY)
+        same(twin, model, prompt(rows, 40, num_padded=2), **GREEDY)
     assert (graphs.count, decoder.num_recordings, decoder._buffers.num_bytes) == before
 
 
