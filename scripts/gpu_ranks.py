@@ -20,22 +20,31 @@ import shardconv_runtime
 import torch
 import torch.distributed as dist
 import transformers
+from gpu_same import (
+    Line,
+    can_compile,
+    line,
+    load_rank,
+    run_graphs_as_captured,
+    same,
+    same_in_batches,
+    same_in_bfloat16,
+    same_loss,
+    tokens,
+)
 from gpu_section import (
     MIDDLE,
-    NEW_TOKENS,
     SMALL,
     TINY,
-    TOLERANCE,
     Section,
-    difference,
     free_port,
     greedy,
     rank_result,
     rank_variables,
     start_rank,
     step_bytes,
-    why_no_compiler,
 )
+from shardconv_runtime.inference.generation import DECODER
 from synthetic import Shape
 from torch import Tensor
 
@@ -45,7 +54,6 @@ LENGTHS = (5, 40, 17, 64, 9, 33)
 ROUNDS = 6
 """Of repeated calls; memory must not grow after the second one."""
 
-Line = dict[str, Any]
 Check = Callable[[Section, Path, Path], list[Line]]
 
 
@@ -125,77 +133,42 @@ def _middle(section: Section) -> Path:
     return section.checkpoint("middle", TINY if section.small else MIDDLE, torch.bfloat16)
 
 
-def _experts(section: Section) -> Path:
+def _experts(section: Section, dtype: torch.dtype = torch.float32) -> Path:
     config = transformers.Qwen3MoeConfig(
         vocab_size=1000, hidden_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
         head_dim=32, moe_intermediate_size=192, num_experts=16, num_experts_per_tok=4,
     )  # fmt: skip
-    path = section.scratch / "experts"
+    path = section.scratch / f"experts-{str(dtype).removeprefix('torch.')}"
     if not path.exists():
         torch.manual_seed(0)
-        model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32)
+        model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
         model.save_pretrained(path)
     return path
 
 
+def _half_experts(section: Section) -> Path:
+    return _experts(section, torch.bfloat16)
+
+
 # ------------------------------------------------------------------------------------------ on each rank
-
-
-def _same(section: Section, source: Path, converted: Path) -> list[Line]:
-    """Logits, and greedy, sampled, beam and compiled tokens."""
-    model, unsharded = _load(section, converted), section.unsharded(source)
-    ids = section.prompt(24, unsharded.config.vocab_size)
-    found = difference(model(ids).logits, unsharded(ids).logits)
-    is_well = found <= TOLERANCE[torch.float32]
-    lines: list[Line] = [_line("logits, float32", found, "of the largest", ok=is_well)]
-    for what, options in (
-        ("greedy", {}),
-        ("beams", {"num_beams": 3}),
-        ("greedy, a padded batch", {"padded": True}),
-    ):
-        same = torch.equal(_tokens(model, ids, **options), _tokens(unsharded, ids, **options))
-        lines.append({"what": f"{NEW_TOKENS} tokens, {what}", "ok": same})
-    torch.manual_seed(dist.get_rank())  # the ranks continue with the state of the first
-    sampled = _tokens(model, ids, do_sample=True)
-    lines.append({"what": f"{NEW_TOKENS} sampled tokens on all ranks", "ok": _is_same_on_all(sampled)})
-    if _can_record(section):
-        compiled = _load(section, converted, compile=True)
-        lines.append({"what": "compiled tokens", "ok": greedy(compiled, ids) == greedy(unsharded, ids)})
-    return lines
-
-
-def _tokens(model: Any, ids: Tensor, padded: bool = False, **options: Any) -> Tensor:
-    mask = torch.ones_like(ids)
-    if padded:
-        ids, mask = ids.repeat(3, 1), mask.repeat(3, 1)
-        mask[1, :7] = 0
-    fixed = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-    tokens: Tensor = model.generate(ids, attention_mask=mask, **{"do_sample": False, **fixed, **options})
-    return tokens
-
-
-def _is_same_on_all(x: Tensor) -> bool:
-    first = x.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(first, x)
 
 
 def _repeated(section: Section, source: Path, converted: Path) -> list[Line]:
     """Calls of many lengths, with the device's memory after each round."""
     lines: list[Line] = []
     for label, options in (("eager", {}), ("compiled", {"compile": True})):
-        if options and not _can_record(section):
+        if options and not can_compile(section):
             continue
-        model = _load(section, converted, **options)
+        model = load_rank(section, converted, **options)
         reserved = []
         for _ in range(2 if section.small else ROUNDS):
             for length in LENGTHS[: 2 if section.small else None]:
                 ids = section.prompt(length, model.config.vocab_size)
-                _tokens(model, ids, max_new_tokens=length, min_new_tokens=length)
+                tokens(model, ids, max_new_tokens=length, min_new_tokens=length)
             reserved.append(torch.cuda.memory_reserved() if section.is_cuda else 0)
         growth = reserved[-1] - reserved[1]
         what = f"memory that repeated calls of generate add, {label}"
-        lines.append(_line(what, growth / 1e6, "MB", ok=growth <= 0))
+        lines.append(line(what, growth / 1e6, "MB", ok=growth <= 0))
         del model
         _free(section)
     return lines
@@ -204,31 +177,27 @@ def _repeated(section: Section, source: Path, converted: Path) -> list[Line]:
 def _speed(section: Section, source: Path, converted: Path) -> list[Line]:
     """Tokens per second of ``generate``, beside transformers' tensor parallelism and the roofline."""
     ways: dict[str, dict[str, Any]] = {"eager": {}, "symmetric sums": {"all_reduce": "symmetric"}}
-    if _can_record(section):
+    if can_compile(section):
         graphs = {"CUDA graphs": {"compile": True}}
         ways |= graphs | {"CUDA graphs, symmetric sums": {"compile": True, "all_reduce": "symmetric"}}
     if not section.is_cuda:
         ways = {"eager": {}}
-    model = _load(section, converted)
+    model = load_rank(section, converted)
     length = 64 if section.small else 512
     roof = section.bandwidth() / step_bytes(model, length)
-    lines = [_line("roofline of decode", roof, "tokens/s")]
+    lines = [line("roofline of decode", roof, "tokens/s")]
     del model
     _free(section)
     theirs = _rate(section, _transformers_parallel(section, source))
     for label, options in ways.items():
-        rate = _rate(section, _load(section, converted, **options))
-        lines.append(_line(label, rate, "tokens/s", ratio=rate / roof, of="the roofline"))
+        rate = _rate(section, load_rank(section, converted, **options))
+        lines.append(line(label, rate, "tokens/s", ratio=rate / roof, of="the roofline"))
         lines.append(
-            _line(f"{label}, beside tp_plan", rate, "tokens/s", ratio=rate / theirs, of="transformers'")
+            line(f"{label}, beside tp_plan", rate, "tokens/s", ratio=rate / theirs, of="transformers'")
         )
         _free(section)
-    lines.append(_line('transformers, tp_plan="auto"', theirs, "tokens/s"))
+    lines.append(line('transformers, tp_plan="auto"', theirs, "tokens/s"))
     return lines
-
-
-def _line(what: str, number: float, unit: str, **more: Any) -> Line:
-    return {"what": what, "number": number, "unit": unit, **more}
 
 
 def _transformers_parallel(section: Section, source: Path) -> Any:
@@ -244,26 +213,37 @@ def _rate(section: Section, model: Any) -> float:
     ids = section.prompt(16, model.config.vocab_size)
     length = 8 if section.small else 256
     fixed = {"max_new_tokens": length, "min_new_tokens": length}
-    _tokens(model, ids, **fixed)
+    tokens(model, ids, **fixed)
     section.synchronize()
     begin = time.perf_counter()
-    _tokens(model, ids, **fixed)
+    tokens(model, ids, **fixed)
     section.synchronize()
     return length / (time.perf_counter() - begin)
-
-
-def _can_record(section: Section) -> bool:
-    """Whether decoding is compiled to CUDA graphs; the section ``nccl`` compiles on CPUs, too."""
-    return section.is_cuda and not why_no_compiler(section)
 
 
 def _shared(section: Section, source: Path, converted: Path) -> list[Line]:
     """Ranks of one GPU are refused over NCCL."""
     try:
-        _load(section, converted)
+        load_rank(section, converted)
     except shardconv_runtime.LaunchError as error:
         return [{"what": "they are refused", "ok": "use the same GPU" in str(error), "why": str(error)}]
     return [{"what": "they are refused", "ok": False}]
+
+
+class _FailsAtPut:
+    """A streamer that raises at its sixth call, which rank 0 makes alone."""
+
+    def __init__(self) -> None:
+        self._num_puts = 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then tokens."""
+        self._num_puts += 1
+        if self._num_puts == 6:
+            raise ArithmeticError("this rank fails")
+
+    def end(self) -> None:
+        """No more."""
 
 
 class _Fails(transformers.LogitsProcessor):
@@ -280,22 +260,31 @@ class _Fails(transformers.LogitsProcessor):
 
 
 def _failing(section: Section, source: Path, converted: Path) -> list[Line]:
-    """A rank fails while the others decode, from CUDA graphs if there are any: all raise."""
-    model = _load(section, converted, compile=_can_record(section), timeout_s=30)
+    """A streamer fails while all decode, from CUDA graphs if there are any: all raise."""
+    model = load_rank(section, converted, compile=can_compile(section), timeout_s=30)
     ids = section.prompt(24, model.config.vocab_size)
     greedy(model, ids)  # the compiler's time counts
+    lines = []
+    if can_compile(section):
+        recordings = vars(model)[DECODER].num_recordings
+        lines.append({"what": "the steps are recorded", "ok": recordings > 0})
+    return [*lines, _all_raise(model, ids, streamer=_FailsAtPut())]
+
+
+def _failing_eager(section: Section, source: Path, converted: Path) -> list[Line]:
+    """A processor fails in transformers' own loop: all raise."""
+    model = load_rank(section, converted, timeout_s=30)
+    ids = section.prompt(24, model.config.vocab_size)
+    return [_all_raise(model, ids, logits_processor=[_Fails()])]
+
+
+def _all_raise(model: Any, ids: Tensor, **options: Any) -> Line:
     begin, raised = time.perf_counter(), ""
     try:
-        _tokens(model, ids, logits_processor=[_Fails()])
+        tokens(model, ids, **options)
     except (shardconv_runtime.LaunchError, ArithmeticError) as error:
         raised = str(error)
-    return [_line("they raise", time.perf_counter() - begin, "s", ok=bool(raised), why=raised)]
-
-
-def _load(section: Section, converted: Path, timeout_s: float = 120, **options: Any) -> Any:
-    """This rank's model: on a GPU, the one that the runtime finds."""
-    device = None if section.is_cuda else section.device
-    return shardconv_runtime.load(converted, device=device, timeout_s=timeout_s, **options)
+    return line("they raise", time.perf_counter() - begin, "s", ok=bool(raised), why=raised)
 
 
 def _free(section: Section) -> None:
@@ -305,13 +294,18 @@ def _free(section: Section) -> None:
 
 
 CASES = {
-    "dense": Case(_small, _same),
-    "several mesh axes": Case(_few, _same),
-    "experts": Case(_experts, _same),
-    "whole experts": Case(_experts, _same, ("--experts", "ep")),
+    "dense": Case(_small, same),
+    "several mesh axes": Case(_few, same),
+    "experts": Case(_experts, same),
+    "whole experts": Case(_experts, same, ("--experts", "ep")),
+    "experts, bfloat16": Case(_half_experts, same_in_bfloat16),
+    "whole experts, bfloat16": Case(_half_experts, same_in_bfloat16, ("--experts", "ep")),
+    "loss": Case(_small, same_loss),
+    "many requests": Case(_small, same_in_batches),
     "repeated calls": Case(_small, _repeated),
     "speed": Case(_middle, _speed),
     "a rank fails": Case(_small, _failing),
+    "a rank fails, eager": Case(_small, _failing_eager),
 }
 ONE_GPU = Case(_small, _shared)
 
@@ -331,6 +325,8 @@ def main() -> None:
     if section.is_cuda:
         section.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(section.device)
+    else:
+        run_graphs_as_captured()
     try:
         with torch.no_grad():
             case = CASES.get(options.case, ONE_GPU)

@@ -230,6 +230,31 @@ def greedy(model: Any, ids: Tensor) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
+def prompts(section: Section, vocab: int) -> list[Tensor]:
+    """Of several lengths, each ``[1, length]``."""
+    return [section.prompt(length, vocab) for length in (3, 24, 40)]
+
+
+def one_by_one(model: Any, given: list[Tensor]) -> list[list[int]]:
+    """The new tokens after each prompt, of ``generate``."""
+    return [greedy(model, ids) for ids in given]
+
+
+def batched(model: Any, given: list[Tensor]) -> list[list[int]]:
+    """The same of ``generate_batch``, from a small cache."""
+    config = transformers.GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    pages = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
+    answers = model.generate_batch(
+        [ids[0].tolist() for ids in given],
+        generation_config=config,
+        continuous_batching_config=pages,
+        warmup=False,
+    )
+    return [answer.generated_tokens for answer in answers.values()]
+
+
 def difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest logit."""
     found, expected = found.float(), expected.float()

@@ -28,9 +28,12 @@ from gpu_section import (
     TOLERANCE,
     WARM_UP,
     Section,
+    batched,
     difference,
     free_port,
     greedy,
+    one_by_one,
+    prompts,
     rank_result,
     rank_variables,
     start_rank,
@@ -59,6 +62,11 @@ def nccl(section: Section) -> None:
     with section.attempt("tokens in float32"):
         source = section.checkpoint("small", SMALL, torch.float32)
         _same_tokens(section, section.unsharded(source), section.converted(source, 1), "eager")
+    with section.attempt("generate_batch"):
+        model = shardconv_runtime.load(section.converted(source, 1), device=section.device)
+        given = prompts(section, model.config.vocab_size)
+        alike = batched(model, given) == one_by_one(model, given)
+        section.tell("generate_batch has the tokens of generate", ok=alike)
     source = section.checkpoint("middle", shape, torch.bfloat16)
     with section.attempt("eager and compiled steps"):
         _steps(section, source, section.converted(source, 1))

@@ -14,7 +14,7 @@ import torch
 from forked import run_forked, run_script
 
 COMMAND = Path(__file__).parents[2] / "scripts" / "gpu_check"
-TIMEOUT_S = 500
+TIMEOUT_S = 1500
 NAMES = ("nccl", "ranks", "gpus", "memory", "load", "rank")
 
 
@@ -77,10 +77,21 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
         "decode, compiled",
         "logits, float32, tp 4, 2 kv heads",
         "16 greedy tokens, tp 2, 4 kv heads",
+        "generate_batch has the tokens of generate",
         "whole experts, 2 ranks: 16 tokens, beams",
+        "dense, 2 ranks: compiled tokens, a padded batch",
+        "dense, 2 ranks: tokens sampled inside of a graph, on all ranks",
+        "dense, 2 ranks: each step is recorded once",
+        "experts, bfloat16, 2 ranks: logits of the median token, eager",
+        "whole experts, bfloat16, 2 ranks: logits and 16 tokens on all ranks, compiled",
+        "loss, 2 ranks: loss from sharded logits, without waits",
+        "many requests, 2 ranks: generate_batch has the tokens of generate",
         "repeated calls, 2 ranks: memory that repeated calls of generate add, eager",
         'speed, 2 ranks: transformers, tp_plan="auto"',
+        "repeated calls, 2 ranks: memory that repeated calls of generate add, compiled",
+        "a rank fails, 2 ranks: the steps are recorded",
         "a rank fails, 2 ranks: they raise",
+        "a rank fails, eager, 2 ranks: they raise",
     ):
         assert found[what] == "ok"
     for what in ("decode, CUDA graphs", "peak device memory of a load"):
