@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +31,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 START_S = 120
+SOON_S = 40
+"""Well under any timeout of torch; these machines are slow."""
 PROMPTS = ["w11 w245 w3", "w88 w5 w250 w19 w77", "w7"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}w9"
 
@@ -173,6 +177,20 @@ def test_sampled(serving: Serving) -> None:
     assert greedy.choices[0].text.split() == serving.continued(PROMPTS[0], 8).split()
 
 
+def test_a_client_that_goes_away(serving: Serving) -> None:
+    """The next one is answered; that the request has ended is seen below."""
+    leave(serving.client, 100)
+    answer = serving.client.completions.create(model="tiny", prompt=PROMPTS[2], max_tokens=6, temperature=0)
+    assert answer.choices[0].text.split() == serving.continued(PROMPTS[2], 6).split()
+
+
+def leave(client: Any, max_tokens: int) -> None:
+    """Read two pieces of an answer, and close the connection."""
+    options = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": max_tokens, "temperature": 0}
+    with client.completions.create(**options, stream=True) as stream:
+        assert all(next(stream).choices[0].text for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -192,3 +210,70 @@ def test_what_cannot_be_answered_is_refused(serving: Serving, changes: dict[str,
         serving.client.completions.create(**options)
     with pytest.raises(openai.APIStatusError, match=message):
         list(serving.client.completions.create(**options, stream=True))
+
+
+# A server of its own --------------------------------------------------------------------------------
+
+
+def endless(path: Path) -> Path:
+    """A model with a long context, whose answers no token ends."""
+    save_causal("llama", path, max_position_embeddings=8192)
+    save_words(path)
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps({**found, "eos_token_id": None}))
+    return path
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that torchrun started, in the order of their ranks."""
+    found: dict[int, int] = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks = [int(v.split(b"=")[1]) for v in variables if v.startswith(b"RANK=")]
+        found |= dict.fromkeys(ranks, int(pid))
+    return [found[rank] for rank in sorted(found)]
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Seconds that processes have computed."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path: Path) -> None:
+    shardconv.convert(endless(tmp_path / "llama"), tmp_path / "out", tp=2, check=False)
+    port = free_port()
+    process = start(tmp_path / "out", port, 2)
+    pids: list[int] = []
+    try:
+        wait_until_healthy(port, process)
+        pids = ranks_of(process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        options = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
+        begin, before = time.monotonic(), cpu_s(pids)
+        client.completions.create(**options, max_tokens=200)
+        busy = (cpu_s(pids) - before) / (time.monotonic() - begin)
+        leave(client, 8000)
+        assert client.completions.create(**options, max_tokens=3).usage.completion_tokens == 3
+        time.sleep(1)
+        before = cpu_s(pids)
+        time.sleep(3)
+        assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
+
+        stream = client.completions.create(**options, max_tokens=8000, stream=True)
+        next(stream)
+        begin = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(openai.OpenAIError):
+            list(stream)
+        assert process.wait(timeout=SOON_S) != 0
+        assert time.monotonic() - begin < SOON_S
+    finally:
+        process.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=60)
+    assert "another rank" in printed or "rank 1" in printed, printed
