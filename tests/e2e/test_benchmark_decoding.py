@@ -29,7 +29,8 @@ def test_counts_of_a_token_and_of_many_calls(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--small", "--models", "narrow", "--tables", "host", "calls"]
     command += ["--markdown", str(file)]
     subprocess.run(command, check=True, env=os.environ, timeout=TIMEOUT_S, capture_output=True)
-    tables = [part.splitlines() for part in file.read_text().split("\n\n") if part.startswith("|")]
+    parts = [part.strip() for part in file.read_text().split("\n\n")]
+    tables = [part.splitlines() for part in parts if part.startswith("|")]
     host, calls = map(rows_of, tables)
     for tp in ("1", "2"):
         found = {row["what"]: row for row in host if row["tp"] == tp}
