@@ -216,20 +216,19 @@ class _Translation:
 
 
 def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, ...]:
-    """Dims of a parameter of which replicated ones have other sizes in the model that is proven.
+    """Dims of a parameter of which some have other sizes in the model that is proven.
 
     Raises:
-        PlanError: sharded ones have, or the plan is for another shape.
+        PlanError: one that is sharded in parts has, or the plan is for another shape.
     """
     if tuple(map(size, dims)) != resized.before:
         raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")
-    changed = [before != after for before, after in zip(resized.before, resized.after, strict=True)]
-    if any(axes_of(dim) for dim, is_changed in zip(dims, changed, strict=True) if is_changed):
-        raise PlanError(f"{name}: positions that become fewer are sharded")
-    return tuple(
-        Leaf(after) if is_changed else dim
-        for dim, after, is_changed in zip(dims, resized.after, changed, strict=True)
-    )
+    out: list[Dim] = []
+    for dim, before, after in zip(dims, resized.before, resized.after, strict=True):
+        if before != after and axes_of(dim) and not isinstance(dim, Leaf):
+            raise PlanError(f"{name}: positions that become fewer are sharded in parts, {dim}")
+        out.append(dim if before == after else Leaf(after, dim.axes if isinstance(dim, Leaf) else ()))
+    return tuple(out)
 
 
 def _divisors(plan: Plan) -> list[int]:
