@@ -22,7 +22,7 @@ from ..tracing.inputs import TraceInputs
 from ..verifying.plans.other_numbers import other_numbers
 from ..verifying.plans.proof import Proof, Tell, prove
 from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
-from ..verifying.shrinking.shrink import has_many_positions, shrink
+from ..verifying.shrinking.shrink import Shrinking
 from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
@@ -55,19 +55,17 @@ class _Shrunk:
         return Case(small_plan(plan, self.small, self.skipped), self.small.model, self.small.inputs)
 
 
-def _shrink(plan: Plan, source: Source) -> _Shrunk:
+def _shrink(plan: Plan, shrinking: Shrinking) -> _Shrunk:
     """The smaller model for a plan.
 
     Raises:
         PlanError: the plan does not fit.
     """
-    full, bypassed = source
-    skipped = planned_alike(plan, bypassed)
 
     def case(small: SmallModel) -> Case:
-        return _Shrunk(small, skipped).case(plan)
+        return _Shrunk(small, shrinking.skipped).case(plan)
 
-    return _Shrunk(shrink(full, plan.tp, skipped, case, lambda small: runs(case(small))), skipped)
+    return _Shrunk(shrinking.run(case, lambda small: runs(case(small))), shrinking.skipped)
 
 
 class NumericCheck:
@@ -234,13 +232,15 @@ class NumericCheck:
 
     def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
         """The smaller model for a plan, with fewer positions if it has many and that is possible."""
-        fewer = self._fewer() if has_many_positions(self.full, plan.tp, skipped) else None
+        shrinking = Shrinking.of(self.full, plan.tp, skipped)
+        fewer = self._fewer() if shrinking.has_many_positions else None
         if fewer is not None:
+            full, bypassed = fewer
             try:
-                return _shrink(plan, fewer)
+                return _shrink(plan, Shrinking.of(full, plan.tp, planned_alike(plan, bypassed)))
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
-        return _shrink(plan, (self.full, self.bypassed))
+        return _shrink(plan, shrinking)
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

@@ -207,8 +207,9 @@ def _solved_run(
         inside = analysis if folded is traced else analyze(traced.tape, traced.ties, traced.same)
         full = FullModel(model, inputs, traced, inside)
         gc.freeze()
-        tell_more: Tell = lambda what: tell(f"simulating the ranks: {what}")  # noqa: E731
-        check = NumericCheck(full, bypassed, tell_more, with_fewer_positions)
+        check = NumericCheck(
+            full, bypassed, lambda what: tell(f"simulating the ranks: {what}"), with_fewer_positions
+        )
         plan = check.checked(plan)
         if plan.inference_only and not tape.not_in_training:
             other = run.as_in_training()

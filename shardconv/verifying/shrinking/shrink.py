@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.parallel.build import stored_tensors
@@ -26,131 +27,122 @@ _LARGE = 1 << 29
 """What a proof may hold before other sizes are tried, in elements."""
 _MANY_ACTIVATIONS = 1 << 24
 """Elements of all activations of a call."""
-_IsWorth = Callable[[Mapping[LeafGroup, int]], bool]
-"""Whether a choice of sizes is worth a try."""
 
 
-def shrink(
-    full: FullModel,
-    tp: int,
-    skipped: Mapping[str, Bypass],
-    fits: Callable[[SmallModel], object],
-    runs: Callable[[SmallModel], bool],
-) -> SmallModel:
-    """The smaller model on which plans for ``tp`` ranks are simulated; a small one is not changed.
+@dataclass(frozen=True)
+class Shrinking:
+    """A model without some layers, and what of it may shrink."""
 
-    Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements
-    are, with the same groups of other layers. Equal sizes stay equal. Where what is left is large, only those
-    do that are to blame for a failure, if that leaves less: a width may happen to be as large as what cannot
-    shrink.
+    full: FullModel
+    """With dims for the parameters that the traced call does not read."""
+    tp: int
+    """Number of ranks: sizes keep their remainders by it."""
+    skipped: Mapping[str, Bypass]
+    """Layers to leave out."""
+    tokens: TokenUse
+    groups: Collection[LeafGroup]
+    copies: Mapping[int, int]
+    """Stored tensor of the tape -> how many tensors of the smaller model it stands for."""
 
-    Args:
-        full: the model.
-        tp: number of ranks: sizes keep their remainders by it.
-        skipped: layers to leave out.
-        fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
-        runs: whether a smaller model runs on numbers: asked where it has fewer experts or fewer rows for
-            hashes, whose ids are not known before. If it does not, these keep their size.
+    @classmethod
+    def of(cls, full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> Shrinking:
+        """What of a model without the layers ``skipped`` may shrink."""
+        full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
+        tokens = token_use(full.analysis.tape)
+        groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
+        return cls(full, tp, skipped, tokens, groups, _copies(full, skipped))
 
-    Raises:
-        PlanError: the plan does not fit the full model either.
-    """
-    full = replace(full, analysis=with_unread_parameters(full.analysis, full.folded.representatives()))
-    tokens = token_use(full.analysis.tape)
-    groups = leaf_groups(full.analysis, full.folded.ties, tokens.tables)
-    copies = _copies(full, skipped)
+    @cached_property
+    def _first_sizes(self) -> Mapping[LeafGroup, int]:
+        """Those in which equal sizes stay equal, before anything is tried."""
+        return choose_sizes(self.full.analysis, self.groups, self.tp, self.copies)
 
-    def found(equal: set[int] | None, is_worth: _IsWorth = lambda sizes: True) -> SmallModel | None:
-        return _shrunk(full, tp, skipped, tokens, groups, copies, equal, is_worth, fits, runs)
+    @property
+    def has_many_positions(self) -> bool:
+        """Whether the ranks of a proof would together hold much, even if all that may shrink does, for one
+        row."""
+        elements = activation_elements(SmallShapes.of(self.full.analysis, self._first_sizes))
+        return elements // num_rows(self.full.inputs.tensors) > _MANY_ACTIVATIONS
 
-    left = stored_elements(full.analysis, choose_sizes(full.analysis, groups, tp, copies), copies)
-    orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
-    small = found(orders[0])
-    assert small is not None
-    most = _cost(small, full)
-    if num_elements(small.model) <= 2 * ENOUGH and most <= _LARGE:
-        return small
+    def run(self, fits: Callable[[SmallModel], object], runs: Callable[[SmallModel], bool]) -> SmallModel:
+        """The smaller model on which plans are simulated; a small one is not changed.
 
-    def is_worth(sizes: Mapping[LeafGroup, int]) -> bool:
-        shapes = SmallShapes(full.analysis, {x: n for group, n in sizes.items() for x in group.leaves})
-        stored = stored_elements(full.analysis, sizes, copies)
-        return 4 * stored + _activations(shapes, small, full) < most
+        Of the groups that may be to blame for a failure, that keeps its size in which the fewest elements
+        are, with the same groups of other layers. Equal sizes stay equal. Where what is left is large, only
+        those do that are to blame for a failure, if that leaves less: a width may happen to be as large as
+        what cannot shrink.
 
-    return found(orders[1], is_worth) or small
+        Args:
+            fits: raises a PlanError if the plan to prove cannot be said of a smaller model.
+            runs: whether a smaller model runs on numbers: asked where it has fewer experts or fewer rows for
+                hashes, whose ids are not known before. If it does not, these keep their size.
 
+        Raises:
+            PlanError: the plan does not fit the full model either.
+        """
+        analysis, copies = self.full.analysis, self.copies
+        left = stored_elements(analysis, self._first_sizes, copies)
+        orders: list[set[int] | None] = [None, set()] if left <= 2 * ENOUGH else [set(), None]
+        small = self._tried(orders[0], lambda sizes: True, fits, runs)
+        assert small is not None
+        most = 4 * num_elements(small.model) + self._activations(small.shapes, small)
+        if num_elements(small.model) <= 2 * ENOUGH and most <= _LARGE:
+            return small
 
-def has_many_positions(full: FullModel, tp: int, skipped: Mapping[str, Bypass]) -> bool:
-    """Whether the ranks of a proof would together hold much, even if all that may shrink does, for one row.
+        def is_worth(sizes: Mapping[LeafGroup, int]) -> bool:
+            activations = self._activations(SmallShapes.of(analysis, sizes), small)
+            return 4 * stored_elements(analysis, sizes, copies) + activations < most
 
-    Args:
-        full: the model.
-        tp: number of ranks.
-        skipped: layers to leave out.
-    """
-    groups = leaf_groups(full.analysis, full.folded.ties, token_use(full.analysis.tape).tables)
-    sizes = choose_sizes(full.analysis, groups, tp, _copies(full, skipped))
-    shapes = SmallShapes(full.analysis, {x: n for group, n in sizes.items() for x in group.leaves})
-    rows = num_rows(full.inputs.tensors)
-    return activation_elements(shapes) // rows > _MANY_ACTIVATIONS
+        return self._tried(orders[1], is_worth, fits, runs) or small
 
+    def _activations(self, shapes: SmallShapes, small: SmallModel) -> int:
+        """Elements that the simulated call computes with these shapes, which may be one for fewer rows."""
+        used, given = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, self.full))
+        return activation_elements(shapes) * used // max(1, given)
 
-def _cost(small: SmallModel, full: FullModel) -> int:
-    """What a proof on a smaller model of ``full`` holds, in elements: several copies of each parameter."""
-    return 4 * num_elements(small.model) + _activations(small.shapes, small, full)
+    def _tried(
+        self,
+        equal: set[int] | None,
+        is_worth: Callable[[Mapping[LeafGroup, int]], bool],
+        fits: Callable[[SmallModel], object],
+        runs: Callable[[SmallModel], bool],
+    ) -> SmallModel | None:
+        """The same with some sizes that are one wherever they occur (None: all); others are once they fail.
+
+        None: what is left is not worth it.
+        """
+        kept: set[LeafGroup] = set()
+        while True:
+            sizes = choose_sizes(
+                self.full.analysis, self.groups, self.tp, self.copies, kept=kept, equal=equal
+            )
+            if not is_worth(sizes):
+                return None
+            found = Attempt(self.full, self.tp, self.skipped, self.tokens, sizes).run()
+            if isinstance(found, SmallModel):
+                try:
+                    fits(found)
+                except PlanError:
+                    if not sizes:
+                        raise
+                    found = Obstacle((), "the plan")
+                else:
+                    computed = {group for group in sizes if group.experts or group.hashed}
+                    if not computed or runs(found):
+                        return found
+                    kept |= computed
+                    continue
+            blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
+            if equal is not None and (new := {g.size for g in blamed or sizes} - equal):
+                equal |= new
+                continue
+            worst = next(g for g in reversed(sizes) if g in blamed or not blamed)
+            kept |= {group for group in sizes if group.is_alike(worst)}
 
 
 def num_elements(model: nn.Module) -> int:
     """Of all parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _activations(shapes: SmallShapes, small: SmallModel, full: FullModel) -> int:
-    """Elements that the simulated call computes with these shapes, which may be one for fewer rows."""
-    used, given = (sum(t.numel() for t in m.inputs.tensors.values()) for m in (small, full))
-    return activation_elements(shapes) * used // max(1, given)
-
-
-def _shrunk(
-    full: FullModel,
-    tp: int,
-    skipped: Mapping[str, Bypass],
-    tokens: TokenUse,
-    groups: Collection[LeafGroup],
-    copies: Mapping[int, int],
-    equal: set[int] | None,
-    is_worth: _IsWorth,
-    fits: Callable[[SmallModel], object],
-    runs: Callable[[SmallModel], bool],
-) -> SmallModel | None:
-    """The same with some sizes that are one wherever they occur (None: all); others are once they fail.
-
-    None: what is left is not worth it.
-    """
-    kept: set[LeafGroup] = set()
-    while True:
-        sizes = choose_sizes(full.analysis, groups, tp, copies, kept=kept, equal=equal)
-        if not is_worth(sizes):
-            return None
-        found = Attempt(full, tp, skipped, tokens, sizes).run()
-        if isinstance(found, SmallModel):
-            try:
-                fits(found)
-            except PlanError:
-                if not sizes:
-                    raise
-                found = Obstacle((), "the plan")
-            else:
-                computed = {group for group in sizes if group.experts or group.hashed}
-                if not computed or runs(found):
-                    return found
-                kept |= computed
-                continue
-        blamed = {g for g in sizes if not g.leaves.isdisjoint(found.nodes)}
-        if equal is not None and (new := {g.size for g in blamed or sizes} - equal):
-            equal |= new
-            continue
-        worst = next(g for g in reversed(sizes) if g in blamed or not blamed)
-        kept |= {group for group in sizes if group.is_alike(worst)}
 
 
 def _copies(full: FullModel, skipped: Mapping[str, Bypass]) -> Counter[int]:

@@ -102,7 +102,7 @@ class Attempt:
         self.stand_ins = full.folded.representatives()
         self.compared: dict[Attribute, list[int]] = {}
         """Attributes that code only compares -> smaller values that were not tried."""
-        self.shapes = SmallShapes(full.analysis, {x: n for g, n in sizes.items() for x in g.leaves})
+        self.shapes = SmallShapes.of(full.analysis, sizes)
 
     def run(self) -> SmallModel | Obstacle:
         """The smaller model; an obstacle with leaves that must keep their size."""

@@ -34,6 +34,11 @@ class SmallShapes:
         """Leaf -> its smaller size."""
         self._known: dict[Node, int] = {}
 
+    @classmethod
+    def of(cls, analysis: Analysis, sizes: Mapping[LeafGroup, int]) -> SmallShapes:
+        """Those in which groups have smaller sizes."""
+        return cls(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
+
     @property
     def divisors(self) -> Sequence[int]:
         """None: sizes are looked up."""
@@ -190,10 +195,9 @@ class _Choice:
         for part in (p for dims in analysis.dims.values() for dim in dims for p in _parts(dim)):
             if part.kind != LEAF and part.size in sizes:
                 key = part.size, any(g.experts for g in self._groups([part]))
-                if key not in self.made_of or self.made_of[key].kind != SUM == part.kind:
-                    self.made_of[key] = (
-                        part  # halves of a head, rather than a product that happens to be as large
-                    )
+                known = self.made_of.setdefault(key, part)
+                if part.kind == SUM != known.kind:  # the halves of a head; the product happens to be as large
+                    self.made_of[key] = part
         self.multiples = _multiples(analysis)
         tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
         self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
@@ -303,9 +307,9 @@ def _multiples(analysis: Analysis) -> dict[int, tuple[int, Node]]:
     for op in (e for e in analysis.tape.events if isinstance(e, Op)):
         if op.name.rsplit(".", 1)[0] in _RESHAPING:
             row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
-            if row and joined and find(joined[-1]).kind == LEAF:
-                count, rest = divmod(joined[-1].size, row[-1].size or 1)  # no row may have elements
-                if count > 1 and not rest and row[-1].size:
+            if row and joined and row[-1].size and find(joined[-1]).kind == LEAF:
+                count, rest = divmod(joined[-1].size, row[-1].size)
+                if count > 1 and not rest:
                     out.setdefault(joined[-1].size, (count, row[-1]))
     return out
 
@@ -336,7 +340,7 @@ def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[No
 def _total(
     analysis: Analysis, tensors: Collection[tuple[tuple[Node, ...], int, int]], sizes: Mapping[LeafGroup, int]
 ) -> int:
-    shapes = SmallShapes(analysis, {leaf: n for group, n in sizes.items() for leaf in group.leaves})
+    shapes = SmallShapes.of(analysis, sizes)
     return sum(math.prod(map(shapes.size, dims)) * count for dims, _, count in tensors)
 
 
