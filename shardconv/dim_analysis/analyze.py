@@ -13,7 +13,7 @@ from torch import nn
 
 from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
-from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, reads_and_writes, starred, tensors_read
+from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
 from . import dim_trees
 from .analysis import Analysis
 from .dim_trees import Conflict, Node
@@ -159,12 +159,12 @@ def _find_handed_back(result: Analysis) -> None:
     an unsharded state cannot read a sharded one, even if each layer takes its slice.
     """
     tape = result.tape
-    makers = {t: event for event in tape.events for t in reads_and_writes(event)[1]}
+    made_by = makers(tape)
     for tid in tape.handed_back:
-        made, maker = tid, makers.get(tid)
+        made, maker = tid, made_by.get(tid)
         while maker is not None and _is_same_memory(maker):
             made = reads_and_writes(maker)[0][0]
-            maker = makers.get(made)
+            maker = made_by.get(made)
         if made != tid and isinstance(maker, Op) and not maker.inputs:
             result.handed_back.append((made, tid))
 

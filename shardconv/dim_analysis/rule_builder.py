@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
-from ..tracing.tape import Mark, Op, Ref, Tape, prefixes
+from ..tracing.tape import Mark, Op, Ref, Tape, makers, prefixes
 from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .dim_trees import Conflict, Node
@@ -37,6 +38,11 @@ class Builder:
         self.from_stack = self.result.from_stack
 
     # Tensors ---------------------------------------------------------------------------------
+
+    @cached_property
+    def made_by(self) -> dict[int, Mark | Op]:
+        """Tensor -> the event that made it."""
+        return makers(self.tape)
 
     def tensor(self, tid: int) -> tuple[Node, ...]:
         """The dims of a tensor; parameters, inputs and constants get theirs here."""

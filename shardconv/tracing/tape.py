@@ -143,6 +143,11 @@ def reads_and_writes(event: Event) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return event.inputs, event.outputs
 
 
+def makers(tape: Tape) -> dict[int, Event]:
+    """Tensor -> the event that made it."""
+    return {tid: event for event in tape.events for tid in reads_and_writes(event)[1]}
+
+
 def tensors_read(tape: Tape) -> set[int]:
     """The tensors that any event reads."""
     return {tid for event in tape.events for tid in reads_and_writes(event)[0]}

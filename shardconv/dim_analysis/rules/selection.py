@@ -11,7 +11,7 @@ from ..dim_trees import Node
 from .pointwise import broadcast
 
 if TYPE_CHECKING:
-    from ...tracing.tape import Op, Tape
+    from ...tracing.tape import Op
     from ..rule_builder import Arguments, Builder
 
 _OF_EACH_VALUE = frozenset(
@@ -174,7 +174,7 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
     b.never_partial(*tids)
     if any(b.tape.tensors[t].dtype.is_floating_point is False and _is_mask(b, t) for t in tids):
         b.block(source, *tids)
-        b.set(target, _full_rows(b, source, indices, *b.shape(target)) or b.blocked(*b.shape(target)))
+        b.set(target, _full_rows(b, source, indices, target) or b.blocked(*b.shape(target)))
         return
     picked = [p for p, i in enumerate(indices) if isinstance(i, Ref)]
     for p in picked:
@@ -188,31 +188,29 @@ def index(b: Builder, op: Op, args: Arguments) -> None:
         b.take_from_stack(source, target)
 
 
-def _full_rows(b: Builder, source: int, indices: Sequence[Any], *shape: int) -> list[Node]:
+def _full_rows(b: Builder, source: int, indices: Sequence[Any], picked: int) -> list[Node]:
     """The dim of what a mask picks, if that is all of each row or nothing of it; else none.
 
     The mask is one value for each row, expanded to the shape of what it picks from.
     """
     if len(indices) != 1 or not isinstance(indices[0], Ref) or not _is_mask(b, indices[0].tid):
         return []
-    mask, width = indices[0].tid, b.shape(source)[-1] if b.shape(source) else 0
+    mask, shape, width = indices[0].tid, b.shape(picked), b.shape(source)[-1] if b.shape(source) else 0
     if b.shape(mask) != b.shape(source) or len(shape) != 1 or not width or shape[0] % width:
         return []
-    if not _is_same_in_rows(b.tape, mask):
+    if not _is_same_in_rows(b, mask):
         return []
     dim_trees.unify(b.tensor(mask)[-1], b.tensor(source)[-1])
     return [dim_trees.product([dim_trees.leaf(shape[0] // width, True), b.tensor(source)[-1]])]
 
 
-def _is_same_in_rows(tape: Tape, tid: int) -> bool:
+def _is_same_in_rows(b: Builder, tid: int) -> bool:
     """Whether a mask is one value all along its last dim: one for each row was expanded."""
-    for event in reversed(tape.events):
-        if tid not in ((event.target,) if isinstance(event, Mark) else event.outputs):
-            continue
+    while (event := b.made_by.get(tid)) is not None:
         if isinstance(event, Mark):
             tid = event.source
         elif event.name.startswith("aten.expand"):
-            return tape.tensors[event.inputs[0]].shape[-1:] == (1,)
+            return b.shape(event.inputs[0])[-1:] == (1,)
         elif event.name.rpartition(".")[0] in _OF_EACH_VALUE:
             tid = event.inputs[0]
         else:
@@ -291,7 +289,7 @@ def index_put(b: Builder, op: Op, args: Arguments) -> None:
         if p >= len(indices) or indices[p] is not None or len(op.inputs) > 2:
             b.block_dim(dim)
     for tid in op.inputs[2:]:
-        if rows := _full_rows(b, op.inputs[0], indices, *b.shape(tid)):
+        if rows := _full_rows(b, op.inputs[0], indices, tid):
             dim_trees.unify(rows[0], b.tensor(tid)[0])
     b.set(target, dims)
 
@@ -308,7 +306,7 @@ def masked_scatter(b: Builder, op: Op, args: Arguments) -> None:
         b.set(target, b.blocked(*b.shape(target)))
         return
     dims = b.tensor(source)
-    is_in_rows = b.shape(mask)[-1:] == (1,) or _is_same_in_rows(b.tape, mask)
+    is_in_rows = b.shape(mask)[-1:] == (1,) or _is_same_in_rows(b, mask)
     if dims and is_in_rows and b.shape(values)[-1:] == b.shape(source)[-1:]:
         dim_trees.unify(dims[-1], b.tensor(values)[-1])
     b.set(target, dims)
