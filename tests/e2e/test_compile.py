@@ -6,7 +6,6 @@ The graphs are captured as always, and run as they are: generating code takes mi
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import captured
 import pytest
 import shardconv_runtime
 import torch
@@ -144,7 +143,7 @@ class BreakingForCausalLM(transformers.LlamaForCausalLM):
 
 
 @dataclass
-class Graphs:
+class Graphs(captured.Captured):
     """Collectives of each graph that was captured, by kind."""
 
     collectives: list[Counter[str]] = field(default_factory=list)
@@ -154,7 +153,7 @@ class Graphs:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         kinds = (name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
         self.collectives.append(Counter(kind for kind in kinds if kind != "wait_tensor"))
-        return graph.forward
+        return super().backend(graph, inputs)
 
     def __len__(self) -> int:
         return len(self.collectives)
@@ -163,16 +162,8 @@ class Graphs:
 @contextmanager
 def capturing() -> Iterator[Graphs]:
     """Let every ``torch.compile`` in this context capture graphs, and generate no code."""
-    graphs = Graphs()
-    compile_ = torch.compile
-
-    @functools.wraps(compile_)
-    def without_code(function: Any, *, mode: Any = None, options: Any = None, **others: Any) -> Any:
-        return compile_(function, **others | {"backend": graphs.backend})
-
-    torch._dynamo.reset()
-    counters.clear()
-    with mock.patch.object(torch, "compile", without_code):
+    with captured.capturing(Graphs()) as graphs:
+        counters.clear()
         yield graphs
     assert not counters["graph_break"]
 

@@ -15,6 +15,7 @@ from captured import capturing
 from checkpoints import VOCAB, save_causal
 from distributed import run_processes
 from shardconv_runtime.inference.generation import DECODER
+from streamers import Streamer
 from torch import Tensor
 from warm_compiler import warm_up
 
@@ -25,21 +26,6 @@ SAMPLED: dict[str, Any] = {
     "do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "max_new_tokens": 10,
     "pad_token_id": 0,
 }  # fmt: skip
-
-
-class Streamer:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        """The prompt, then the tokens of all rows."""
-        self.given.append(value.tolist())
-
-    def end(self) -> None:
-        """No more."""
-        self.given.append("end")
 
 
 @dataclass(frozen=True)

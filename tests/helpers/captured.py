@@ -26,9 +26,9 @@ class Captured:
 
 
 @contextmanager
-def capturing() -> Iterator[Captured]:
-    """A context in which each ``torch.compile`` captures only."""
-    found = Captured()
+def capturing(found: Any = None) -> Iterator[Any]:
+    """A context in which each ``torch.compile`` captures only: what ``found`` keeps, or ``Captured``."""
+    found = Captured() if found is None else found
     compile_ = torch.compile
 
     @functools.wraps(compile_)

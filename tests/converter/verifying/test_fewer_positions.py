@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from kept_checks import keeping_checks
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf
@@ -47,14 +48,7 @@ def seeing() -> tuple[Plan, NumericCheck]:
         image_token_index=999,
         multimodal_projector_bias=False,
     )
-    checks: list[NumericCheck] = []
-
-    def made(*given: object) -> NumericCheck:
-        checks.append(NumericCheck(*given))  # type: ignore[arg-type]
-        return checks[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "NumericCheck", made)
+    with pytest.MonkeyPatch.context() as patch, keeping_checks() as checks:
         patch.setattr(shrink, "_MANY_ACTIVATIONS", 1 << 20)
         spec = ModelSpec("seeing", config, transformers.LlavaForConditionalGeneration, "bfloat16")
         plan = stages.solve_plan(spec, SolveOptions(2))

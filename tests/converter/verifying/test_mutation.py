@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from converted import local_part
+from kept_checks import keeping_checks
 from mutations import MUTATIONS, mutations
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plain_form, stages
+from shardconv.pipeline import plain_form
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
@@ -157,19 +158,13 @@ class Solved:
 def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
     """Solve, and keep what the checks were given."""
     retraced: list[tuple[Any, ...]] = []
-    checks: list[NumericCheck] = []
 
     def kept(*given: Any) -> Any:
         retraced.append(given)
         return retrace(*given)
 
-    def made(*given: Any) -> NumericCheck:
-        checks.append(NumericCheck(*given))
-        return checks[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, keeping_checks() as checks:
         patch.setattr(plain_form, "retrace", kept)
-        patch.setattr(stages, "NumericCheck", made)
         plan = solve_plan(spec, SolveOptions(tp, experts=experts))
     _, layouts, model, inputs, _ = retraced[-1]
     return Solved(plan, layouts, model, inputs, checks[-1])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from kept_checks import keeping_checks
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import parse, to_text
@@ -34,14 +35,7 @@ from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_toke
 def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:
     """The plan of a causal model, and what proved it."""
     model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    checks: list[NumericCheck] = []
-
-    def made(*given: object) -> NumericCheck:
-        checks.append(NumericCheck(*given))  # type: ignore[arg-type]
-        return checks[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "NumericCheck", made)
+    with keeping_checks() as checks:
         spec = ModelSpec("large", config, model_class, "bfloat16")
         plan = stages.solve_plan(spec, SolveOptions(tp, **options))  # type: ignore[arg-type]
     return plan, checks[-1]

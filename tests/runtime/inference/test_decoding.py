@@ -6,23 +6,23 @@ Graphs are captured as always, and run as they are, without generated code.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 import transformers
+from captured import Captured, capturing
 from checkpoints import CONFIGS, VOCAB
 from recorded_steps import record_all
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference import decoding, replay
 from shardconv_runtime.inference.compiling import compile_model, warm_up_decoding
 from shardconv_runtime.inference.generation import DECODER, prepare_generation
+from streamers import Streamer
 from torch import Tensor
 from warm_compiler import warm_up
 
@@ -56,30 +56,10 @@ DROPS_MASKS = "_mask_length" in inspect.getsource(transformers.GenerationMixin.g
 """Whether this version of transformers leaves out masks of nothing but ones; others have a graph less."""
 
 
-class Graphs:
-    """Counts what Dynamo captures."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def backend(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        """Runs what it is given as it is."""
-        self.count += 1
-        return graph.forward
-
-
 @pytest.fixture
-def graphs() -> Iterator[Graphs]:
-    found = Graphs()
-    compile_ = torch.compile
-
-    @functools.wraps(compile_)
-    def without_code(function: Any, *, options: Any = None, **others: Any) -> Any:
-        return compile_(function, **others, backend=found.backend)
-
+def graphs() -> Iterator[Captured]:
     warm_up()
-    torch._dynamo.reset()
-    with mock.patch.object(torch, "compile", without_code), warnings.catch_warnings():
+    with capturing() as found, warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{REASON}.*")
         yield found
 
@@ -131,7 +111,7 @@ SAMPLED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SHOWN_ELSEWHERE else n for n in CASES]
 )
-def test_tokens_of_every_kind_of_cache(name: str, graphs: Graphs) -> None:
+def test_tokens_of_every_kind_of_cache(name: str, graphs: Captured) -> None:
     """One graph for a row, one for several, each with and without padding, whatever the lengths."""
     model = make(name)
     twin, decoder = compiled(model)
@@ -145,7 +125,7 @@ def test_tokens_of_every_kind_of_cache(name: str, graphs: Graphs) -> None:
 
 @pytest.mark.skipif(not DROPS_MASKS, reason="masks go by position")
 @pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma2"])
-def test_windows_are_rings(name: str, graphs: Graphs) -> None:
+def test_windows_are_rings(name: str, graphs: Captured) -> None:
     """The memory of a layer with a window is that of its window, and prompts may be longer."""
     model = make(name)
     twin, decoder = compiled(model)
@@ -157,7 +137,7 @@ def test_windows_are_rings(name: str, graphs: Graphs) -> None:
     assert graphs.count == 1
 
 
-def test_many_calls(graphs: Graphs) -> None:
+def test_many_calls(graphs: Captured) -> None:
     """Other prompts, lengths, batch sizes and numbers of the processors: nothing new after the largest."""
     model = make()
     twin, decoder = compiled(model)
@@ -176,7 +156,7 @@ def test_many_calls(graphs: Graphs) -> None:
     assert counts[0][0] == 4
 
 
-def test_larger_buckets_move_the_buffers(graphs: Graphs) -> None:
+def test_larger_buckets_move_the_buffers(graphs: Captured) -> None:
     model = make()
     twin, decoder = compiled(model)
     for length, new in ((4, 8), (100, 28), (4, 8)):
@@ -193,7 +173,7 @@ def test_larger_buckets_move_the_buffers(graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("names", [[name] for name in SAMPLED if name != "do_sample"] + [list(SAMPLED)])
-def test_sampling(names: list[str], graphs: Graphs) -> None:
+def test_sampling(names: list[str], graphs: Captured) -> None:
     """With the same random state, the tokens of transformers' own processors."""
     model = make()
     twin, decoder = compiled(model)
@@ -202,7 +182,7 @@ def test_sampling(names: list[str], graphs: Graphs) -> None:
     assert decoder.num_recordings == 1
 
 
-def test_rows_end_at_their_stop_tokens(graphs: Graphs) -> None:
+def test_rows_end_at_their_stop_tokens(graphs: Captured) -> None:
     """Each at its own step, several ids, with a least length before."""
     model = make()
     twin, decoder = compiled(model)
@@ -218,7 +198,7 @@ def test_rows_end_at_their_stop_tokens(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "bamba"])
 def test_what_was_recorded_is_looked_at_before_each_call(
-    name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    name: str, graphs: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its guards hold: of caches with windows and with states, too."""
     record_all(monkeypatch)
@@ -231,7 +211,7 @@ def test_what_was_recorded_is_looked_at_before_each_call(
     assert made._recorded is not None
 
 
-def test_embeddings_in_place_of_ids(graphs: Graphs) -> None:
+def test_embeddings_in_place_of_ids(graphs: Captured) -> None:
     model = make()
     twin, decoder = compiled(model)
     embedded = model.get_input_embeddings()(prompt(2, 5)["input_ids"]).detach()
@@ -240,22 +220,7 @@ def test_embeddings_in_place_of_ids(graphs: Graphs) -> None:
     assert decoder.num_recordings == 1
 
 
-class Streamer:
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def put(self, value: Tensor) -> None:
-        """Tokens."""
-        self.given.append(value.tolist())
-
-    def end(self) -> None:
-        """No more."""
-        self.given.append("end")
-
-
-def test_streamers(graphs: Graphs) -> None:
+def test_streamers(graphs: Captured) -> None:
     model = make()
     twin, decoder = compiled(model)
     got, want = Streamer(), Streamer()
@@ -278,7 +243,7 @@ def test_streamers(graphs: Graphs) -> None:
     ],
     ids=lambda options: "-".join(options),
 )
-def test_other_ways_to_generate(options: dict[str, Any], graphs: Graphs) -> None:
+def test_other_ways_to_generate(options: dict[str, Any], graphs: Captured) -> None:
     """They take transformers' own loops; what these call is captured for one of them."""
     model = make()
     twin, decoder = compiled(model)
@@ -291,7 +256,7 @@ def test_other_ways_to_generate(options: dict[str, Any], graphs: Graphs) -> None
     assert decoder.num_recordings == 0
 
 
-def test_a_cache_of_the_callers_is_continued(graphs: Graphs) -> None:
+def test_a_cache_of_the_callers_is_continued(graphs: Captured) -> None:
     """A second turn, with what the first one left."""
     model = make()
     twin, decoder = compiled(model)
@@ -307,14 +272,14 @@ def test_a_cache_of_the_callers_is_continued(graphs: Graphs) -> None:
     assert decoder.num_recordings == 0
 
 
-def test_chunks_of_a_prompt(graphs: Graphs) -> None:
+def test_chunks_of_a_prompt(graphs: Captured) -> None:
     model = make()
     twin, decoder = compiled(model)
     same(twin, model, prompt(1, 20), **GREEDY, prefill_chunk_size=8)
     assert decoder.num_recordings == 1
 
 
-def test_modes_of_gradients(graphs: Graphs) -> None:
+def test_modes_of_gradients(graphs: Captured) -> None:
     """Buffers made in inference mode can be written outside of it, and the other way round."""
     model = make()
     twin, _ = compiled(model)
@@ -323,7 +288,7 @@ def test_modes_of_gradients(graphs: Graphs) -> None:
     same(twin, model, prompt(1, 6), **GREEDY)
 
 
-def test_a_model_whose_step_is_not_its_own(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_step_is_not_its_own(graphs: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are right all the same, and the user is told, once."""
     model = make()
     twin, decoder = compiled(model)
@@ -336,7 +301,7 @@ def test_a_model_whose_step_is_not_its_own(graphs: Graphs, monkeypatch: pytest.M
     assert not decoder._recorded
 
 
-def test_a_step_that_fails(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails(graphs: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     twin, decoder = compiled(model)
 
@@ -350,7 +315,7 @@ def test_a_step_that_fails(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> N
     assert not decoder._recorded
 
 
-def test_a_step_that_is_not_one_graph(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_one_graph(graphs: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
     twin, decoder = compiled(model)
     append = decoding.StepState.append
@@ -367,7 +332,7 @@ def test_a_step_that_is_not_one_graph(graphs: Graphs, monkeypatch: pytest.Monkey
     assert not decoder._recorded
 
 
-def test_warm_up(graphs: Graphs) -> None:
+def test_warm_up(graphs: Captured) -> None:
     """Afterwards nothing is captured, and random numbers are those that were to come."""
     model = make()
     twin, decoder = compiled(model)
@@ -393,7 +358,7 @@ class Event:
 
 @pytest.mark.parametrize("stop_after", [1, 5, 12, 30])
 def test_a_stop_that_is_seen_one_step_late(
-    stop_after: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    stop_after: int, graphs: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: one step too many runs, and leaves no trace."""
     init = replay.StopFlag.__init__
@@ -418,7 +383,7 @@ def test_a_stop_that_is_seen_one_step_late(
     assert got.given == want.given
 
 
-def test_parameters_that_move(graphs: Graphs) -> None:
+def test_parameters_that_move(graphs: Captured) -> None:
     """What was recorded knows where they were."""
     model = make()
     twin, decoder = compiled(model)
@@ -431,7 +396,7 @@ def test_parameters_that_move(graphs: Graphs) -> None:
     assert decoder.num_recordings == 2
 
 
-def test_what_a_caller_keeps(graphs: Graphs) -> None:
+def test_what_a_caller_keeps(graphs: Captured) -> None:
     """Texts of earlier calls are not memory that later ones write."""
     model = make()
     twin, _ = compiled(model)
