@@ -64,6 +64,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         where = f" {error.filename}" if error.filename else ""
         remedy = _REMEDIES.get(error.errno or 0, "free space or correct the permissions")
         return _fail(f"{error.strerror or error}{where}; {remedy}, then try again")
+    except MemoryError as error:
+        return _fail(f"memory ran out; run it where more is free: {error}")
     except Exception as error:
         if "-v" in (argv or sys.argv) or "--verbose" in (argv or sys.argv):
             traceback.print_exc()

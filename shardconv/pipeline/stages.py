@@ -60,13 +60,18 @@ def solve_plan(
         adaptation: an adapter of the model; the plan is that of both; the adapter's name is ``ANY_NAME``.
 
     Raises:
-        SolveError: the model cannot be traced, or its plan failed the check.
+        SolveError: the model cannot be traced, its plan failed the check, or memory ran out.
     """
     try:
         with _no_collection():
             return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
+    except MemoryError as error:
+        raise SolveError(
+            f"{spec.name}: memory ran out while its plan was made or proven on numbers; do it where more is "
+            f"free, or leave the numbers out with --no-check. What failed: {error}"
+        ) from error
     except Exception as error:
         raise SolveError(
             f"{spec.name}: no plan could be made ({type(error).__name__}: {error}); this is a gap in "

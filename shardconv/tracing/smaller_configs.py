@@ -17,7 +17,7 @@ from typing import Any
 
 from .config_sizes import has, int_of, nodes, pair
 
-_SIDE, _PATCH = "image_size", "patch_size"
+_SIDES, _PATCH = ("image_size", "resolution"), "patch_size"
 _FOLLOWING = re.compile(r"image|pixel|patch|position|resolution|pinpoint|tokens_per|num_tokens|seq_length")
 """In names of numbers that may follow from the size of an image."""
 _OTHERS = re.compile(rf"{_PATCH}$|_ids?$|_index$|_token$|_dim$|channels|layers?$|heads?$|std|eps")
@@ -28,6 +28,9 @@ _CHUNKS = re.compile(r"(^|_)(chunk_size|block_size|attention_window)$")
 _LEAST_PATCHES = 4
 """In a row of a grid."""
 _USUAL_PATCHES = 6
+_STRIDE = 32
+"""Pixels in a row of the last grid of a tower without patches, which halves its images five times."""
+_FEW_STRIDES = 3
 _POSITIONS = 48
 """Of a sound."""
 _CHUNK, _LARGEST_CHUNK = 32, 1024
@@ -96,7 +99,8 @@ def _grids(config: Any) -> list[Change]:
     """Changes to smaller grids of patches, of all towers together."""
     towers = {}
     for node in nodes(config):
-        side, patch = (pair(getattr(node, name, None)) for name in (_SIDE, _PATCH))
+        side = next((pair(getattr(node, name)) for name in _SIDES if has(node, name)), None)
+        patch = pair(getattr(node, _PATCH, _STRIDE))
         if (
             side
             and patch
@@ -104,9 +108,10 @@ def _grids(config: Any) -> list[Change]:
             and patch[0] == patch[1]
             and side[0] // patch[0] > _LEAST_PATCHES
         ):
-            rows = _smaller_rows(side[0] // patch[0])
+            row = side[0] // patch[0]
+            rows = _smaller_rows(row) if has(node, _PATCH) else [_FEW_STRIDES]
             towers[side[0]] = [
-                _Tower(side[0], row * patch[0] + side[0] % patch[0], side[0] // patch[0], row) for row in rows
+                _Tower(side[0], small * patch[0] + side[0] % patch[0], row, small) for small in rows
             ]
     choices = itertools.zip_longest(*towers.values())
     filled = (
@@ -135,7 +140,7 @@ class _Fewer:
             for name, value in list(vars(node).items()):
                 if not _FOLLOWING.search(name) or _OTHERS.search(name):
                     continue
-                if name != _OF_TEXTS or has(node, _SIDE):
+                if name != _OF_TEXTS or has(node, _SIDES[0]):
                     setattr(node, name, self._smaller(value))
 
     def _smaller(self, value: Any) -> Any:

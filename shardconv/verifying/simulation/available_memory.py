@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -38,6 +41,20 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return  # another C library
+
+
+_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|can't start new thread")
+"""In errors of torch's allocators, and of threads that get no stack."""
+
+
+def require_memory(error: Exception) -> None:
+    """Raise a ``MemoryError`` for an error that says that memory ran out: no fault of any model.
+
+    Args:
+        error: any; others are left to the caller.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _OUT_OF_MEMORY.search(str(error)):
+        raise MemoryError(str(error)) from error
 
 
 def _of_machine(root: Path) -> int:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ...reporting.progress import Advance
 from ...tracing.inputs import TraceInputs
 from ...tracing.tape import Tape
+from .available_memory import require_memory
 from .model_runs import Precision, largest_difference, outputs_of
 from .module_differences import UNSHARDED, ModuleDifference, ModuleOutputs
 from .rank_simulation import Unprovable
@@ -87,6 +88,7 @@ class Lockstep:
             except ShardconvError:
                 raise
             except Exception as error:
+                require_memory(error)
                 raise Unprovable(str(error)) from error
             if not all(t.isfinite().any() for t in want if t.numel()):
                 raise Unprovable("an output has no finite value")
@@ -99,6 +101,7 @@ class Lockstep:
             except ShardconvError:
                 raise
             except Exception as error:
+                require_memory(error)
                 raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
             comm.turn.wait_for_others(len(self.tape.calls))  # the unsharded model has ended then
             return largest_difference(outputs, want)

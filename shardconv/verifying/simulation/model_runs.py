@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
 from ...tracing.trace import results
+from .available_memory import require_memory
 from .float64 import Float64, WithoutNoise
 
 TOLERANCE = 1e-9
@@ -69,7 +70,8 @@ def outputs_of_calls(
         while len(found) < calls:
             try:
                 result = model(**continuation(model, inputs, result))
-            except Exception:  # whatever its code raises on a call that its author did not think of
+            except Exception as error:  # whatever its code raises on a call that its author did not think of
+                require_memory(error)
                 if or_fewer:
                     break
                 raise
@@ -126,6 +128,7 @@ def usable_gradients(
     try:
         return inputs, *_usable(gradients_of(new_model(), inputs, precision))
     except Exception as error:
+        require_memory(error)
         if inputs.options.get("use_cache"):  # what writes to a cache may have no backward
             without = replace(inputs, options={**inputs.options, "use_cache": False})
             return usable_gradients(new_model, without, precision)

@@ -25,7 +25,7 @@ from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
-from .available_memory import collect_garbage
+from .available_memory import collect_garbage, require_memory
 from .model_runs import (
     PRECISIONS,
     Precision,
@@ -130,6 +130,7 @@ class Simulation:
         except PlanError:
             raise
         except Exception as error:
+            require_memory(error)
             raise SolveError(f"the plan failed when its ranks were simulated: {error}") from error
         return Outcome(worst, self._precision.tolerance, self._precision.dtype, calls=len(want))
 
@@ -160,6 +161,7 @@ class Simulation:
             try:
                 worst = max(self._run_ranks(run))
             except Exception as error:
+                require_memory(error)
                 raise SolveError(f"stage {stage} failed when it was simulated: {error}") from error
         if left := sorted({(source, stage) for (_, source, stage), tensors in mail.items() if tensors}):
             raise SolveError("stage {1} does not receive all that stage {0} sends".format(*left[0]))
@@ -209,6 +211,7 @@ class Simulation:
         try:
             found = self._run_ranks(run)
         except Exception as error:
+            require_memory(error)
             return f"in training mode a rank fails, the unsharded model does not: {shorten(str(error), 200)}"
         return max(found).text(self._precision.tolerance)
 
@@ -275,6 +278,7 @@ class Simulation:
                     return want
                 problem = problem or ArithmeticError("an output has no finite value")
             except Exception as error:
+                require_memory(error)
                 problem = problem or error.with_traceback(None)  # which would keep the weights in memory
         raise Unprovable(str(problem)) from problem
 

@@ -48,6 +48,7 @@ def changed(before: Any, after: Any, path: str = "") -> dict[str, Any]:
             {"image_size": 112},
             id="rows that nothing divides",
         ),
+        pytest.param(transformers.EfficientNetConfig(image_size=600), {"image_size": 120}, id="no patches"),
         pytest.param(
             transformers.WhisperConfig(max_source_positions=1500), {"max_source_positions": 48}, id="sounds"
         ),

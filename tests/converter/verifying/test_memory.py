@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from shardconv.verifying.simulation.available_memory import available_bytes
+from shardconv.tracing.inputs import TraceInputs
+from shardconv.verifying.simulation.available_memory import available_bytes, require_memory
+from shardconv.verifying.simulation.model_runs import PRECISIONS, usable_gradients
 
 GB = 10**9
 
@@ -66,3 +70,35 @@ def test_groups_that_cannot_be_seen(tmp_path: Path, groups: str) -> None:
 
 def test_a_system_without_these_files(tmp_path: Path) -> None:
     assert 0 < available_bytes(tmp_path) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("std::bad_alloc"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_memory_that_runs_out_is_no_fault_of_a_model(error: Exception) -> None:
+    with pytest.raises(MemoryError) as raised:
+        require_memory(error)
+    assert raised.value.__cause__ is error
+
+
+def test_other_errors_are_left_to_the_caller() -> None:
+    require_memory(RuntimeError("a dim that cannot be allocated"))
+
+
+class WithoutMemory(nn.Module):
+    """In training, or where there are ranks, memory runs out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_no_reason_for_a_plan_is_that_memory_ran_out() -> None:
+    inputs = TraceInputs({"x": torch.ones(2, 3)}, {})
+    with pytest.raises(MemoryError):
+        usable_gradients(WithoutMemory, inputs, PRECISIONS[0])
