@@ -36,7 +36,7 @@ from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from .leaf_groups import LeafGroup
 from .small_shapes import SmallShapes, activation_elements
-from .token_tables import FewerTokens, TokenUse, fewer_tokens, token_inputs
+from .token_tables import FewerTokens, TokenUse, fewer_tokens
 
 Changes = Mapping[Attribute, Change]
 _LARGE = 1 << 25
@@ -132,52 +132,61 @@ class Attempt:
 
     def _fewer_rows(self, model: nn.Module, inputs: TraceInputs) -> TraceInputs:
         """One row of inputs whose activations are large, as those of images and sounds; else all."""
-        first = one_row(inputs.tensors) if activation_elements(self.shapes) > _LARGE else {}
-        try:
-            if first:
-                trace(model, first, RULES, inputs.options)
-        except ShardconvError:
-            return inputs  # it takes no single rows
-        return replace(inputs, tensors=first or inputs.tensors)
+        if activation_elements(self.shapes) > _LARGE:
+            for tensors in single_rows(inputs.tensors):
+                try:
+                    trace(model, tensors, RULES, inputs.options)
+                except ShardconvError:
+                    continue  # it takes no such row
+                return replace(inputs, tensors=tensors)
+        return inputs
 
     # Tokens ----------------------------------------------------------------------------------
 
-    def _tokens(self) -> FewerTokens | Obstacle:
-        """The tokens of the smaller vocabulary; an obstacle if there are too few."""
-        rows = [group for group in self.sizes if group.rows]
-        if not rows:
-            return FewerTokens({})
-        group = rows[0]
-        used = [i for t in self._token_tensors().values() for i in t.flatten().tolist()]
-        used += list(self.use.special.values())
-        used += self._padding_ids().values()
-        tokens = fewer_tokens(used, group.size, self.sizes[group], self.tp)
-        if tokens is None or len(rows) > 1:
-            return Obstacle(tuple(rows[-1].leaves), "tokens")
-        return tokens
+    def _tokens(self) -> Mapping[int, FewerTokens] | Obstacle:
+        """The tokens of the smaller vocabularies, by input; an obstacle if one has too few."""
+        out: dict[int, FewerTokens] = {}
+        given = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
+        for tid, tables in self.use.inputs.items():
+            rows = {t: self.shapes.local_shape(t)[0] for t in tables if self.shapes.is_changed(t)}
+            if not rows or given[tid].dtype not in (torch.int64, torch.int32):
+                continue
+            table = min(rows, key=lambda t: rows[t])
+            size = self.tape.tensors[table].shape[0]
+            used = given[tid].flatten().tolist()
+            used += [special.id for special in self.use.special.values() if special.input == tid]
+            used += [i for t, i in self._padding_ids().items() if t in tables]
+            fixed = self.use.fixed.get(tid, frozenset())
+            tokens = fewer_tokens([*used, *fixed], size, rows[table], self.tp, fixed)
+            if tokens is None or max(used) >= size:
+                return Obstacle(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
+            out[tid] = tokens
+        return out
 
-    def _token_tensors(self) -> dict[str, torch.Tensor]:
-        inputs = self.full.inputs.tensors
-        return token_inputs(self.use, self.tape, list(inputs), inputs)
+    def _padding_ids(self) -> dict[int, int]:
+        """Table of tokens -> the padding id of its module."""
+        names = {t: self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables}
+        found = {t: getattr(self.full.model.get_submodule(n), "padding_idx", None) for t, n in names.items()}
+        return {table: padding for table, padding in found.items() if isinstance(padding, int)}
 
-    def _padding_ids(self) -> dict[str, int]:
-        """FQN of a module with a table of tokens -> its padding id."""
-        names = (self.tape.tensors[t].name.rpartition(".")[0] for t in self.use.tables)
-        found = {name: getattr(self.full.model.get_submodule(name), "padding_idx", None) for name in names}
-        return {name: padding for name, padding in found.items() if isinstance(padding, int)}
-
-    def _mapped_ids(self, tokens: FewerTokens) -> dict[Attribute, Change]:
+    def _mapped_ids(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
         """Attributes that hold special ids."""
-        found = self.use.special.items() if tokens.ids else ()
-        return {a: Change(i, tokens.ids[i]) for a, i in found if tokens.ids.get(i, i) != i}
-
-    def _paddings(self, tokens: FewerTokens) -> dict[Attribute, Change]:
-        """Padding ids of the tables of tokens."""
-        return {
-            (fqn, "padding_idx"): Change(padding, tokens.ids[padding])
-            for fqn, padding in self._padding_ids().items()
-            if tokens.ids.get(padding, padding) != padding
+        found = {
+            a: (s.id, tokens[s.input].ids.get(s.id, s.id))
+            for a, s in self.use.special.items()
+            if s.input in tokens
         }
+        return {a: Change(full, small) for a, (full, small) in found.items() if small != full}
+
+    def _paddings(self, tokens: Mapping[int, FewerTokens]) -> dict[Attribute, Change]:
+        """Padding ids of the tables of tokens."""
+        out: dict[Attribute, Change] = {}
+        for table, padding in self._padding_ids().items():
+            ids = next((m.ids for i, m in tokens.items() if table in self.use.inputs[i]), {})
+            if ids.get(padding, padding) != padding:
+                fqn = self.tape.tensors[table].name.rpartition(".")[0]
+                out[fqn, "padding_idx"] = Change(padding, ids[padding])
+        return out
 
     def _hashes(self) -> dict[Attribute, Change]:
         """Attributes that hashes are reduced by."""
@@ -213,10 +222,11 @@ class Attempt:
                     out["", path] = Change(group.size, self.sizes[group])
         return out
 
-    def _inputs(self, tokens: FewerTokens) -> TraceInputs:
+    def _inputs(self, tokens: Mapping[int, FewerTokens]) -> TraceInputs:
         inputs = self.full.inputs
-        mapped = {n: tokens.tensor(t) for n, t in self._token_tensors().items()} if tokens.ids else {}
-        return replace(inputs, tensors={**inputs.tensors, **mapped})
+        named = zip(self.tape.inputs, inputs.tensors.items(), strict=True)
+        mapped = {name: tokens[tid].tensor(t) if tid in tokens else t for tid, (name, t) in named}
+        return replace(inputs, tensors=mapped)
 
     # The model -------------------------------------------------------------------------------
 
@@ -330,20 +340,34 @@ class Attempt:
         ]
 
 
-def one_row(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The first row of each input; none if there is but one, or they cannot be divided alike.
+def single_rows(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The first row of each input, in the ways in which these may be divided; none if there is but one.
 
-    Of those whose rows are others, such as the patches of all images, as large a part.
+    Of those whose rows are others, such as the patches of all images, as large a part. What has a single row
+    may be for all rows, or hold them one behind the other in its last dim.
     """
     rows = num_rows(tensors)
-    return {} if rows == 1 else {name: tensor[: len(tensor) // rows] for name, tensor in tensors.items()}
+    if rows == 1:
+        return
+    first = {n: t if _is_single(t) else t[: len(t) // rows] for n, t in tensors.items()}
+    if any(map(_is_single, tensors.values())):
+        yield {
+            n: t[..., : t.shape[-1] // rows] if _is_single(t) and t.shape[-1] % rows == 0 else t
+            for n, t in first.items()
+        }
+    yield first
 
 
 def num_rows(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Of inputs that can be divided alike; else 1."""
+    """Of inputs that can be divided alike, but for those with a single row; else 1."""
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()]
+    lengths = [length for length in lengths if length != 1]
     rows = math.gcd(*lengths)
     return rows if rows in lengths and 0 not in lengths else 1
+
+
+def _is_single(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == 1
 
 
 def _tids(event: Any) -> Iterable[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.dims import Dim, Leaf, axes_of, size
+from shardconv_runtime.format.dims import Dim, Leaf, Product, axes_of, size
 from shardconv_runtime.format.fused_groups import fused_groups
 from shardconv_runtime.format.plan import (
     Boundary,
@@ -223,12 +223,21 @@ def _with_sizes(name: str, dims: Sequence[Dim], resized: Resized) -> tuple[Dim, 
     """
     if tuple(map(size, dims)) != resized.before:
         raise PlanError(f"{name}: the plan is for {tuple(map(size, dims))}, the model has {resized.before}")
-    out: list[Dim] = []
-    for dim, before, after in zip(dims, resized.before, resized.after, strict=True):
-        if before != after and axes_of(dim) and not isinstance(dim, Leaf):
-            raise PlanError(f"{name}: positions that become fewer are sharded in parts, {dim}")
-        out.append(dim if before == after else Leaf(after, dim.axes if isinstance(dim, Leaf) else ()))
-    return tuple(out)
+    return tuple(
+        dim if before == after else _with_size(name, dim, after)
+        for dim, before, after in zip(dims, resized.before, resized.after, strict=True)
+    )
+
+
+def _with_size(name: str, dim: Dim, after: int) -> Dim:
+    """A dim of another size; of a product the factor has another one that ranks hold whole."""
+    if isinstance(dim, Leaf) or not axes_of(dim):
+        return Leaf(after, dim.axes if isinstance(dim, Leaf) else ())
+    factors = dim.factors if isinstance(dim, Product) else ()
+    whole = [factor for factor in factors if isinstance(factor, Leaf) and not factor.axes]
+    if len(whole) != 1 or after % (others := size(dim) // whole[0].size):
+        raise PlanError(f"{name}: positions that become fewer are sharded in parts, {dim}")
+    return Product(tuple(Leaf(after // others) if f is whole[0] else f for f in factors))
 
 
 def _divisors(plan: Plan) -> list[int]:

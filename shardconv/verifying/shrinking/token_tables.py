@@ -1,15 +1,16 @@
 """Tables that are looked up by token ids, of which a smaller model has fewer rows.
 
 The ids are an input of the model. Other code may compare them with special ids that are attributes of
-modules: these are mapped like the tokens. Where ids are used in any other way, the table keeps its rows.
+modules: these are mapped like the tokens. It may ask whether they are ids of a table at all. Where ids are
+used in any other way, the table keeps its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.slices import share
 from torch import Tensor
@@ -26,8 +27,18 @@ _PASSING = frozenset(
 )  # fmt: skip
 """Operators whose result has the ids of their operand."""
 _COMPARING = frozenset(("aten.eq", "aten.ne", "aten.isin"))
+_BOUNDING = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
 _FILLING = frozenset(("aten.masked_fill", "aten.where"))
 _SHAPING = frozenset(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_ones", "new_zeros"))
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialId:
+    """A token id that is known by an attribute."""
+
+    id: int
+    input: int
+    """Whose tokens are compared with it."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +47,36 @@ class TokenUse:
 
     tables: frozenset[int]
     """The parameters and buffers that are looked up by token ids alone, whose ids may be mapped."""
-    inputs: frozenset[int]
-    """Inputs that are looked up, and not used in other ways."""
-    special: Mapping[tuple[str, str], int]
-    """Attributes that token ids are compared with: (FQN of the module, attribute) -> id."""
+    inputs: Mapping[int, frozenset[int]]
+    """Inputs that are looked up, and not used in other ways -> the tables in which they are."""
+    special: Mapping[tuple[str, str], SpecialId]
+    """Attributes that token ids are compared with: FQN of the module, attribute."""
+    fixed: Mapping[int, frozenset[int]]
+    """Inputs -> ids that code adds to theirs, and that stay."""
     num_rows: Mapping[int, int]
     """Inputs that are looked up, however else they are used -> rows of the smallest table."""
 
 
 def token_use(tape: Tape) -> TokenUse:
     """Walks the tape; ask once."""
-    tokens, spoiled = _tokens(tape)
+    flow = _flow(tape)
     tables: dict[int, bool] = {}
-    num_rows: dict[int, int] = {}
+    looked_up: dict[int, set[int]] = {}
     for event in tape.events:
         if isinstance(event, Op) and _looks_up(tape, event):
-            table, origin = event.inputs[0], tokens.get(event.inputs[-1])
-            tables[table] = tables.get(table, True) and origin is not None and origin not in spoiled
+            table, origin = event.inputs[0], flow.tokens.get(event.inputs[-1])
+            tables[table] = tables.get(table, True) and origin is not None
             if origin is not None:
-                rows = tape.tensors[table].shape[0]
-                num_rows[origin] = min(rows, num_rows.get(origin, rows))
+                looked_up.setdefault(origin, set()).add(table)
+    num_rows = {origin: min(tape.tensors[t].shape[0] for t in found) for origin, found in looked_up.items()}
+    bounded = {origin for origin, least in flow.bounds if least < num_rows.get(origin, 0)}
+    inputs = {i: frozenset(found) for i, found in looked_up.items() if i not in flow.spoiled | bounded}
+    spoiled = {t for i, found in looked_up.items() if i not in inputs for t in found}
     return TokenUse(
-        frozenset(table for table, is_right in tables.items() if is_right),
-        frozenset(num_rows) - spoiled,
-        _special_ids(tape, tokens),
+        frozenset(table for table, is_right in tables.items() if is_right and table not in spoiled),
+        inputs,
+        _special_ids(tape, flow.tokens),
+        {origin: frozenset(ids) for origin, ids in flow.fixed.items()},
         num_rows,
     )
 
@@ -72,27 +89,40 @@ def _looks_up(tape: Tape, op: Op) -> bool:
     return stored and op.name.startswith("aten.index.") and len(op.inputs) == 2 and op.args[1][0] is not None
 
 
-def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str], int]:
+def _special_ids(tape: Tape, tokens: Mapping[int, int]) -> dict[tuple[str, str], SpecialId]:
     compared = {
-        t
+        t: next(tokens[i] for i in e.inputs if i in tokens)
         for e in tape.events
         if isinstance(e, Op) and e.name.rsplit(".", 1)[0].rstrip("_") in (_COMPARING | _FILLING)
         for t in e.outputs
         if any(i in tokens for i in e.inputs)
     }
     found = [
-        number.expr
+        (number.expr, compared[output])
         for replay in tape.replays
-        if compared.intersection(replay.outputs)
+        for output in [t for t in replay.outputs if t in compared][:1]
         for number in traced_ints((replay.args, replay.kwargs))
     ]
-    return {(expr[1], expr[2]): int(expr[3]) for expr in found if expr[0] == "attr"}
+    return {(e[1], e[2]): SpecialId(int(e[3]), origin) for e, origin in found if e[0] == "attr"}
 
 
-def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
-    """Tensors of token ids -> the input that they come from; inputs whose ids are used in other ways."""
+@dataclass
+class _Flow:
+    """Where the token ids of a tape go."""
+
+    tokens: dict[int, int]
+    """Tensors of ids -> the input that they come from."""
+    spoiled: set[int]
+    """Inputs whose ids are used in other ways."""
+    bounds: list[tuple[int, int]]
+    """Input, and the least number above all ids of which a comparison says the same."""
+    fixed: dict[int, set[int]]
+    """Input -> ids that code adds."""
+
+
+def _flow(tape: Tape) -> _Flow:
     tokens = {t: t for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point}
-    spoiled: set[int] = set()
+    flow = _Flow(tokens, set(), [], {})
     traced = {
         t for r in tape.replays if any(True for _ in traced_ints((r.args, r.kwargs))) for t in r.outputs
     }
@@ -108,19 +138,43 @@ def _tokens(tape: Tape) -> tuple[dict[int, int], set[int]]:
             base = event.name.rsplit(".", 1)[0].rstrip("_")
             is_first = tid == event.inputs[0]
             is_passed = base == "aten.index" or (base == "aten.index_put" and event.inputs[-1] in zeros)
+            added = _added_id(base, event)
+            if added is not None:
+                flow.fixed.setdefault(tokens[tid], set()).add(added)
             if (
                 base in _PASSING
                 or (is_first and is_passed)
                 or (base in _FILLING and _fills_a_known_id(event, traced))
+                or added is not None
             ):
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
+            elif base in _BOUNDING and (bound := _bound(base, event)) is not None:
+                flow.bounds.append((tokens[tid], bound))
             elif not (
                 base in _SHAPING
                 or (_looks_up(tape, event) and tid != event.inputs[0])
                 or (base in _COMPARING and _compares_a_known_id(event, traced))
             ):
-                spoiled.add(tokens[tid])
-    return tokens, spoiled
+                flow.spoiled.add(tokens[tid])
+    return flow
+
+
+def _added_id(base: str, op: Op) -> int | None:
+    """The id with which an operator pads."""
+    if base != "aten.constant_pad_nd":
+        return None
+    value = op.args[2] if len(op.args) > 2 else 0
+    return int(value) if value >= 0 and value == int(value) else None
+
+
+def _bound(base: str, op: Op) -> int | None:
+    """The least number of which a comparison says the same as of all ids from zero to it; None if there is
+    none."""
+    number = op.args[1]
+    if len(op.inputs) != 1 or type(number) not in (int, TracedInt):
+        return None
+    first = int(number) + (base in ("aten.gt", "aten.le"))  # of the numbers of which it says something else
+    return first if first > 0 else sys.maxsize
 
 
 def _compares_a_known_id(op: Op, traced: set[int]) -> bool:
@@ -142,14 +196,17 @@ class FewerTokens:
         return ids.clone().apply_(lambda i: self.ids.get(i, i)) if ids.numel() else ids
 
 
-def fewer_tokens(used: Sequence[int], size: int, small: int, parts: int) -> FewerTokens | None:
-    """Map the tokens in use; None if they are too many.
+def fewer_tokens(
+    used: Sequence[int], size: int, small: int, parts: int, fixed: Collection[int] = ()
+) -> FewerTokens | None:
+    """Map the tokens in use; None if they are too many, or one that is fixed would be another one.
 
     Args:
         used: token ids.
         size: of the vocabulary.
         small: size of the smaller one.
         parts: ranks among which both are divided.
+        fixed: those of them that stay.
     """
     tokens = sorted({i for i in used if 0 <= i < size})
     out: dict[int, int] = {}
@@ -163,15 +220,7 @@ def fewer_tokens(used: Sequence[int], size: int, small: int, parts: int) -> Fewe
             wanted = start + (token - first) % (stop - start)
             start = min(max(wanted, start), stop - len(inside) + index) + 1
             out[token] = start - 1
-    return FewerTokens(out)
-
-
-def token_inputs(
-    use: TokenUse, tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Those of the inputs that are looked up in a table of tokens."""
-    found = {name for tid, name in zip(tape.inputs, names, strict=True) if tid in use.inputs}
-    return {n: t for n, t in tensors.items() if n in found and t.dtype in (torch.int64, torch.int32)}
+    return FewerTokens(out) if all(out.get(i) == i for i in fixed) else None
 
 
 def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor]) -> str:
@@ -181,7 +230,7 @@ def beyond_tables(tape: Tape, names: Sequence[str], tensors: Mapping[str, Tensor
         rows = use.num_rows.get(tid)
         beyond = {i for i in tensors[name].flatten().tolist() if i >= rows} if rows is not None else set()
         if beyond:
-            known = {a.rpartition(".")[2]: i for (_, a), i in use.special.items() if i in beyond}
+            known = {a.rpartition(".")[2]: s.id for (_, a), s in use.special.items() if s.id in beyond}
             ids = ", ".join(f"{attribute}={i}" for attribute, i in known.items()) or f"{name} {min(beyond)}"
             return f"{ids} lies beyond the vocabulary of {rows} rows; correct config.json"
     return ""

@@ -278,7 +278,7 @@ def test_tokens_that_are_picked_row_by_row_are_tokens() -> None:
     inputs = {"ids": torch.arange(60).view(3, 20), "mask": torch.ones(3, 20, dtype=torch.long)}
     use = token_use(trace(Picks().to("meta"), inputs, RULES))
     assert len(use.tables) == 1
-    assert use.special == {("", "special"): 77}
+    assert {attribute: special.id for attribute, special in use.special.items()} == {("", "special"): 77}
 
 
 def test_heads_are_one_group_where_their_insides_are_divided_in_other_ways() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking.hashed_tables import hashed_tables
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
-from shardconv.verifying.shrinking.small_model import one_row
+from shardconv.verifying.shrinking.small_model import single_rows
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, token_use
 
@@ -404,7 +405,18 @@ def test_layers_that_cannot_be_left_out_count() -> None:
 def test_one_row_is_as_large_a_part_of_each_input() -> None:
     """Of three images in 12 patches each, the patches of one."""
     inputs = {"ids": torch.zeros(3, 20), "patches": torch.arange(36), "sizes": torch.zeros(3, 2)}
-    shapes = {name: tuple(tensor.shape) for name, tensor in one_row(inputs).items()}
-    assert shapes == {"ids": (1, 20), "patches": (12,), "sizes": (1, 2)}
-    for other in (torch.zeros(7), torch.zeros(1, 2), torch.tensor(1.0)):
-        assert one_row({**inputs, "other": other}) == {}
+    want = {"ids": (1, 20), "patches": (12,), "sizes": (1, 2)}
+    assert [shapes_of(t) for t in single_rows(inputs)] == [want]
+    for other in (torch.zeros(7), torch.zeros(0, 2), torch.tensor(1.0)):
+        assert not list(single_rows({**inputs, "other": other}))
+
+
+def test_what_has_a_single_row_may_hold_those_of_all_images() -> None:
+    inputs = {"ids": torch.zeros(3, 20), "patches": torch.zeros(1, 4, 36), "positions": torch.zeros(1, 20)}
+    want = {"ids": (1, 20), "patches": (1, 4, 12), "positions": (1, 20)}
+    assert [shapes_of(t) for t in single_rows(inputs)] == [want, {**want, "patches": (1, 4, 36)}]
+    assert not list(single_rows({"ids": torch.zeros(1, 20)}))
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
