@@ -233,14 +233,17 @@ class NumericCheck:
     def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
         """The smaller model for a plan, with fewer positions if it has many and that is possible."""
         shrinking = Shrinking.of(self.full, plan.tp, skipped)
-        fewer = self._fewer() if shrinking.has_many_positions else None
+        found = None if shrinking.has_many_positions else _shrink(plan, shrinking)
+        if found is not None and not shrinking.is_much(found.small.shapes):
+            return found
+        fewer = self._fewer()
         if fewer is not None:
             full, bypassed = fewer
             try:
                 return _shrink(plan, Shrinking.of(full, plan.tp, planned_alike(plan, bypassed)))
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
-        return _shrink(plan, shrinking)
+        return found or _shrink(plan, shrinking)
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

@@ -18,12 +18,17 @@ from typing import Any
 from .config_sizes import has, int_of, nodes, pair
 
 _SIDES, _PATCH = ("image_size", "resolution"), "patch_size"
-_FOLLOWING = re.compile(r"image|pixel|patch|position|resolution|pinpoint|tokens_per|num_tokens|seq_length")
+_FOLLOWING = re.compile(
+    r"image|pixel|patch|position|resolution|pinpoint|crop|tokens_per|num_tokens|seq_length"
+)
 """In names of numbers that may follow from the size of an image."""
 _OTHERS = re.compile(rf"{_PATCH}$|_ids?$|_index$|_token$|_dim$|channels|layers?$|heads?$|std|eps")
 """In names of numbers that do not."""
 _OF_TEXTS = "max_position_embeddings"
 _SOUND_POSITIONS = "max_source_positions"
+_SOUND_WINDOWS = re.compile(r"n_window(_|$)")
+_LEAST_WINDOW = 5
+"""Convolutions halve what is in one, up to three times."""
 _CHUNKS = re.compile(r"(^|_)(chunk_size|block_size|attention_window)$")
 _LEAST_PATCHES = 4
 """In a row of a grid."""
@@ -157,10 +162,17 @@ class _Fewer:
 
 
 def _fewer_sound_positions(config: Any) -> None:
+    """Shorter sounds, of as many windows where a tower divides them."""
     for node in nodes(config):
         positions = int_of(node, _SOUND_POSITIONS)
-        if positions >= 2 * _POSITIONS:
-            setattr(node, _SOUND_POSITIONS, positions // (positions // _POSITIONS))
+        if positions < 2 * _POSITIONS:
+            continue
+        names = [name for name in vars(node) if _SOUND_WINDOWS.match(name) and int_of(node, name)]
+        windows = math.gcd(*(int_of(node, name) for name in names))
+        factors = range(positions // _POSITIONS, 0, -1)
+        factor = next(f for f in factors if windows % f == 0 and (not names or windows // f >= _LEAST_WINDOW))
+        for name in (_SOUND_POSITIONS, *names):
+            setattr(node, name, int_of(node, name) // factor)
 
 
 def _smaller_chunks(config: Any) -> None:

@@ -25,7 +25,7 @@ from .unread_parameters import with_unread_parameters
 
 _LARGE = 1 << 29
 """What a proof may hold before other sizes are tried, in elements."""
-_MANY_ACTIVATIONS = 1 << 24
+_MANY_ACTIVATIONS = 1 << 23
 """Elements of all activations of a call."""
 
 
@@ -59,10 +59,12 @@ class Shrinking:
 
     @property
     def has_many_positions(self) -> bool:
-        """Whether the ranks of a proof would together hold much, even if all that may shrink does, for one
-        row."""
-        elements = activation_elements(SmallShapes.of(self.full.analysis, self._first_sizes))
-        return elements // num_rows(self.full.inputs.tensors) > _MANY_ACTIVATIONS
+        """Whether the ranks of a proof would together hold much, even if all that may shrink does."""
+        return self.is_much(SmallShapes.of(self.full.analysis, self._first_sizes))
+
+    def is_much(self, shapes: SmallShapes) -> bool:
+        """Whether they would with these shapes, for one row."""
+        return activation_elements(shapes) // num_rows(self.full.inputs.tensors) > _MANY_ACTIVATIONS
 
     def run(self, fits: Callable[[SmallModel], object], runs: Callable[[SmallModel], bool]) -> SmallModel:
         """The smaller model on which plans are simulated; a small one is not changed.

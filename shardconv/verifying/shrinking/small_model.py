@@ -153,11 +153,11 @@ class Attempt:
                 continue
             table = min(rows, key=lambda t: rows[t])
             size = self.tape.tensors[table].shape[0]
-            used = given[tid].flatten().tolist()
-            used += [special.id for special in self.use.special.values() if special.input == tid]
-            used += [i for t, i in self._padding_ids().items() if t in tables]
+            alone = [special.id for special in self.use.special.values() if special.input == tid]
+            alone += [i for t, i in self._padding_ids().items() if t in tables]
+            used = [*given[tid].flatten().tolist(), *alone]
             fixed = self.use.fixed.get(tid, frozenset())
-            tokens = fewer_tokens([*used, *fixed], size, rows[table], self.tp, fixed)
+            tokens = fewer_tokens(used, size, rows[table], self.tp, alone=alone, fixed=fixed)
             if tokens is None or max(used) >= size:
                 return Obstacle(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
             out[tid] = tokens

@@ -7,6 +7,7 @@ used in any other way, the table keeps its rows.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _PASSING = frozenset(
 _COMPARING = frozenset(("aten.eq", "aten.ne", "aten.isin"))
 _BOUNDING = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
 _FILLING = frozenset(("aten.masked_fill", "aten.where"))
+_ZEROS = frozenset(("aten.zeros", "aten.zeros_like", "aten.new_zeros"))
 _SHAPING = frozenset(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_ones", "new_zeros"))
 
 
@@ -132,10 +134,11 @@ def _flow(tape: Tape) -> _Flow:
             if event.source in tokens:
                 tokens[event.target] = tokens[event.source]
             continue
-        if event.name.startswith("aten.scalar_tensor.") and event.args[0] == 0:
+        base = event.name.rsplit(".", 1)[0].rstrip("_")
+        is_zero = base in _ZEROS or (base == "aten.scalar_tensor" and event.args[0] == 0)
+        if is_zero or (base in _PASSING and event.inputs and event.inputs[0] in zeros):
             zeros.update(event.outputs)
         for tid in (t for t in event.inputs if t in tokens):
-            base = event.name.rsplit(".", 1)[0].rstrip("_")
             is_first = tid == event.inputs[0]
             is_passed = base == "aten.index" or (base == "aten.index_put" and event.inputs[-1] in zeros)
             added = _added_id(base, event)
@@ -144,7 +147,7 @@ def _flow(tape: Tape) -> _Flow:
             if (
                 base in _PASSING
                 or (is_first and is_passed)
-                or (base in _FILLING and _fills_a_known_id(event, traced))
+                or (base in _FILLING and _fills_a_known_id(event, traced, zeros))
                 or added is not None
             ):
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
@@ -181,8 +184,9 @@ def _compares_a_known_id(op: Op, traced: set[int]) -> bool:
     return traced.issuperset(op.outputs) or any(isinstance(a, int) and a < 0 for a in op.args)
 
 
-def _fills_a_known_id(op: Op, traced: set[int]) -> bool:
-    return traced.issuperset(op.outputs) or any(a == 0 for a in op.args if type(a) in (int, TracedInt))
+def _fills_a_known_id(op: Op, traced: set[int], zeros: set[int]) -> bool:
+    is_zero = any(a == 0 for a in op.args if type(a) in (int, TracedInt)) or zeros.intersection(op.inputs)
+    return traced.issuperset(op.outputs) or bool(is_zero)
 
 
 @dataclass(frozen=True)
@@ -197,29 +201,47 @@ class FewerTokens:
 
 
 def fewer_tokens(
-    used: Sequence[int], size: int, small: int, parts: int, fixed: Collection[int] = ()
+    used: Sequence[int],
+    size: int,
+    small: int,
+    parts: int,
+    *,
+    alone: Collection[int] = (),
+    fixed: Collection[int] = (),
 ) -> FewerTokens | None:
-    """Map the tokens in use; None if they are too many, or one that is fixed would be another one.
+    """Map the tokens in use: to different ones as far as there are enough.
 
     Args:
         used: token ids.
         size: of the vocabulary.
         small: size of the smaller one.
         parts: ranks among which both are divided.
-        fixed: those of them that stay.
+        alone: ids of them that no other one becomes.
+        fixed: those that stay.
+
+    Returns:
+        None if that cannot be.
     """
-    tokens = sorted({i for i in used if 0 <= i < size})
+    alone = {*alone, *fixed}
+    tokens = sorted({i for i in (*used, *alone) if 0 <= i < size})
     out: dict[int, int] = {}
     for part in range(parts):
         first, end = share(Leaf(size, (0,)), (parts,), part)
         start, stop = share(Leaf(small, (0,)), (parts,), part)
         inside = [i for i in tokens if first <= i < end]
+        crowd = []
         if len(inside) > stop - start:
+            crowd = [i for i in inside if i not in alone]
+            inside = [i for i in inside if i in alone]
+        if len(inside) > stop - start - bool(crowd):
             return None
         for index, token in enumerate(inside):
             wanted = start + (token - first) % (stop - start)
             start = min(max(wanted, start), stop - len(inside) + index) + 1
             out[token] = start - 1
+        start, stop = share(Leaf(small, (0,)), (parts,), part)
+        left = sorted({*range(start, stop)}.difference(out.values()))
+        out.update(zip(crowd, itertools.cycle(left)))
     return FewerTokens(out) if all(out.get(i) == i for i in fixed) else None
 
 

@@ -52,6 +52,11 @@ def changed(before: Any, after: Any, path: str = "") -> dict[str, Any]:
         pytest.param(
             transformers.WhisperConfig(max_source_positions=1500), {"max_source_positions": 48}, id="sounds"
         ),
+        pytest.param(
+            transformers.Qwen2_5OmniAudioEncoderConfig(max_source_positions=1500, n_window=100),
+            {"max_source_positions": 75, "n_window": 5},
+            id="as many windows of a sound",
+        ),
         pytest.param(transformers.BambaConfig(mamba_chunk_size=256), {"mamba_chunk_size": 32}, id="chunks"),
         pytest.param(
             transformers.LongformerConfig(attention_window=[512, 256]),

@@ -189,8 +189,25 @@ def owner(size: int, parts: int, row: int) -> int:
     return next(rank for rank in range(parts) if any(a <= row < b for a, b in held[rank]))
 
 
-def test_too_many_tokens_for_a_rank() -> None:
-    assert fewer_tokens(range(40), 1000, 64, 4) is None
+def test_tokens_share_rows_where_a_rank_has_too_few() -> None:
+    tokens = fewer_tokens(range(40), 1000, 64, 4, alone=(7, 3))
+    assert tokens is not None
+    assert set(tokens.ids) == set(range(40))
+    assert set(tokens.ids.values()) == set(range(16))
+    for one in (3, 7):
+        assert [i for i, other in tokens.ids.items() if other == tokens.ids[one]] == [one]
+
+
+def test_too_many_tokens_that_share_with_none() -> None:
+    assert fewer_tokens(range(40), 1000, 64, 4, alone=range(16)) is None
+    assert fewer_tokens(range(16), 1000, 64, 4, alone=range(16)) is not None
+
+
+def test_ids_that_stay() -> None:
+    tokens = fewer_tokens([1, 2, 700], 1000, 64, 4, fixed=(1,))
+    assert tokens is not None
+    assert tokens.ids[1] == 1
+    assert fewer_tokens([1, 2, 700], 1000, 64, 4, fixed=(700,)) is None
 
 
 # Sizes -----------------------------------------------------------------------------------------------
@@ -374,6 +391,34 @@ def test_placeholders_may_become_token_zero(other: int) -> None:
 
     tape = trace(Filled().to("meta"), {"input_ids": torch.arange(10).reshape(2, 5)}, RULES)
     assert bool(token_use(tape).tables) is (other == 0)
+
+
+class Asking(nn.Module):
+    """Looks ids up in two tables, one of which has fewer rows, after it has asked whether it has them."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self.bound = bound
+        self.states = nn.Embedding(640, 4)
+        self.others = nn.Embedding(630, 4)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        is_known = (input_ids >= 0) & (input_ids < self.bound)
+        known = torch.where(is_known, input_ids, torch.zeros_like(input_ids))
+        found: torch.Tensor = self.states(nn.functional.pad(input_ids, (0, 3), value=2)).sum()
+        return found + self.others(known)
+
+
+@pytest.mark.parametrize("bound", [630, 5])
+def test_ids_may_be_asked_whether_a_table_has_them(bound: int) -> None:
+    tape = trace(Asking(bound).to("meta"), {"input_ids": torch.arange(10).reshape(2, 5)}, RULES)
+    use = token_use(tape)
+    names = {tape.tensors[table].name for table in use.tables}
+    assert names == ({"states.weight", "others.weight"} if bound == 630 else set())
+    if bound == 630:
+        ((origin, tables),) = use.inputs.items()
+        assert tables == use.tables
+        assert use.fixed == {origin: {2}}
 
 
 def test_logits_that_are_cut_leave_as_many_rows_as_the_tokens_of_a_call_need() -> None:
