@@ -240,7 +240,9 @@ class NumericCheck:
         if fewer is not None:
             full, bypassed = fewer
             try:
-                return _shrink(plan, Shrinking.of(full, plan.tp, planned_alike(plan, bypassed)))
+                smaller = _shrink(plan, Shrinking.of(full, plan.tp, planned_alike(plan, bypassed)))
+                if runs(smaller.case(plan)):  # code may know how long a sound is
+                    return smaller
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
         return found or _shrink(plan, shrinking)
