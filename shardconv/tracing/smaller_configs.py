@@ -38,9 +38,10 @@ _STRIDE = 32
 _FEW_STRIDES = 3
 _POSITIONS = 48
 """Of a sound."""
-_CHUNK, _LARGEST_CHUNK = 32, 1024
-"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones. Of
-still larger ones, code makes masks alone."""
+_CHUNK_SIZES, _LARGEST_CHUNK = (32, 64), 1024
+"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones: short
+texts with the first, those in which sounds or images are with the second. Of still larger ones, code makes
+masks alone."""
 _MOST_GRIDS = 3
 
 Change = Callable[[Any], None]
@@ -50,15 +51,17 @@ Change = Callable[[Any], None]
 def smaller_configs(config: Any) -> Iterator[Any]:
     """Copies with smaller sizes: of all that can be smaller, then of each kind alone."""
     images = _grids(config)
-    others: list[Change] = [
-        change for change in (_fewer_sound_positions, _smaller_chunks) if _does(change, config)
-    ]
-    for grids in [[grid] for grid in images] or [[]]:
-        if grids or others:
-            yield _changed(config, [*grids, *others])
-    if len(others) + bool(images) > 1:
-        for change in (*images[:1], *others):
-            yield _changed(config, [change])
+    sounds: list[Change] = [_fewer_sound_positions] if _does(_fewer_sound_positions, config) else []
+    chunks = [change for change in map(_chunks_of, _CHUNK_SIZES) if _does(change, config)]
+    for chunk in [[chunk] for chunk in chunks] or [[]]:
+        for grid in [[grid] for grid in images] or [[]]:
+            if grid or sounds or chunk:
+                yield _changed(config, [*grid, *sounds, *chunk])
+    kinds = [images, sounds, chunks]
+    if sum(map(bool, kinds)) > 1:
+        for changes in kinds:
+            for change in changes[:1]:
+                yield _changed(config, [change])
 
 
 def _changed(config: Any, changes: list[Change]) -> Any:
@@ -175,14 +178,17 @@ def _fewer_sound_positions(config: Any) -> None:
             setattr(node, name, int_of(node, name) // factor)
 
 
-def _smaller_chunks(config: Any) -> None:
-    for node in nodes(config):
-        for name in [name for name in vars(node) if _CHUNKS.search(name)]:
-            setattr(node, name, _smaller_chunk(getattr(node, name)))
+def _chunks_of(size: int) -> Change:
+    def change(config: Any) -> None:
+        for node in nodes(config):
+            for name in [name for name in vars(node) if _CHUNKS.search(name)]:
+                setattr(node, name, _smaller_chunk(getattr(node, name), size))
+
+    return change
 
 
-def _smaller_chunk(value: Any) -> Any:
+def _smaller_chunk(value: Any, size: int) -> Any:
     """One size, or that of each layer."""
     if isinstance(value, list):
-        return [_smaller_chunk(each) for each in value]
-    return _CHUNK if type(value) is int and _CHUNK < value <= _LARGEST_CHUNK else value
+        return [_smaller_chunk(each, size) for each in value]
+    return size if type(value) is int and size < value <= _LARGEST_CHUNK else value

@@ -152,13 +152,13 @@ class Attempt:
             if not rows or given[tid].dtype not in (torch.int64, torch.int32):
                 continue
             table = min(rows, key=lambda t: rows[t])
-            size = self.tape.tensors[table].shape[0]
+            size, *larger = sorted(self.tape.tensors[t].shape[0] for t in tables)
             alone = [special.id for special in self.use.special.values() if special.input == tid]
             alone += [i for t, i in self._padding_ids().items() if t in tables]
             used = [*given[tid].flatten().tolist(), *alone]
-            fixed = self.use.fixed.get(tid, frozenset())
+            fixed = {i for t in (tid, *tables) for i in self.use.fixed.get(t, ())}
             tokens = fewer_tokens(used, size, rows[table], self.tp, alone=alone, fixed=fixed)
-            if tokens is None or max(used) >= size:
+            if tokens is None or any(size <= i < n for i in used for n in larger[-1:]):
                 return Obstacle(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
             out[tid] = tokens
         return out

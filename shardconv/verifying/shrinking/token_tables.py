@@ -31,7 +31,11 @@ _COMPARING = frozenset(("aten.eq", "aten.ne", "aten.isin"))
 _BOUNDING = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
 _FILLING = frozenset(("aten.masked_fill", "aten.where"))
 _ZEROS = frozenset(("aten.zeros", "aten.zeros_like", "aten.new_zeros"))
-_SHAPING = frozenset(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_ones", "new_zeros"))
+_FULL = {"aten.scalar_tensor": 0, "aten.full": 1, "aten.full_like": 1, "aten.new_full": 2}
+"""Operators that fill a tensor with one number, and the position of that."""
+_SHAPING = frozenset(
+    f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_full", "new_ones", "new_zeros")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class TokenUse:
     special: Mapping[tuple[str, str], SpecialId]
     """Attributes that token ids are compared with: FQN of the module, attribute."""
     fixed: Mapping[int, frozenset[int]]
-    """Inputs -> ids that code adds to theirs, and that stay."""
+    """Inputs -> ids that code adds to theirs, tables -> ids that it looks up beside theirs: these stay."""
     num_rows: Mapping[int, int]
     """Inputs that are looked up, however else they are used -> rows of the smallest table."""
 
@@ -67,7 +71,10 @@ def token_use(tape: Tape) -> TokenUse:
     for event in tape.events:
         if isinstance(event, Op) and _looks_up(tape, event):
             table, origin = event.inputs[0], flow.tokens.get(event.inputs[-1])
-            tables[table] = tables.get(table, True) and origin is not None
+            known = flow.constants.get(event.inputs[-1])
+            tables[table] = tables.get(table, True) and (origin is not None or known is not None)
+            if known is not None:
+                flow.fixed.setdefault(table, set()).add(known)
             if origin is not None:
                 looked_up.setdefault(origin, set()).add(table)
     num_rows = {origin: min(tape.tensors[t].shape[0] for t in found) for origin, found in looked_up.items()}
@@ -78,7 +85,7 @@ def token_use(tape: Tape) -> TokenUse:
         frozenset(table for table, is_right in tables.items() if is_right and table not in spoiled),
         inputs,
         _special_ids(tape, flow.tokens),
-        {origin: frozenset(ids) for origin, ids in flow.fixed.items()},
+        {tid: frozenset(ids) for tid, ids in flow.fixed.items()},
         num_rows,
     )
 
@@ -120,34 +127,41 @@ class _Flow:
     """Input, and the least number above all ids of which a comparison says the same."""
     fixed: dict[int, set[int]]
     """Input -> ids that code adds."""
+    constants: dict[int, int]
+    """Tensors that are full of one number."""
 
 
 def _flow(tape: Tape) -> _Flow:
     tokens = {t: t for t in tape.inputs if not tape.tensors[t].dtype.is_floating_point}
-    flow = _Flow(tokens, set(), [], {})
+    constants: dict[int, int] = {}
+    flow = _Flow(tokens, set(), [], {}, constants)
     traced = {
         t for r in tape.replays if any(True for _ in traced_ints((r.args, r.kwargs))) for t in r.outputs
     }
-    zeros: set[int] = set()
     for event in tape.events:
         if isinstance(event, Mark):
-            if event.source in tokens:
-                tokens[event.target] = tokens[event.source]
+            for known in (tokens, constants):
+                if event.source in known:
+                    known[event.target] = known[event.source]
             continue
         base = event.name.rsplit(".", 1)[0].rstrip("_")
-        is_zero = base in _ZEROS or (base == "aten.scalar_tensor" and event.args[0] == 0)
-        if is_zero or (base in _PASSING and event.inputs and event.inputs[0] in zeros):
-            zeros.update(event.outputs)
+        constant = _constant(base, event)
+        if constant is None and base in _PASSING and event.inputs:
+            constant = constants.get(event.inputs[0])
+        if constant is not None:
+            constants.update(dict.fromkeys(event.outputs, constant))
         for tid in (t for t in event.inputs if t in tokens):
             is_first = tid == event.inputs[0]
-            is_passed = base == "aten.index" or (base == "aten.index_put" and event.inputs[-1] in zeros)
+            is_passed = base == "aten.index" or (
+                base == "aten.index_put" and constants.get(event.inputs[-1]) == 0
+            )
             added = _added_id(base, event)
             if added is not None:
                 flow.fixed.setdefault(tokens[tid], set()).add(added)
             if (
                 base in _PASSING
                 or (is_first and is_passed)
-                or (base in _FILLING and _fills_a_known_id(event, traced, zeros))
+                or (base in _FILLING and _fills_a_known_id(event, traced, constants))
                 or added is not None
             ):
                 tokens.update(dict.fromkeys(event.outputs, tokens[tid]))
@@ -160,6 +174,14 @@ def _flow(tape: Tape) -> _Flow:
             ):
                 flow.spoiled.add(tokens[tid])
     return flow
+
+
+def _constant(base: str, op: Op) -> int | None:
+    """The number of which an operator makes a tensor full."""
+    if base in _ZEROS:
+        return 0
+    value = op.args[_FULL[base]] if base in _FULL and len(op.args) > _FULL[base] else None
+    return int(value) if isinstance(value, (int, TracedInt)) and not isinstance(value, bool) else None
 
 
 def _added_id(base: str, op: Op) -> int | None:
@@ -184,9 +206,10 @@ def _compares_a_known_id(op: Op, traced: set[int]) -> bool:
     return traced.issuperset(op.outputs) or any(isinstance(a, int) and a < 0 for a in op.args)
 
 
-def _fills_a_known_id(op: Op, traced: set[int], zeros: set[int]) -> bool:
-    is_zero = any(a == 0 for a in op.args if type(a) in (int, TracedInt)) or zeros.intersection(op.inputs)
-    return traced.issuperset(op.outputs) or bool(is_zero)
+def _fills_a_known_id(op: Op, traced: set[int], constants: Mapping[int, int]) -> bool:
+    is_zero = any(a == 0 for a in op.args if type(a) in (int, TracedInt))
+    is_zero = is_zero or any(constants.get(t) == 0 for t in op.inputs)
+    return traced.issuperset(op.outputs) or is_zero
 
 
 @dataclass(frozen=True)
