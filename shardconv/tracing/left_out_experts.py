@@ -24,10 +24,15 @@ def left_out_experts(model: nn.Module, tape: Tape) -> int:
     read = {tape.tensors[tid].name for tid in tensors_read(tape) if tape.tensors[tid].kind == "parameter"}
     groups: dict[str, list[bool]] = {}
     for name, _ in model.named_parameters():
-        groups.setdefault(_alike(name), []).append(name in read)
+        for alike in _alike(name):
+            groups.setdefault(alike, []).append(name in read)
     return max((len(group) for group in groups.values() if any(group) and not all(group)), default=0)
 
 
-def _alike(name: str) -> str:
-    """A parameter's name with a star for the last number in it."""
-    return re.sub(r"\d+(?=\D*$)", "*", name)
+def _alike(name: str) -> list[str]:
+    """A parameter's name with a star for the last number in it, and with one for the number before.
+
+    The last one may be that of a layer inside of an expert.
+    """
+    numbers = list(re.finditer(r"\d+", name))[-2:]
+    return [f"{name[: number.start()]}*{name[number.end() :]}" for number in numbers]

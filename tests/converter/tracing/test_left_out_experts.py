@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,3 +69,23 @@ def test_all_experts_that_are_modules_are_called_and_some_of_those_that_share_a_
     else:
         assert 2 < products < 10
     assert sums(tape) > products, "some tokens are given back"
+
+
+class Numbered(Chosen):
+    """Its experts have layers whose names end in numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(modules=False)
+        self.stacked = None
+        self.modules_of_experts = nn.ModuleList(
+            nn.Sequential(OrderedDict(fc1=nn.Linear(8, 24), fc2=nn.Linear(24, 8))) for _ in range(EXPERTS)
+        )
+
+
+def test_numbers_inside_of_experts_are_not_theirs() -> None:
+    with torch.device("meta"):
+        model = Numbered()
+    inputs, tape = trace_inputs(model, RULES)
+    read = {tid for event in tape.events for tid in getattr(event, "inputs", ())}
+    assert all(tid in read for tid, info in enumerate(tape.tensors) if info.kind == "parameter")
+    assert not inputs.few_chosen
