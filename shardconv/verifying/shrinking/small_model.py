@@ -316,7 +316,9 @@ class Attempt:
     def _compared(self, tape: Tape) -> Obstacle | None:
         around = {"", *(p for fqn in self.skipped for p in prefixes(fqn))}
         left_out = around if self.skipped else set()  # it may return something of each layer
-        return compare_tapes(self.shapes, tape, (), numbers=False, left_out=left_out)
+        return compare_tapes(
+            self.shapes, tape, (), numbers=False, left_out=left_out, pass_on=bool(self.skipped)
+        )
 
     def _named_in(self, error: str) -> tuple[Node, ...]:
         """Leaves that shrink, and whose size and smaller size an error names."""

@@ -117,6 +117,42 @@ def test_norms_that_change_their_weights_before_they_are_called_shrink() -> None
     assert num_elements(check.case(plan).model) < num_elements(check.full.model) / 100
 
 
+class Sums(nn.Module):
+    """Of hidden states."""
+
+    def forward(self, states: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(states).sum(0)
+
+
+class Collecting(transformers.LlamaForCausalLM):
+    """A module is given what some layers return."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__(config)
+        self.sums = Sums()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        found = self.model(input_ids, attention_mask, output_hidden_states=True, use_cache=False)
+        logits: torch.Tensor = self.lm_head(self.sums([found.hidden_states[i] for i in (1, 2, 4, 6)]))
+        return logits
+
+
+def test_layers_that_are_left_out_may_hand_their_results_to_a_module() -> None:
+    """Those of several are one tensor in the smaller model."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=6,
+        num_attention_heads=32,
+        vocab_size=32000,
+    )
+    with keeping_checks() as checks:
+        plan = stages.solve_plan(ModelSpec("collecting", config, Collecting, "bfloat16"), SolveOptions(2))
+    case = checks[-1].case(plan)
+    assert num_elements(case.model) < 1e7
+    assert sum(num_elements(layer) > 0 for layer in case.model.get_submodule("model.layers").children()) < 6
+
+
 def test_a_model_that_cannot_be_made_smaller_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardconv.pipeline.numeric_check.MOST_BYTES", 1000)
     config = transformers.LlamaConfig(
