@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.errors import SolveError
 from torch import nn
 
+from shardconv.arguments import SolveOptions
+from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
+from shardconv.verifying.simulation import rank_simulation
 from shardconv.verifying.simulation.available_memory import available_bytes, require_memory
 from shardconv.verifying.simulation.model_runs import PRECISIONS, usable_gradients
 
@@ -102,3 +109,23 @@ def test_no_reason_for_a_plan_is_that_memory_ran_out() -> None:
     inputs = TraceInputs({"x": torch.ones(2, 3)}, {})
     with pytest.raises(MemoryError):
         usable_gradients(WithoutMemory, inputs, PRECISIONS[0])
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_plan_says_that_memory_ran_out(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the run of outputs as in that of gradients, where other errors leave a plan for inference only."""
+    run_ranks, done = rank_simulation.run_ranks, []
+
+    def without_memory(*given: Any, **more: Any) -> Any:
+        if len(done) == calls:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes")
+        done.append(given)
+        return run_ranks(*given, **more)
+
+    monkeypatch.setattr(rank_simulation, "run_ranks", without_memory)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=120
+    )
+    spec = ModelSpec("small", config, transformers.LlamaForCausalLM, "float32")
+    with pytest.raises(SolveError, match=r"small: memory ran out .*--no-check"):
+        solve_plan(spec, SolveOptions(2))
