@@ -166,10 +166,12 @@ class _Comparison:
     def _by_call(self, tape: Tape) -> dict[tuple[str, int], list[Op | Mark]]:
         """Events of each module call; of replaced modules, only those of their outputs.
 
-        Where a tensor is noted to have been written through another is no part of it: that is when it is next
-        read, be it by a step of the plan.
+        Calls of a module are counted as far as the tape has them: some that several layers share are called
+        by those that were left out, too. Where a tensor is noted to have been written through another is no
+        part of it: that is when it is next read, be it by a step of the plan.
         """
         out: dict[tuple[str, int], list[Op | Mark]] = {}
+        numbers: dict[str, dict[int, int]] = {}
         for event in tape.events:
             call = tape.calls[event.call]
             if isinstance(event, Op):
@@ -178,7 +180,9 @@ class _Comparison:
                     continue
             elif call.fqn in self.changed and not event.is_output:
                 continue
-            out.setdefault((call.fqn, call.index), []).append(event)
+            counted = numbers.setdefault(call.fqn, {})
+            number = counted.setdefault(call.index, len(counted))
+            out.setdefault((call.fqn, number), []).append(event)
         return out
 
     def _compare(self, fqn: str, event: Op | Mark, other: Op | Mark) -> Obstacle | None:
