@@ -119,11 +119,10 @@ def test_norms_that_change_their_weights_before_they_are_called_shrink() -> None
 
 def test_layers_that_share_a_module_are_left_out() -> None:
     """It is called less often in the smaller model: its activation is one module of all layers."""
-    config = transformers.OpenAIGPTConfig(n_embd=1024, n_layer=6, n_head=16, vocab_size=20000)
-    plan, check = proven(config, 2)
+    plan, check = proven(transformers.OpenAIGPTConfig(n_head=12), 8)
     model = check.full.model
     assert model.get_submodule("transformer.h.0.mlp.act") is model.get_submodule("transformer.h.5.mlp.act")
-    assert num_elements(check.case(plan).model) < num_elements(model) / 20
+    assert num_elements(check.case(plan).model) < num_elements(model) / 50
 
 
 class Sums(nn.Module):
