@@ -250,6 +250,7 @@ model.save_pretrained(sys.argv[2])
 def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
     ours, theirs = cell["shardconv"], cell["transformers"]
     both = isinstance(ours, list) and isinstance(theirs, list)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if both else []
     return {
         "tp": str(tp),
         "step": name,
@@ -257,36 +258,29 @@ def _step_row(tp: int, name: str, cell: Sample) -> dict[str, str]:
         "shardconv, ms": _milliseconds(ours),
         "unfused, ms": _milliseconds(cell["unfused"]),
         "transformers, ms": _milliseconds(theirs),
-        "ratio": spread([a / b for a, b in zip(ours, theirs, strict=True)], 3) if both else "",
-        "95% of the median": _median_interval(ours, theirs) if both else "",
-        "ahead": _times_ahead(ours, theirs) if both else "",
+        "ratio": spread(ratios, 3) if both else "",
+        "95% of the median": _median_interval(ratios),
+        "ahead": f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}" if both else "",
         "ratio of the fastest": f"{min(ours) / min(theirs):.3f}" if both else "",
         "warm-up, s": f"{cell['shardconv first_s']:.1f}, {cell['transformers first_s']:.1f}",
         "largest difference of logits": f"{cell['difference']:.0e}" if "difference" in cell else "",
     }
 
 
-def _median_interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """What holds the median of the ratios of neighbors in 95 of 100 cases, whatever their distribution.
+def _median_interval(ratios: Sequence[float]) -> str:
+    """What holds the median of such ratios in 95 of 100 cases, whatever their distribution; empty for few.
 
     Two order statistics of the sample: that the median lies between the k-th from below and the k-th from
     above fails with twice the probability of fewer than k heads in as many throws of a coin.
     """
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratios = sorted(ratios)
     outside, cut = 0.0, 0
     for heads in range(len(ratios) // 2):
         outside += math.comb(len(ratios), heads) / 2 ** len(ratios)
         if 2 * outside > 0.05:
             break
         cut = heads + 1
-    if not cut:
-        return ""  # too few steps
-    return f"{ratios[cut - 1]:.3f} to {ratios[-cut]:.3f}"
-
-
-def _times_ahead(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    ahead = sum(a < b for a, b in zip(ours, theirs, strict=True))
-    return f"{ahead} of {len(ours)}"
+    return f"{ratios[cut - 1]:.3f} to {ratios[-cut]:.3f}" if cut else ""
 
 
 def _milliseconds(values: Sequence[float] | str) -> str:

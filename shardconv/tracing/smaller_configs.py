@@ -57,11 +57,10 @@ def smaller_configs(config: Any) -> Iterator[Any]:
         for grid in [[grid] for grid in images] or [[]]:
             if grid or sounds or chunk:
                 yield _changed(config, [*grid, *sounds, *chunk])
-    kinds = [images, sounds, chunks]
-    if sum(map(bool, kinds)) > 1:
-        for changes in kinds:
-            for change in changes[:1]:
-                yield _changed(config, [change])
+    one_of_each = [*images[:1], *sounds, *chunks[:1]]
+    if len(one_of_each) > 1:
+        for change in one_of_each:
+            yield _changed(config, [change])
 
 
 def _changed(config: Any, changes: list[Change]) -> Any:
@@ -171,9 +170,11 @@ def _fewer_sound_positions(config: Any) -> None:
         if positions < 2 * _POSITIONS:
             continue
         names = [name for name in vars(node) if _SOUND_WINDOWS.match(name) and int_of(node, name)]
-        windows = math.gcd(*(int_of(node, name) for name in names))
-        factors = range(positions // _POSITIONS, 0, -1)
-        factor = next(f for f in factors if windows % f == 0 and (not names or windows // f >= _LEAST_WINDOW))
+        windows = [int_of(node, name) for name in names]
+        factors = range(1, positions // _POSITIONS + 1)
+        factor = max(
+            (f for f in factors if all(n % f == 0 and n // f >= _LEAST_WINDOW for n in windows)), default=1
+        )
         for name in (_SOUND_POSITIONS, *names):
             setattr(node, name, int_of(node, name) // factor)
 

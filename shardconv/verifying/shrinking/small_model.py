@@ -147,18 +147,20 @@ class Attempt:
         """The tokens of the smaller vocabularies, by input; an obstacle if one has too few."""
         out: dict[int, FewerTokens] = {}
         given = dict(zip(self.tape.inputs, self.full.inputs.tensors.values(), strict=True))
+        paddings = self._padding_ids()
         for tid, tables in self.use.inputs.items():
-            rows = {t: self.shapes.local_shape(t)[0] for t in tables if self.shapes.is_changed(t)}
-            if not rows or given[tid].dtype not in (torch.int64, torch.int32):
+            is_smaller = any(map(self.shapes.is_changed, tables))
+            if not is_smaller or given[tid].dtype not in (torch.int64, torch.int32):
                 continue
-            table = min(rows, key=lambda t: rows[t])
-            size, *larger = sorted(self.tape.tensors[t].shape[0] for t in tables)
+            sizes = {t: self.tape.tensors[t].shape[0] for t in tables}
+            rows = {t: self.shapes.local_shape(t)[0] for t in tables}
+            table = min(rows, key=lambda t: (rows[t], sizes[t]))
             alone = [special.id for special in self.use.special.values() if special.input == tid]
-            alone += [i for t, i in self._padding_ids().items() if t in tables]
+            alone += [paddings[t] for t in tables if t in paddings]
             used = [*given[tid].flatten().tolist(), *alone]
             fixed = {i for t in (tid, *tables) for i in self.use.fixed.get(t, ())}
-            tokens = fewer_tokens(used, size, rows[table], self.tp, alone=alone, fixed=fixed)
-            if tokens is None or any(size <= i < n for i in used for n in larger[-1:]):
+            tokens = fewer_tokens(used, sizes[table], rows[table], self.tp, alone=alone, fixed=fixed)
+            if tokens is None or any(sizes[table] <= i < max(sizes.values()) for i in used):
                 return Obstacle(tuple(leaves(self.full.analysis.dims[table][0])), "tokens")
             out[tid] = tokens
         return out

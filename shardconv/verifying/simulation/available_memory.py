@@ -14,6 +14,8 @@ import torch
 _CGROUP_2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 """Names of the limit, of the memory in use, and, in ``memory.stat``, of its part that is cached files."""
+_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|can't start new thread")
+"""In errors of torch's allocators, and of threads that get no stack."""
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -41,10 +43,6 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return  # another C library
-
-
-_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|can't start new thread")
-"""In errors of torch's allocators, and of threads that get no stack."""
 
 
 def require_memory(error: Exception) -> None:

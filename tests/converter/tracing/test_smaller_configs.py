@@ -86,8 +86,12 @@ def test_sizes_of_texts_and_ids_stay() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [transformers.LlamaConfig(), transformers.BambaConfig(mamba_chunk_size=16)],
-    ids=["text", "small"],
+    [
+        transformers.LlamaConfig(),
+        transformers.BambaConfig(mamba_chunk_size=16),
+        transformers.Qwen2_5OmniAudioEncoderConfig(max_source_positions=1500, n_window=3),
+    ],
+    ids=["text", "small", "small windows of a long sound"],
 )
 def test_what_is_small_stays(config: Any) -> None:
     assert not list(smaller_configs(config))

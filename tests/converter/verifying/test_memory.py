@@ -99,7 +99,7 @@ def test_other_errors_are_left_to_the_caller() -> None:
 
 
 class WithoutMemory(nn.Module):
-    """In training, or where there are ranks, memory runs out."""
+    """Memory runs out when it is called."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
