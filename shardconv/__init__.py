@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from shardconv_runtime.versions import __version__
+
 # These modules import torch and transformers only when they are called, so that the command line
 # answers at once. The function ``convert`` shadows the submodule of its name, which is intended.
 from .convert import convert, plan
@@ -19,6 +21,7 @@ from .publishing.push import push
 from .verifying.directories.verify import verify
 
 __all__ = [
+    "__version__",
     "adapt",
     "convert",
     "export",

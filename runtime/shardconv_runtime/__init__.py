@@ -20,6 +20,7 @@ from .errors import (
     SolveError,
     SourceError,
 )
+from .versions import __version__
 
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0
@@ -42,6 +43,7 @@ __all__ = [
     "ShardconvError",
     "SolveError",
     "SourceError",
+    "__version__",
     "add_adapter",
     "checkpoint_activations",
     "clip_grad_norm",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import click
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.versions import __version__
 from shardconv_runtime.wording import of_commands
 
 from .adapt_command import COMMANDS as OF_ADAPTERS
@@ -90,7 +91,7 @@ def _usage_message(error: click.ClickException) -> str:
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="shardconv", message="shardconv %(version)s")
+@click.version_option(__version__, message="shardconv %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Ahead-of-time tensor parallelism for transformers models.

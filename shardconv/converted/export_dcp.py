@@ -33,6 +33,7 @@ from shardconv_runtime.format.stored_layout import is_common, stored_plans
 from shardconv_runtime.tensors import lazy_tensor as lazy
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, Shape
+from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
@@ -226,7 +227,6 @@ def _write(
     progress: Progress,
 ) -> None:
     from ..writing.fill import fill
-    from ..writing.writer import tool_versions
 
     source = {"name": found.manifest.source.name, **derived.identity(found)}
     job = {"source": source, **options, "versions": tool_versions()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardconv_runtime.format.small_files import config_in_dtype
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
@@ -114,7 +115,6 @@ def _write(
     found: Converted, layout: _Layout, output: Output, limit: int, memory: int, progress: Progress
 ) -> None:
     from ..writing.fill import fill
-    from ..writing.writer import tool_versions
 
     job = {
         "merge": {"name": found.manifest.source.name, **derived.identity(found)},

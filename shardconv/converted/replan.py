@@ -16,6 +16,7 @@ from shardconv_runtime.format.plan import Plan, global_shape
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from shardconv_runtime.format.variants import stage_directories
+from shardconv_runtime.versions import tool_versions
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
@@ -66,7 +67,6 @@ def replan(
     from shardconv_runtime.checkpoint.resolve import resolve
 
     from ..pipeline.stages import solve_plan
-    from ..writing.writer import tool_versions
 
     spec = resolve(
         first.directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False

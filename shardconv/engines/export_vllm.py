@@ -21,6 +21,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
@@ -205,7 +206,7 @@ def _write(
     """Write the files; whether the directory is complete."""
     from ..writing.fill import fill
     from ..writing.workspace import opened
-    from ..writing.writer import claim_of, require_unchanged, tool_versions
+    from ..writing.writer import claim_of, require_unchanged
 
     source = found.origin.source
     job = {
@@ -240,7 +241,7 @@ def _finish(
 ) -> bool:
     """Complete the directory if all ranks are written."""
     from ..writing.durable import write_durably
-    from ..writing.writer import listed_owners, tool_versions
+    from ..writing.writer import listed_owners
     from . import state_manifest
 
     if workspace.is_finishing:

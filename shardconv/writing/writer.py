@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
@@ -33,6 +32,7 @@ from shardconv_runtime.format.small_files import entry_of, files_to_copy, plain_
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub.remote_files import RemoteFile
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.versions import tool_versions
 
 from ..reporting.progress import Progress
 from .fill import fill
@@ -40,9 +40,6 @@ from .job import difference
 from .output import Output, WriteOptions
 from .target import TargetFile
 from .workspace import Claim, Workspace, opened, write_durably
-
-TOOLS = ("shardconv", "torch", "transformers", "safetensors")
-"""Packages whose versions the manifest records."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -131,11 +128,6 @@ def require_unchanged(origin: Origin) -> None:
             f"{origin.source.name} changed while it was read ({difference(origin.identity, found)}); "
             "run the same command again, which starts over"
         )
-
-
-def tool_versions() -> dict[str, str]:
-    """Versions of the packages that write a converted directory."""
-    return {name: version(name) for name in TOOLS}
 
 
 def source_of(spec: ModelSpec) -> Source:

@@ -13,7 +13,6 @@ import os
 import zlib
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,10 @@ from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
 from ..format.variants import stage_directories, stage_directory
 from ..loaded import Loaded, loaded
+from ..versions import tool_versions
 from .replicas import Replicas, full_tensor, replicas_of
 from .staging import Staging, staged
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
-
-TOOLS = ("shardconv", "torch", "transformers", "safetensors")
-"""Whose versions the manifest records."""
 
 
 def save(
@@ -245,7 +242,7 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
         plan.tp,
         digest,
         replace(source.manifest.source, files=()),
-        {**source.manifest.tools, **{name: version(name) for name in TOOLS}},
+        {**source.manifest.tools, **tool_versions()},
         tuple(sorted(entries, key=lambda entry: entry.path)),
     )
     manifest_writing.write(made, directory)

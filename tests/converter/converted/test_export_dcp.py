@@ -295,7 +295,7 @@ class TestInterrupted:
     def test_killed_at_calls(
         self, tiny: Path, place: Path, monkeypatch: pytest.MonkeyPatch, when: str, step: int
     ) -> None:
-        monkeypatch.setattr(writer, "tool_versions", dict)
+        monkeypatch.setattr(export_dcp, "tool_versions", dict)
         state = load_file(place / "model" / "model.safetensors")
         export(tiny, place / "expected")
         expected, out = contents(place / "expected"), place / "dir"
