@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..parallel.fused_products import refresh_fused
 from .buffers import Buffers
 from .compiled_step import CompiledStep
 from .deadline import progress
+from .decode_attention import attending_once
 from .decode_cache import is_known, make_cache, num_tokens, windows
 from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
 from .decode_state import Bucket, StepState, make_state, start_call
@@ -79,6 +80,7 @@ class Decoder:
         self._generation = 0
         self._addresses: tuple[int, ...] = ()
         self._unfit: set[Any] = set()
+        self._attends_once = True
         self._least_slots = LEAST_SLOTS
         self.runs_plain = False
         self.num_recordings = 0
@@ -181,12 +183,16 @@ class Decoder:
             arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         del outputs
         with model._optimize_model_for_decode(), self._plain():
+            attends_once = self._attends_once
             found = self._begin(call, arguments, prefilled, logits)
-            if found is None:
-                self._unfit.add(kind)
-                return None
             del prefilled, arguments, logits
-            return _loop(call, *found, streamer)
+            if found is not None:
+                with self._attention():
+                    return _loop(call, *found, streamer)
+        if self._attends_once != attends_once:  # with the model's own attention
+            return self._decode(call, streamer)
+        self._unfit.add(kind)
+        return None
 
     def _forget_moved(self) -> None:
         """Record again if a parameter or buffer is elsewhere than it was: recorded graphs know addresses."""
@@ -218,20 +224,22 @@ class Decoder:
         rows = torch.cat([logits, logits[:1].expand(bucket.batch - len(logits), -1)])
         tokens = choose(bucket.choice, rows, state.numbers, state.history())
         state.append(tokens)
-        for replay in replays:
-            if replay.holds():
-                return state, replay
-        try:
-            got = self._logits(state)[: len(logits)]
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the ordinary step will do
-            warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
-            return None
-        made = self._record(state)
-        if made is None:
-            return None
-        _fill(state, call, arguments, prefilled)
-        state.append(tokens)
-        made.begins_calls()
+        with self._attention():
+            for replay in replays:
+                if replay.holds():
+                    return state, replay
+            try:
+                got = self._logits(state)[: len(logits)]
+            except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+                # The ordinary step will do.
+                warnings.warn(f"{_ORDINARY}: a step in a fixed cache failed ({error})", stacklevel=2)
+                return None
+            made = self._record(state)
+            if made is None:
+                return None
+            _fill(state, call, arguments, prefilled)
+            state.append(tokens)
+            made.begins_calls()
         if not self._is_ordinary(got, call, arguments, tokens[: len(logits)]):
             return None
         self._recorded[bucket] = (state, [*replays, made])
@@ -307,9 +315,17 @@ class Decoder:
         error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
         if error <= TOLERANCES.get(self._model.dtype, TOLERANCE):
             return True
+        if self._attends_once:  # this model's attention may be another one than it seems
+            self._attends_once = False
+            self._recorded.clear()
+            return False
         why = f"one graph for each token gives other logits (by {error:.1e})"
         warnings.warn(f"{_ORDINARY}: {why}", stacklevel=2)
         return False
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """The attention of steps: in one look at the cache, unless that gave other logits."""
+        return attending_once(self._model) if self._attends_once else nullcontext()
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
