@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..format.slices import Mesh, group_of
+from .host_gather import host_gather, needs_host
 
 _functional = torch.ops._c10d_functional
 
@@ -161,6 +162,7 @@ class ProcessCommunicator(Communicator):
         self.groups = dict(groups)
         self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
+        self._through_host = any(needs_host(group, device) for group in groups.values())
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:
@@ -174,14 +176,24 @@ class ProcessCommunicator(Communicator):
         return x
 
     def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return _wait(_functional.all_gather_into_tensor(x, self.num_ranks(axes), self._names[axes]))
+        return self._gather(x, self.num_ranks(axes), axes)
+
+    def _gather(self, x: Tensor, num_ranks: int, axes: tuple[int, ...]) -> Tensor:
+        if self._through_host:
+            gathered: Tensor = host_gather(x, num_ranks, self._names[axes])
+            return gathered
+        return _wait(_functional.all_gather_into_tensor(x, num_ranks, self._names[axes]))
 
     def begin_concatenating(self, x: Tensor, axes: tuple[int, ...]) -> Callable[[], Tensor]:
         """See ``Communicator``."""
+        if self._through_host:
+            return super().begin_concatenating(x, axes)
         pending = _functional.all_gather_into_tensor(x.contiguous(), self.num_ranks(axes), self._names[axes])
         return lambda: _wait(pending)
 
     def _reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
+        if self._through_host:  # gloo sums CUDA tensors, which is all that this needs
+            return super()._reduce_scatter(x, axes)
         return _wait(_functional.reduce_scatter_tensor(x, "sum", self.num_ranks(axes), self._names[axes]))
 
 

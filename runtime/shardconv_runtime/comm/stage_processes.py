@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import LaunchError
 from .early_receives import EarlyReceives, Traffic
+from .host_gather import needs_host
 from .mesh import Launch
 from .process_groups import axes_group, control_group, warm_up
 from .stage_link import StageLink
@@ -36,9 +37,14 @@ def stage_processes(start: Launch, count: int, tp: int, per_process: int = 1) ->
         per_process: stages of each process, which are as far from each other as there are processes.
 
     Raises:
-        LaunchError: they cannot communicate.
+        LaunchError: they cannot communicate, or would have to send from GPUs over gloo.
     """
     assert start.group is not None, "several ranks have one"
+    if needs_host(start.group, start.device):
+        raise LaunchError(
+            "stages of a pipeline send tensors from GPU to GPU, which gloo cannot do; start the process "
+            "group with nccl and a GPU for each process, or pass device='cpu'"
+        )
     place, rank = divmod(start.rank, tp)
     row = tuple(range(place * tp, (place + 1) * tp))
     column = tuple(range(rank, count // per_process * tp, tp))
