@@ -19,6 +19,7 @@ import serving_rank
 import shardconv_runtime
 import torch
 import torch.distributed as dist
+from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from slow_link import ADDRESSES
 from transformers import ContinuousBatchingConfig
 
@@ -104,7 +105,10 @@ def batched(
 ) -> tuple[list[list[int]], float]:
     """The tokens of each request, and seconds from the first to the last; the manager has run before."""
     pages = ContinuousBatchingConfig(
-        page_size=serving_rank.PAGE_SIZE, num_blocks=256, max_batch_tokens=512, allow_block_sharing=False
+        **{PAGE_SIZE: serving_rank.PAGE_TOKENS},
+        num_blocks=256,
+        max_batch_tokens=512,
+        allow_block_sharing=False,
     )
     options = {} if microbatches is None else {"num_microbatches": microbatches}
     with model.continuous_batching_context_manager(

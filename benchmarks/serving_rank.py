@@ -21,9 +21,10 @@ import inference_rank
 import torch
 import torch.distributed as dist
 import transformers
+from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-PAGE_SIZE = 32
+PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def batched(model: Any, requests: list[Arrival], has_answers: bool) -> tuple[Ans
 
     ``has_answers``: ranks other than 0 get the answers, too, and have to stay until all are there.
     """
-    pages = ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=512, max_batch_tokens=512)
+    pages = ContinuousBatchingConfig(**{PAGE_SIZE: PAGE_TOKENS}, num_blocks=512, max_batch_tokens=512)
     answers: Answers = {}
     with model.continuous_batching_context_manager(config(1), continuous_batching_config=pages) as manager:
         manager.add_request(requests[0].prompt * 8, request_id="warm-up", max_new_tokens=4)

@@ -19,6 +19,7 @@ from checkpoints import VOCAB, save_causal
 from distributed import run_errors, run_outcomes, run_processes
 from shardconv_runtime import LaunchError, PlanError, ShardconvError
 from shardconv_runtime.inference import continuous_batching
+from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from torch import Tensor
 
 import shardconv
@@ -259,7 +260,7 @@ def refuse(path: Path, what: str) -> None:
         compiling = transformers.CompileConfig(mode="reduce-overhead")
         batch(model, [[3]], continuous_batching_config=pages(varlen_compile_config=compiling))
     elif what == "pages":
-        batch(model, [[3]], continuous_batching_config=pages(page_size=2))
+        batch(model, [[3]], continuous_batching_config=pages(**{PAGE_SIZE: 2}))
     else:
         batch(model, [[3, 4, 5, 6, 7, 8]])
 
@@ -275,7 +276,7 @@ REFUSED = {
     "graphs": ("even", PlanError, "use_cuda_graph asks for CUDA graphs"),
     "ahead": ("even", PlanError, "use_async_batching asks for CUDA graphs"),
     "compiled graphs": ("even", PlanError, "varlen_compile_config asks for CUDA graphs"),
-    "pages": ("even", PlanError, "page_size must be at least"),
+    "pages": ("even", PlanError, f"{PAGE_SIZE} must be at least"),
     "shards": ("even", PlanError, "gather_logits=True"),
     "cap": ("gathered", PlanError, "logits from pages differ"),
     "state": ("states", PlanError, "MambaForCausalLM does not support"),

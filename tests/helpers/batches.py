@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from checkpoints import VOCAB
+from shardconv_runtime.inference.batching_manager import PAGE_SIZE
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -32,7 +33,7 @@ def config(**options: Any) -> GenerationConfig:
 
 def pages(**options: Any) -> ContinuousBatchingConfig:
     """A small cache: prompts are divided over steps, and requests wait for each other."""
-    sizes = {"page_size": 16, "num_blocks": 24, "max_batch_tokens": 40, "cpu_group_timeout": 60.0}
+    sizes = {PAGE_SIZE: 16, "num_blocks": 24, "max_batch_tokens": 40, "cpu_group_timeout": 60.0}
     return ContinuousBatchingConfig(**sizes | options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from typing import Any
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
+from transformers import ContinuousBatchingConfig
 
 # Imports seconds of code, and is itself imported where a manager is made.
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -22,6 +24,10 @@ from ..errors import LaunchError, PlanError, ShardconvError
 from .lost_ranks import raise_lost_rank
 from .paged_model import PagedModel, attempt
 from .step_coordinator import StepCoordinator
+
+_names = inspect.signature(ContinuousBatchingConfig).parameters
+PAGE_SIZE = "page_size" if "page_size" in _names else "block_size"
+"""The option of transformers' ``ContinuousBatchingConfig``, which 5.17 has under its earlier name."""
 
 _running: WeakKeyDictionary[dist.ProcessGroup, RankBatchingManager] = WeakKeyDictionary()
 """The manager whose loop uses a process group: a second one would mix up their collectives."""
@@ -273,7 +279,7 @@ def _require_same_sizes(start: Launch, cache: Any) -> None:
     )
     if any(other != sizes for other in exchange(start, sizes)):
         raise PlanError(
-            "the cache is divided otherwise on ranks with other numbers of key/value heads; choose a "
-            "page_size of the ContinuousBatchingConfig for which the bytes of a page are a multiple of 128 "
-            "on every rank, such as 256"
+            "the cache is divided differently on ranks with other numbers of key/value heads; choose a "
+            f"{PAGE_SIZE} of the ContinuousBatchingConfig for which the bytes of a page are a multiple of "
+            "128 on every rank, for example 256"
         )
