@@ -36,9 +36,26 @@ def load(section: Section) -> None:
     with section.attempt("pinned copy"):
         copy_s = _pinned_copy_s(section, num_bytes)
         section.tell("pinned memory to the device", num_bytes / copy_s / 1e9, "GB/s")
+    with section.attempt("peak device memory of a load"):
+        _peak(section, converted)
     for cache in ("cold", "warm"):
         with section.attempt(f"loading, {cache}"):
             _tell_loads(section, converted, files, num_bytes, cache)
+
+
+def _peak(section: Section, converted: Path) -> None:
+    """Device memory at its highest during a load, beside the bytes of the weights."""
+    what = "peak device memory of a load"
+    if not section.is_cuda:
+        shardconv_runtime.load(converted, device=section.device)
+        section.skip(what, "no CUDA")
+        return
+    torch.cuda.reset_peak_memory_stats(section.device)
+    before = torch.cuda.memory_allocated(section.device)
+    model = shardconv_runtime.load(converted, device=section.device)
+    peak = torch.cuda.max_memory_allocated(section.device) - before
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    section.tell(what, peak / 1e9, "GB", ratio=peak / own, of="the rank's bytes", ok=peak <= 1.05 * own)
 
 
 def _tell_loads(section: Section, converted: Path, files: list[Path], num_bytes: int, cache: str) -> None:

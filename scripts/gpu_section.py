@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ GROUPS = 5
 """Of steps; their result is the median of the means."""
 
 WARM_UP = 3
+REPEATS = 3
+"""Of calls of ``generate``, whose median counts."""
+
 TINY = Shape(hidden=64, intermediate=128, heads=8, kv_heads=4, vocab=500, layers=2)
 SMALL = Shape(hidden=256, intermediate=512, heads=8, kv_heads=4, vocab=1000, layers=4)
 MIDDLE = Shape(hidden=2048, intermediate=7168, heads=16, kv_heads=8, vocab=32000, layers=16)
@@ -42,9 +46,11 @@ class Section:
         device: ``cuda``, or ``cpu`` to test the code.
         small: tiny sizes.
         scratch: directory for files, shared by the sections of a run.
+        seconds: how long the section may take.
     """
 
-    def __init__(self, name: str, device: str, small: bool, scratch: Path) -> None:
+    def __init__(self, name: str, device: str, small: bool, scratch: Path, seconds: float = 1e9) -> None:
+        self.end = time.monotonic() + seconds
         self.name = name
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.small = small
@@ -83,7 +89,18 @@ class Section:
             yield
         except Exception as error:
             text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            self._print(what=what, status="FAILED", why=f"{type(error).__name__}: {text[:300]}")
+            why = f"{type(error).__name__}: {text[:300]}"
+            self._print(what=what, status="FAILED", why=why, traceback=traceback.format_exc())
+            error.__traceback__ = None  # whose frames hold models
+        self.free()
+
+    def has_time(self, what: str, needed_s: float) -> bool:
+        """Whether there is time for something that takes so many seconds on a GPU; if not, says so."""
+        left = self.end - time.monotonic()
+        if left < needed_s and self.is_cuda:
+            self.skip(what, f"{left:.0f} s were left, and it takes about {needed_s:.0f} s")
+            return False
+        return True
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -159,34 +176,17 @@ class Section:
             call()
         return statistics.median(self.seconds(call) for _ in range(GROUPS))
 
-    def decode_s(self, model: Any, ids: Tensor, num_steps: int) -> float:
-        """Seconds of a step with a static cache; steps do not wait for the device."""
-        step = self._stepper(model, ids, WARM_UP + GROUPS * num_steps)
-        for _ in range(WARM_UP):
-            step()
-        return statistics.median(self._mean(step, num_steps) for _ in range(GROUPS))
+    def token_s(self, model: Any, ids: Tensor, **options: Any) -> float:
+        """Seconds of a token of ``generate``: the difference of a long and a short call."""
+        few, many = (2, 6) if self.small else (16, 112)
 
-    def _mean(self, step: Callable[[], Any], num_steps: int) -> float:
-        def call() -> None:
-            for _ in range(num_steps):
-                step()
+        def call(count: int) -> Callable[[], Tensor]:
+            return lambda: continued(model, ids, count, **options)
 
-        return self.seconds(call) / num_steps
-
-    def _stepper(self, model: Any, ids: Tensor, num_steps: int) -> Callable[[], Any]:
-        length = ids.shape[1]
-        cache = transformers.StaticCache(config=model.config, max_cache_len=length + num_steps)
-        ahead = [torch.tensor([[length + i]], device=self.device) for i in range(num_steps)]
-        every = torch.arange(length, device=self.device)[None]
-        model(ids, past_key_values=cache, use_cache=True, position_ids=every, logits_to_keep=1)
-        token = ids[:, -1:].clone()
-        positions = iter(ahead)
-
-        def step() -> None:  # drops the output, which a CUDA graph may overwrite
-            position = next(positions)
-            model(token, past_key_values=cache, use_cache=True, position_ids=position, logits_to_keep=1)
-
-        return step
+        for count in (few, many):
+            call(count)()  # what is compiled or recorded
+        found = [self.seconds(call(many)) - self.seconds(call(few)) for _ in range(REPEATS)]
+        return statistics.median(found) / (many - few)
 
     def bandwidth(self) -> float:
         """Bytes per second of the device's memory, by a large copy that reads and writes."""
@@ -195,6 +195,13 @@ class Section:
         target.copy_(source)
         best = min(self.seconds(lambda: target.copy_(source)) for _ in range(GROUPS))
         return 2 * source.nbytes / best
+
+    def flops(self) -> float:
+        """Operations per second of products of large bfloat16 matrices."""
+        size = 256 if self.small else 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        a @ b
+        return 2 * size**3 / min(self.seconds(lambda: a @ b) for _ in range(GROUPS))
 
     def tell_time(self, what: str, seconds: float, unit: str, than_s: float, than: str) -> None:
         """A time beside another one."""
@@ -217,16 +224,23 @@ def step_bytes(model: Any, length: int) -> int:
     return int(weights + cached * len(model.model.layers))
 
 
+def continued(model: Any, ids: Tensor, count: int, **options: Any) -> Tensor:
+    """The text with exactly so many new tokens; greedy unless an option says otherwise."""
+    fixed = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **{**fixed, **options})
+    assert tokens.shape[1] == ids.shape[1] + count, "the model stopped by itself"
+    return tokens
+
+
+def never_stop(model: Any) -> Any:
+    """Let a model generate as many tokens as it is asked for."""
+    model.generation_config.eos_token_id = None
+    return model
+
+
 def greedy(model: Any, ids: Tensor) -> list[int]:
     """The ids of greedily generated tokens."""
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-    )
+    out = continued(never_stop(model), ids, NEW_TOKENS)
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
@@ -304,3 +318,13 @@ def rank_result(child: subprocess.Popen[str]) -> Any:
     if "error" in result:
         raise RuntimeError(result["error"])
     return result
+
+
+def run_ranks(section: Section, source: Path, converted: Path, tp: int) -> list[dict[str, Any]]:
+    """What each of some ranks over gloo says of its model beside the unsharded one."""
+    port = free_port()
+    script = Path(__file__).with_name("gpu_sections.py")
+    command = [sys.executable, str(script), "one-of-ranks", "--device", section.device.type]
+    command += ["--scratch", str(section.scratch), "--models", str(source), str(converted)]
+    children = [start_rank(command, rank_variables(number, tp, port)) for number in range(tp)]
+    return [rank_result(child) for child in children]

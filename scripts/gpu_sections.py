@@ -1,6 +1,6 @@
 """The sections of ``gpu_check.py``, each run as: gpu_sections.py SECTION --device cuda --scratch DIRECTORY.
 
-A section prints a line of JSON for each check. Other output is ignored.
+A section prints a line of JSON for each check. Other output only goes to its log.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,65 +19,161 @@ import torch
 import torch.distributed as dist
 import transformers
 from gpu_loads import load
+from gpu_packed import packed
 from gpu_ranks import FEW, gpus
+from gpu_same import run_graphs_as_captured
 from gpu_section import (
-    GROUPS,
     MIDDLE,
     NEW_TOKENS,
     SMALL,
     TINY,
     TOLERANCE,
-    WARM_UP,
     Section,
     batched,
+    continued,
     difference,
     free_port,
     greedy,
+    never_stop,
     one_by_one,
     prompts,
-    rank_result,
     rank_variables,
-    start_rank,
+    run_ranks,
     step_bytes,
     why_no_compiler,
 )
-from shardconv_runtime.comm.collectives import Communicator, ProcessCommunicator
+from gpu_training import training
+from lone_rank import Alone, OneProcess, lone_rank
+from shardconv_runtime.comm.collectives import ProcessCommunicator
+from shardconv_runtime.comm.mesh import Launch
+from shardconv_runtime.comm.symmetric import prepare_symmetric, symmetric_sum
+from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.inference.compiling import compile_model
-from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
-from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.inference.generation import DECODER
 from synthetic import LLAMA_8B, Shape
 from torch import Tensor
+
+PROMPT = 512
+COMPILE_S = 60
+"""About how long compiling a step of 32 layers takes, with the calls that are measured."""
+
+# ----------------------------------------------------------------------------- generate, eager and compiled
+
+
+def _tell_machine(section: Section) -> tuple[float, float]:
+    """Bytes and operations per second that the device reaches in plain copies and products."""
+    bandwidth, flops = section.bandwidth(), section.flops()
+    section.tell("memory bandwidth, by a copy", bandwidth / 1e9, "GB/s")
+    section.tell("product of bfloat16 matrices", flops / 1e12, "TFLOP/s")
+    return bandwidth, flops
+
+
+def _roofline_s(section: Section, model: Any, length: int, bandwidth: float) -> float:
+    """Seconds in which the memory can deliver the bytes that a decoding step reads."""
+    num_bytes = step_bytes(model, length)
+    floor = num_bytes / bandwidth
+    section.tell("roofline of a token", floor * 1e3, "ms", why=f"{num_bytes / 1e9:.3g} GB a step")
+    return floor
+
+
+def _tell_prefill(section: Section, model: Any, ids: Tensor, flops: float, label: str) -> float:
+    """Milliseconds of a prefill, beside the rate of products."""
+    seconds = section.prefill_s(model, ids)
+    matrices = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    floor = 2 * matrices * ids.shape[1] / flops
+    section.tell_time(
+        f"prefill of {ids.shape[1]} tokens, {label}", seconds, "ms", floor, "its products alone"
+    )
+    return seconds
+
+
+def _tell_tokens(
+    section: Section, model: Any, ids: Tensor, floor: float, label: str, **options: Any
+) -> float:
+    """Milliseconds of a token of ``generate``, beside the roofline."""
+    seconds = section.token_s(model, ids, **options)
+    section.tell_time(f"token of generate, {label}", seconds, "ms", floor, "the roofline")
+    return seconds
+
+
+def _tell_recordings(section: Section, model: Any, label: str, wanted: int = 1) -> None:
+    """A number of recordings: one for each kind of step, however many calls there were."""
+    decoder = vars(model)[DECODER]
+    replays = [replay for _, found in decoder._recorded.values() for replay in found]
+    are_graphs = all(replay._graph is not None for replay in replays)
+    is_well = decoder.num_recordings == len(replays) == wanted and (are_graphs or not section.is_cuda)
+    section.tell(f"recordings of steps, {label}", decoder.num_recordings, "", ok=is_well)
+
+
+def _compiled(section: Section, model: Any, ids: Tensor, floor: float, label: str, *, graphs: bool) -> None:
+    """Compile a model, and tell what a token takes and how many steps were recorded."""
+    torch._dynamo.reset()  # stay below the limit of compiled forms of one function
+    compile_model(model, cuda_graphs=graphs and section.is_cuda)
+    _tell_tokens(section, model, ids, floor, label)
+    _tell_recordings(section, model, label)
+
+
+# ------------------------------------------------------------------------------------------------- rank
+
+
+def _tell_rank(section: Section, connect: Callable[[Plan], Any], variants: bool) -> None:
+    """One rank of eight of an 8B model, whose communicator ``connect`` makes."""
+    shape = Shape(64, 128, 8, 8, 512, 2) if section.small else replace(LLAMA_8B, layers=32)
+    model = lone_rank(shape, 8, section.scratch / "config", connect, section.device, torch.bfloat16)
+    ids = section.prompt(16 if section.small else PROMPT, shape.vocab)
+    bandwidth, flops = _tell_machine(section)
+    floor = _roofline_s(section, model, ids.shape[1] + 64, bandwidth)
+    _tell_tokens(section, model, ids, floor, "eager")
+    if variants:
+        _tell_prefill(section, model, ids, flops, "eager")
+    before = continued(model, ids, NEW_TOKENS)
+    if why := why_no_compiler(section):
+        section.skip("token of generate, CUDA graphs", why)
+        return
+    if section.has_time("token of generate, CUDA graphs", COMPILE_S):
+        with section.attempt("token of generate, CUDA graphs"):
+            _compiled(section, model, ids, floor, "CUDA graphs", graphs=True)
+            after = continued(model, ids, NEW_TOKENS)
+            # Kernels round differently, and of random weights two tokens are often nearly equally likely.
+            share = float((before == after)[:, ids.shape[1] :].float().mean())
+            section.tell("share of tokens that are those of eager", share, "")
+    if variants and section.has_time("token of generate, compiled, no graphs", COMPILE_S / 2):
+        with section.attempt("token of generate, compiled, no graphs"):
+            _compiled(section, model, ids, floor, "compiled, no graphs", graphs=False)
+
+
+def rank(section: Section) -> None:
+    """The compute of one rank of eight."""
+    _tell_rank(section, lambda plan: Alone(0, plan.mesh, section.device), variants=True)
+
 
 # ------------------------------------------------------------------------------------------------- nccl
 
 
 def nccl(section: Section) -> None:
-    """One rank over NCCL beside the unsharded model."""
+    """The same with the collectives of the plan over NCCL, in a group of one process."""
     if section.is_cuda and not dist.is_nccl_available():
         section.skip("the section", f"torch {torch.__version__} was built without NCCL")
         return
     os.environ.update(rank_variables(0, 1, free_port()))
-    with section.attempt("all_reduce over NCCL"):
-        _collectives(section)
-    shape = TINY if section.small else MIDDLE
-    with section.attempt("tokens in float32"):
-        source = section.checkpoint("small", SMALL, torch.float32)
-        _same_tokens(section, section.unsharded(source), section.converted(source, 1), "eager")
-    with section.attempt("generate_batch"):
-        model = shardconv_runtime.load(section.converted(source, 1), device=section.device)
-        given = prompts(section, model.config.vocab_size)
-        alike = batched(model, given) == one_by_one(model, given)
-        section.tell("generate_batch has the tokens of generate", ok=alike)
-    source = section.checkpoint("middle", shape, torch.bfloat16)
-    with section.attempt("eager and compiled steps"):
-        _steps(section, source, section.converted(source, 1))
+    dist.init_process_group("nccl" if section.is_cuda else "gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    with section.attempt("all_reduce and all_gather"):
+        _collectives(section, group)
+    with section.attempt("rank 0 of 8"):
+        _tell_rank(section, lambda plan: OneProcess(plan, group, section.device), variants=False)
+    if not section.is_cuda:
+        section.skip("sums in symmetric memory", "no CUDA")
+    elif section.has_time("sums in symmetric memory", COMPILE_S):
+        with section.attempt("sums in symmetric memory"):
+            _symmetric(section, group)
     dist.destroy_process_group()
 
 
-def _collectives(section: Section) -> None:
+def _collectives(section: Section, group: Any) -> None:
     """The runtime's own operations over a real group, and in a CUDA graph."""
-    dist.init_process_group("nccl" if section.is_cuda else "gloo")
-    comm = ProcessCommunicator(0, (1,), {(0,): dist.group.WORLD})
+    comm = ProcessCommunicator(0, (1,), {(0,): group}, device=section.device)
     x = torch.arange(1024.0, device=section.device)
 
     def call() -> Tensor:
@@ -89,7 +186,8 @@ def _collectives(section: Section) -> None:
         section.skip("all_reduce and all_gather in a CUDA graph", "no CUDA")
         return
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # As the runtime records: NCCL's watchdog, another thread, calls CUDA meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = call()
     x.fill_(7)
     graph.replay()
@@ -97,143 +195,109 @@ def _collectives(section: Section) -> None:
     section.tell("all_reduce and all_gather in a CUDA graph", ok=bool((out == 7).all()))
 
 
-def _same_tokens(section: Section, unsharded: Any, converted: Path, label: str, **options: Any) -> None:
+def _symmetric(section: Section, group: Any) -> None:
+    """The sum in symmetric memory, alone and in the step of a model with fewer layers."""
+    prepare_symmetric(Launch(0, 1, section.device, group), [group])
+    x = torch.randn(4096, device=section.device, dtype=torch.bfloat16)
+    is_same = torch.equal(symmetric_sum(x, group.group_name), x)
+    section.tell("sum in symmetric memory", ok=is_same)
+    shape = replace(LLAMA_8B, layers=4)
+
+    def connect(plan: Plan) -> OneProcess:
+        return OneProcess(plan, group, section.device, symmetric_sum)
+
+    model = lone_rank(shape, 8, section.scratch / "config", connect, section.device, torch.bfloat16)
+    ids = section.prompt(PROMPT, shape.vocab)
+    floor = step_bytes(model, PROMPT + 64) / section.bandwidth()
+    _compiled(section, model, ids, floor, "4 layers, CUDA graphs, symmetric sums", graphs=True)
+
+
+# -------------------------------------------------------------------------------------------------- tp1
+
+
+def tp1(section: Section) -> None:
+    """Full models beside transformers."""
+    can_compile = not section.is_cuda or not why_no_compiler(section)
+    with section.attempt("tokens in float32"):
+        _same_tokens(section, can_compile)
+    with section.attempt("generate_batch"):
+        converted = section.converted(section.checkpoint("small", SMALL, torch.float32), 1)
+        model = shardconv_runtime.load(converted, device=section.device)
+        given = prompts(section, model.config.vocab_size)
+        alike = batched(model, given) == one_by_one(model, given)
+        section.tell("generate_batch has the tokens of generate", ok=alike)
+    if section.has_time("1B beside transformers", COMPILE_S):
+        with section.attempt("1B"):
+            source = section.checkpoint("middle", TINY if section.small else MIDDLE, torch.bfloat16)
+            converted = section.converted(source, 1)
+            ours = shardconv_runtime.load(converted, device=section.device)
+            _beside(section, never_stop(ours), section.unsharded(source), "1B", can_compile)
+    if section.has_time("8B beside transformers", 1.5 * COMPILE_S):
+        with section.attempt("8B"):
+            shape = TINY if section.small else replace(LLAMA_8B, layers=32)
+            place = section.scratch / "config"
+            ours = lone_rank(
+                shape,
+                1,
+                place,
+                lambda plan: Alone(0, plan.mesh, section.device),
+                section.device,
+                torch.bfloat16,
+            )
+            _beside(section, ours, section.random_model(shape, torch.bfloat16), "8B", can_compile)
+
+
+def _same_tokens(section: Section, can_compile: bool) -> None:
+    """Logits and tokens of a small model in float32: eager, in graphs, sampled."""
+    source = section.checkpoint("small", SMALL, torch.float32)
+    unsharded, converted = section.unsharded(source), section.converted(source, 1)
     ids = section.prompt(24, unsharded.config.vocab_size)
-    model = shardconv_runtime.load(converted, device=section.device, **options)
+    model = never_stop(shardconv_runtime.load(converted, device=section.device))
     found = difference(model(ids).logits, unsharded(ids).logits)
-    section.tell(f"logits, float32, {label}", found, "of the largest", ok=found <= TOLERANCE[torch.float32])
-    section.tell(
-        f"{NEW_TOKENS} greedy tokens, float32, {label}", ok=greedy(model, ids) == greedy(unsharded, ids)
-    )
-
-
-def _steps(section: Section, source: Path, converted: Path) -> None:
-    length, num_steps = (16, 2) if section.small else (512, 20)
-    unsharded = section.unsharded(source)
-    ids = section.prompt(length, unsharded.config.vocab_size)
-    model = shardconv_runtime.load(converted, device=section.device)
-    _same_logits(section, model(ids, use_cache=False).logits, unsharded(ids, use_cache=False).logits, "eager")
-    floor = _roofline_s(section, model, length, num_steps)
-    unsharded_s = _tell_steps(section, unsharded, ids, num_steps, floor, "eager, unsharded", {})
-    _tell_steps(section, model, ids, num_steps, floor, "eager", unsharded_s)
-    if why := why_no_compiler(section):
-        section.skip("compiled steps", why)
+    section.tell("logits, float32", found, "of the largest", ok=found <= TOLERANCE[torch.float32])
+    wanted = greedy(unsharded, ids)
+    section.tell(f"{NEW_TOKENS} greedy tokens, eager", ok=greedy(model, ids) == wanted)
+    if not can_compile:
+        section.skip("tokens of CUDA graphs", why_no_compiler(section))
         return
-    with section.attempt("compiled, without CUDA graphs"):
-        expected = unsharded(ids, use_cache=False, logits_to_keep=1).logits
-        compile_model(model, cuda_graphs=False)
-        found = model(ids, use_cache=False, logits_to_keep=1).logits
-        _same_logits(section, found, expected, "compiled")
-        _tell_steps(section, model, ids, num_steps, floor, "compiled", unsharded_s)
+    graphs = never_stop(shardconv_runtime.load(converted, device=section.device, compile=True))
+    section.tell(f"{NEW_TOKENS} greedy tokens, CUDA graphs", ok=greedy(graphs, ids) == wanted)
+    likeliest = continued(graphs, ids, NEW_TOKENS, do_sample=True, top_k=1)[0, ids.shape[1] :].tolist()
+    section.tell(f"{NEW_TOKENS} tokens, sampled of one, CUDA graphs", ok=likeliest == wanted)
+    drawn = []
+    for each in (unsharded, graphs):
+        torch.manual_seed(3)
+        drawn.append(continued(each, ids, NEW_TOKENS, do_sample=True, top_k=0)[:, ids.shape[1] :])
+    share = float((drawn[0] == drawn[1]).float().mean())
+    # On a GPU, compiled code may take other random numbers than torch takes elsewhere.
+    is_well = section.is_cuda or share == 1
+    section.tell("share of sampled tokens that are those of eager", share, "", ok=is_well)
+    _tell_recordings(section, graphs, "small model, greedy and sampled", wanted=3)
+
+
+def _beside(section: Section, ours: Any, theirs: Any, label: str, can_compile: bool) -> None:
+    """Tokens of ``generate`` and prefills, ours and transformers', eager and compiled."""
+    ids = section.prompt(16 if section.small else PROMPT, ours.config.vocab_size)
+    never_stop(theirs)
+    bandwidth, flops = _tell_machine(section)
+    floor = _roofline_s(section, ours, ids.shape[1] + 64, bandwidth)
+    for name, model in (("transformers", theirs), ("shardconv", ours)):
+        _tell_prefill(section, model, ids, flops, f"{label}, {name}")
+        _tell_tokens(section, model, ids, floor, f"{label}, {name}, eager")
+    if not can_compile:
+        section.skip(f"token of generate, {label}, compiled", why_no_compiler(section))
+        return
+    with section.attempt(f"token of generate, {label}, shardconv, CUDA graphs"):
+        _compiled(section, ours, ids, floor, f"{label}, shardconv, CUDA graphs", graphs=True)
+    del ours
+    section.free()
     if not section.is_cuda:
-        section.skip("decode, CUDA graphs", "no CUDA")
-        return
-    with section.attempt("compiled, with CUDA graphs"):
-        torch._dynamo.reset()  # stay below the limit of compiled forms of one function
-        graphs = shardconv_runtime.load(converted, device=section.device, compile=True)
-        decode = section.decode_s(graphs, ids, num_steps)
-        section.tell_time("decode, CUDA graphs", decode, "ms a token", floor, "the roofline")
-        compile_model(unsharded, cuda_graphs=True)
-        unsharded_decode_s = section.decode_s(unsharded, ids, num_steps)
-        than = "CUDA graphs, unsharded"
-        section.tell_time("decode, CUDA graphs", decode, "ms a token", unsharded_decode_s, than)
-
-
-def _roofline_s(section: Section, model: Any, length: int, num_steps: int) -> float:
-    """Seconds in which the memory can deliver the bytes that a decoding step reads."""
-    bandwidth = section.bandwidth()
-    section.tell("memory bandwidth, by a copy", bandwidth / 1e9, "GB/s")
-    num_bytes = step_bytes(model, length + WARM_UP + GROUPS * num_steps)
-    floor = num_bytes / bandwidth
-    section.tell("roofline of decode", floor * 1e3, "ms a token", why=f"{num_bytes / 1e9:.3g} GB a step")
-    return floor
-
-
-def _tell_steps(
-    section: Section,
-    model: Any,
-    ids: Tensor,
-    num_steps: int,
-    floor: float,
-    label: str,
-    than: dict[str, float],
-) -> dict[str, float]:
-    """Prefill and decode, beside the roofline and beside other times of the same."""
-    found = {"prefill": section.prefill_s(model, ids), "decode": section.decode_s(model, ids, num_steps)}
-    matrices = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    flops = 2 * matrices * ids.shape[1] / found["prefill"]
-    what = f"prefill of {ids.shape[1]} tokens, {label}"
-    section.tell(what, found["prefill"] * 1e3, "ms", why=f"{flops / 1e12:.3g} TFLOP/s in matrices")
-    section.tell_time(f"decode, {label}", found["decode"], "ms a token", floor, "the roofline")
-    for step, seconds in than.items():
-        section.tell_time(f"{step}, {label}", found[step], "ms", seconds, "eager, unsharded")
-    return found
-
-
-def _same_logits(section: Section, found: Tensor, expected: Tensor, label: str) -> None:
-    value = difference(found, expected)
-    is_well = value <= TOLERANCE[torch.bfloat16]
-    section.tell(f"logits, bfloat16, {label}", value, "of the largest", ok=is_well)
-
-
-# ------------------------------------------------------------------------------------------------- rank
-
-
-class Alone(Communicator):
-    """A rank without the others: results have the right shapes at almost no cost."""
-
-    def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return x
-
-    def _concatenate(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
-        return torch.cat([x] * self.num_ranks(axes))
-
-
-def rank(section: Section) -> None:
-    """The compute of one rank of eight."""
-    shape = Shape(64, 128, 8, 8, 512, 2) if section.small else replace(LLAMA_8B, layers=32)
-    length, num_steps = (16, 2) if section.small else (512, 20)
-    model = _lonely(section, shape, 8)
-    ids = section.prompt(length, shape.vocab)
-    floor = _roofline_s(section, model, length, num_steps)
-    _tell_steps(section, model, ids, num_steps, floor, "eager", {})
-    if why := why_no_compiler(section):
-        section.skip("compiled steps", why)
-        return
-    with section.attempt("compiled, without CUDA graphs"):
-        compile_model(model, cuda_graphs=False)
-        _tell_steps(section, model, ids, num_steps, floor, "compiled", {})
-    if not section.is_cuda:
-        section.skip("decode, CUDA graphs", "no CUDA")
-        return
-    with section.attempt("compiled, with CUDA graphs"):
-        compile_model(model, cuda_graphs=True)
-        decode = section.decode_s(model, ids, num_steps)
-        section.tell_time("decode, CUDA graphs", decode, "ms a token", floor, "the roofline")
-
-
-def _lonely(section: Section, shape: Shape, tp: int) -> Any:
-    """Rank 0 of a model with random weights that is not stored."""
-    from shardconv_runtime.checkpoint.resolve import resolve
-
-    from shardconv.arguments import SolveOptions
-    from shardconv.pipeline.stages import solve_plan
-
-    directory = section.scratch / "config"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(shape.config()))
-    spec = resolve(directory, need_weights=False)
-    plan = solve_plan(spec, SolveOptions(tp, check=False))
-    model = build_model(spec.model_class, spec.config, torch.bfloat16)
-    parallelize(model, plan, Alone(0, plan.mesh))
-    generator = torch.Generator(section.device).manual_seed(0)
-    for name, meta in list(stored_tensors(model)):
-        owner, attribute = owner_of(model, name)
-        weight = torch.empty(meta.shape, dtype=meta.dtype, device=section.device)
-        weight.normal_(0, 0.02, generator=generator)
-        owner._parameters[attribute] = torch.nn.Parameter(weight, requires_grad=False)
-    retie(model, plan)
-    return model.to(section.device).eval()
+        section.skip(f"token of generate, {label}, transformers, compiled", "no CUDA")
+    elif section.has_time(f"token of generate, {label}, transformers, compiled", COMPILE_S):
+        with section.attempt(f"token of generate, {label}, transformers, compiled"):
+            torch._dynamo.reset()
+            options = {"cache_implementation": "static", "disable_compile": False}
+            _tell_tokens(section, theirs, ids, floor, f"{label}, transformers, compiled", **options)
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -245,13 +309,7 @@ def ranks(section: Section) -> None:
         label = f"tp {tp}, {shape.kv_heads} kv heads"
         with section.attempt(label):
             source = section.checkpoint(name, shape, torch.float32)
-            converted = section.converted(source, tp)
-            port, children = free_port(), []
-            for number in range(tp):
-                command = [sys.executable, __file__, "one-of-ranks", "--device", section.device.type]
-                command += ["--scratch", str(section.scratch), "--models", str(source), str(converted)]
-                children.append(start_rank(command, rank_variables(number, tp, port)))
-            found = [rank_result(child) for child in children]
+            found = run_ranks(section, source, section.converted(source, tp), tp)
             worst = max(result["difference"] for result in found)
             section.tell(f"logits, float32, {label}", worst, "of the largest", ok=worst <= 1e-3)
             alike = all(result["same"] for result in found)
@@ -268,46 +326,22 @@ def one_of_ranks(section: Section, source: Path, converted: Path) -> None:
         value = difference(model(ids).logits, unsharded(ids).logits)
         result = {"difference": value, "same": greedy(model, ids) == greedy(unsharded, ids)}
     except Exception as error:
+        traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
     print("\n" + json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
-# ----------------------------------------------------------------------------------------------- memory
-
-
-def memory(section: Section) -> None:
-    """Peak memory of a load, and tokens of CUDA graphs."""
-    shape = TINY if section.small else MIDDLE
-    with section.attempt("peak device memory of a load"):
-        converted = section.converted(section.checkpoint("middle", shape, torch.bfloat16), 1)
-        section.free()
-        _peak(section, converted)
-    if why := "no CUDA" if not section.is_cuda else why_no_compiler(section):
-        section.skip("tokens of CUDA graphs", why)
-        return
-    with section.attempt("tokens of CUDA graphs"):
-        source = section.checkpoint("small", SMALL, torch.float32)
-        _same_tokens(
-            section, section.unsharded(source), section.converted(source, 1), "CUDA graphs", compile=True
-        )
-
-
-def _peak(section: Section, converted: Path) -> None:
-    what = "peak device memory of a load"
-    if not section.is_cuda:
-        shardconv_runtime.load(converted, device=section.device)
-        section.skip(what, "no CUDA")
-        return
-    torch.cuda.reset_peak_memory_stats(section.device)
-    before = torch.cuda.memory_allocated(section.device)
-    model = shardconv_runtime.load(converted, device=section.device)
-    peak = torch.cuda.max_memory_allocated(section.device) - before
-    own = sum(parameter.nbytes for parameter in model.parameters())
-    section.tell(what, peak / 1e9, "GB", ratio=peak / own, of="the rank's bytes", ok=peak <= 1.05 * own)
-
-
-SECTIONS = {"nccl": nccl, "rank": rank, "ranks": ranks, "gpus": gpus, "load": load, "memory": memory}
+SECTIONS = {
+    "rank": rank,
+    "nccl": nccl,
+    "tp1": tp1,
+    "load": load,
+    "training": training,
+    "ranks": ranks,
+    "packed": packed,
+    "gpus": gpus,
+}
 
 
 def main() -> None:
@@ -316,11 +350,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--models", type=Path, nargs=2)
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    section = Section(options.section, options.device, options.small, options.scratch)
+    section = Section(options.section, options.device, options.small, options.scratch, options.seconds)
+    if not section.is_cuda:
+        run_graphs_as_captured()
     with torch.no_grad():
         if options.models:
             one_of_ranks(section, *options.models)
