@@ -31,7 +31,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.compile_fx import compile_fx, view_to_reshape
 from torch._inductor.debug import DebugContext
-from torch._inductor.dependencies import MemoryDep, WeakDep
+from torch._inductor.dependencies import MemoryDep, StarDep, WeakDep
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -43,8 +43,10 @@ def count_bytes(graph: GraphLowering) -> int:
     """Add up what the kernels of a lowered graph read and write."""
     total = 0
     for node in graph.scheduler.nodes:
+        mutated = {name for part in node.get_nodes() for name in part.get_mutations()}
         for dep in node.read_writes.reads | node.read_writes.writes:
-            if isinstance(dep, WeakDep):  # only an order
+            # An order only; or a buffer in which some rows are written, which the write counts.
+            if isinstance(dep, WeakDep) or (isinstance(dep, StarDep) and dep.name in mutated):
                 continue
             if isinstance(dep, MemoryDep) and dep.is_indirect():  # picked rows of a table
                 count = 1
