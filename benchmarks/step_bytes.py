@@ -43,7 +43,7 @@ def count_bytes(graph: GraphLowering) -> int:
     """Add up what the kernels of a lowered graph read and write."""
     total = 0
     for node in graph.scheduler.nodes:
-        mutated = {name for part in node.get_nodes() for name in part.get_mutations()}
+        mutated = {name for buffer in node.get_outputs() for name in buffer.get_mutations()}
         for dep in node.read_writes.reads | node.read_writes.writes:
             # An order only; or a buffer in which some rows are written, which the write counts.
             if isinstance(dep, WeakDep) or (isinstance(dep, StarDep) and dep.name in mutated):
