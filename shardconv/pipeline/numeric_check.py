@@ -109,6 +109,9 @@ class NumericCheck:
             plan = replace(plan, training=replace(plan.training, parallel_loss=proof.parallel_loss))
         if proof.wrong_gradient:
             plan = inference_only(plan, proof.wrong_gradient)
+        if proof.wrong_labels:
+            notes = (*notes, f"labels are refused: with them, {proof.wrong_labels}")
+            plan = replace(plan, left_out=(*plan.left_out, "labels"))
         return replace(
             plan,
             notes=(*plan.notes, *notes, *(each.note for each in proof.wrong)),

@@ -41,7 +41,8 @@ class TraceInputs:
 
     def with_labels(self) -> TraceInputs:
         """The same with labels: the tokens themselves, but for a few that no loss counts."""
-        tokens = self.tensors["input_ids"].clone()
+        name = "decoder_input_ids" if "decoder_input_ids" in self.tensors else "input_ids"
+        tokens = self.tensors[name].clone()
         tokens[:, ::5] = -100
         return replace(self, tensors={**self.tensors, "labels": tokens})
 

@@ -47,8 +47,10 @@ class FusedProduct:
         for index, member in enumerate(members):
             member.product, member.index = self, index
         self.last = len(self.members) - 1
-        self.sizes = [member.out_features for member in members]
-        self.max_elements = MAX_ROWS * max((member.in_features for member in members), default=0)
+        # Of a packed weight the shape says nothing; its module has local sizes.
+        shapes = [getattr(m, "local_shape", (m.out_features, m.in_features)) for m in members]
+        self.sizes = [rows for rows, _ in shapes]
+        self.max_elements = MAX_ROWS * max((columns for _, columns in shapes), default=0)
         """Of an input."""
         self.weight: nn.Parameter | None = None
         """Spans the weights, ``[sum of out_features, in_features]``; None: each member computes by itself."""
@@ -132,14 +134,17 @@ class FusedLinear(ColumnParallelLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         sharded = linear if isinstance(linear, ColumnParallelLinear) else None
+        local_shape = rows, columns = tuple(linear.weight.shape)
         super().__init__(
-            linear.in_features,
-            linear.out_features,
+            columns,
+            rows,
             linear.bias is not None,
             outputs=() if sharded is None else sharded.outputs,
             training=sharded is None,  # a plain layer passes gradients on
             device=torch.device("meta"),
         )
+        self.local_shape = local_shape
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self._parameters.update(linear._parameters)
         self.train(linear.training)
 

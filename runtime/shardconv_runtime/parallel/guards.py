@@ -22,8 +22,8 @@ WHY_NO_EMBEDDINGS = (
     "the unsharded model runs on random embeddings; a sequence-parallel model takes ids only"
 )
 WHY_LEFT_OUT = (
-    "that could not be traced with it, so that nothing proves what its ranks compute of it; `shardconv plan` "
-    "says why it failed. Without it, the model is right"
+    "that could not be traced with it, or whose ranks computed something else with it than one process; "
+    "`shardconv plan` says why. Without it, the model is right"
 )
 EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 """Arguments that are given in place of ids."""

@@ -5,9 +5,9 @@ part of Y: column-parallel. Sharded over the columns of W (its input dim), each 
 row-parallel. An embedding sharded over its rows gives zeros for out-of-shard ids.
 (Megatron-LM, arXiv 1909.08053, section 3; "column" and "row" are those of W^T.)
 
-Parameters keep their names, so that every FQN of the model stays. ``in_features`` and ``out_features`` are
-local; ``num_embeddings`` counts the ids that an embedding takes, which are global. Their backwards are those
-of the steps that they are given.
+Parameters keep their names, so that every FQN of the model stays. Layers of a plan have the ``in_features``,
+``out_features`` and ``num_embeddings`` that the model's code reads: the global ones, unless the plan has an
+edit. The local shape is that of the weight. Their backwards are those of the steps that they are given.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _convert(target: _Target) -> nn.Module:
 
 def _column(target: _Target) -> nn.Module:
     out_features, in_features = target.local_shape("weight")
-    return ColumnParallelLinear(
+    module = ColumnParallelLinear(
         in_features,
         out_features,
         target.module.bias is not None,
@@ -137,6 +137,7 @@ def _column(target: _Target) -> nn.Module:
         training=target.training,
         device=torch.device("meta"),
     )
+    return _as_planned(module, target)
 
 
 def _row(target: _Target) -> nn.Module:
@@ -149,7 +150,7 @@ def _row(target: _Target) -> nn.Module:
     if not target.entry.input_is_parallel and not any(isinstance(s, Slice) for s in inputs):
         grad_axes = () if target.training else None
         inputs.append(Slice(target.comm, -1, target.parameter("weight").dims[1], grad_axes))
-    return RowParallelLinear(
+    module = RowParallelLinear(
         in_features,
         out_features,
         has_bias,
@@ -158,6 +159,18 @@ def _row(target: _Target) -> nn.Module:
         outputs=target.steps("output"),
         device=torch.device("meta"),
     )
+    return _as_planned(module, target)
+
+
+def _as_planned(module: nn.Linear, target: _Target) -> nn.Linear:
+    """Give a layer the sizes that the model's code reads: global ones, unless the plan has a local value.
+
+    A loss asks the head for its ``out_features``, for example, and gets gathered logits. Where code needs a
+    local size, the trace has seen it, and the size is an edit of the plan.
+    """
+    assert isinstance(target.module, nn.Linear)
+    module.in_features, module.out_features = target.module.in_features, target.module.out_features
+    return module
 
 
 def _embedding(target: _Target) -> nn.Module:

@@ -155,7 +155,7 @@ def _fused_class(library_class: type[nn.Module]) -> type[nn.Module]:
 def _wide(member: nn.Module, rows: int) -> nn.Module:
     """A module like a member that was not filled, for a weight of ``rows`` rows."""
     if isinstance(member, FusedLinear):
-        return nn.Linear(member.in_features, rows, False, device="meta")
+        return nn.Linear(member.local_shape[1], rows, False, device="meta")
     assert isinstance(member, FusedModule)
     wide: Any = object.__new__(member.library_class)
     nn.Module.__init__(wide)

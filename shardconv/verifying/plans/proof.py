@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError
+from shardconv_runtime.parallel.boundary import forward_signature
 
 from ...tracing.inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Unprovable
@@ -34,6 +35,8 @@ class Proof:
     """For embeddings in place of ids."""
     wrong: tuple[Wrong, ...]
     """Implementations for which the plan does not hold."""
+    wrong_labels: str = ""
+    """Why a call with labels is wrong, as without training; empty if it is right, or the model takes none."""
 
 
 def prove(case: Case, tell: Tell = lambda what: None) -> Proof:
@@ -67,8 +70,10 @@ class _Proof:
         """All of it."""
         self.tell("outputs, loss and gradients")
         loss = self._holds_with_labels()
+        wrong_labels = ""
         if not loss:
             self._leave_out_loss()
+            wrong_labels = self._wrong_labels()
         if not loss or self.calls == 1:  # some hand nothing back in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
         problem = self._wrong_gradient(self.case.inputs) if not loss else ""
@@ -76,8 +81,8 @@ class _Proof:
         inputs = self._shown_at_once()
         is_new = loss or inputs is not self.case.inputs
         if inputs is None or (is_new and not problem and self._wrong_gradient(inputs)):
-            return self._one_by_one(loss, problem)
-        return Proof(problem, loss, self.arguments, self._wrong_others())
+            return replace(self._one_by_one(loss, problem), wrong_labels=wrong_labels)
+        return Proof(problem, loss, self.arguments, self._wrong_others(), wrong_labels)
 
     def _holds_with_labels(self) -> bool:
         """Whether outputs, the loss of sharded logits and the gradients of both are right."""
@@ -91,6 +96,21 @@ class _Proof:
             return False  # the loss needs full logits, or the model cannot compute one
         self.calls = outcome.calls
         return not outcome.gradients
+
+    def _wrong_labels(self) -> str:
+        """Why the model's own loss, from gathered logits, is not that of the unsharded model; empty if it is.
+
+        Code that runs with labels only is not on the tape. It may ask a layer for its size, for example.
+        """
+        if self.case.plan.tp == 1 or "labels" not in forward_signature(self.case.model).parameters:
+            return ""
+        try:
+            simulate(self.case, self.case.inputs.with_labels(), logits=Logits.GATHERED)
+        except (Unprovable, KeyError):
+            return ""  # the unsharded model takes other labels than tokens, or none
+        except ShardconvError as error:
+            return str(error).partition(". Nothing was written")[0]
+        return ""
 
     def _leave_out_loss(self) -> None:
         training = self.case.plan.training
