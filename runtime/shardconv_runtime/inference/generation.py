@@ -8,7 +8,8 @@ step; a limit of time or a criterion of the user's is decided by rank 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +101,10 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         is_streamed, drafts = _check_same_call(start, args, kwargs)
         kwargs = with_draft(kwargs, drafts)
         share_rng_state(start)
-        if is_streamed and (start.rank or kwargs.get("streamer") is None):
+        if is_streamed and kwargs.get("streamer") is None:
             kwargs["streamer"] = _SilentStreamer()
         try:
-            with deadline(start):
+            with deadline(start), _printing_once(start, kwargs.get("streamer")):
                 if link is None:
                     return _generate(self, args, kwargs)
                 from .staged_generation import on_stages
@@ -160,8 +161,30 @@ def _check_same_call(
     return any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]
 
 
+@contextmanager
+def _printing_once(start: Launch, streamer: Any) -> Iterator[None]:
+    """In this context a streamer that prints the text does so on rank 0 only.
+
+    Every rank's streamer gets its tokens and its end, since some thread may wait for them. Only what
+    ``TextStreamer`` prints would be a line for each rank.
+    """
+    from transformers import TextStreamer
+
+    prints = isinstance(streamer, TextStreamer) and (
+        getattr(streamer.on_finalized_text, "__func__", None) is TextStreamer.on_finalized_text
+    )
+    if not prints or not start.rank:
+        yield
+        return
+    streamer.on_finalized_text = lambda text, stream_end=False: None
+    try:
+        yield
+    finally:
+        del streamer.on_finalized_text
+
+
 class _SilentStreamer:
-    """The streamer of ranks that print nothing: with one, ``generate`` takes the same path as on rank 0."""
+    """The streamer of ranks without one: with it, ``generate`` takes the same path as on ranks with one."""
 
     def put(self, value: Tensor) -> None:
         """Ignore the tokens."""

@@ -69,7 +69,8 @@ def load(
     require gradients only with ``training``.
 
     ``generate`` gives the same tokens on every rank. All ranks must call it with the same arguments, which
-    is checked; a ``streamer`` gets tokens on rank 0 only, and ``max_time`` goes by rank 0's clock.
+    is checked; a ``streamer`` gets the tokens on each rank (a ``TextStreamer`` prints on rank 0 only), and
+    ``max_time`` goes by rank 0's clock.
 
     Args:
         path: directory that ``shardconv convert`` wrote, or the id of a repository on the Hub to which one

@@ -1,0 +1,144 @@
+"""A thread on each rank waits for the text of a streamer, as transformers' documentation shows it.
+
+On ranks other than 0 a silent streamer stood in for the user's, whose ``end`` was never called: the thread
+waited forever, and its rank never came to the next call.
+https://github.com/huggingface/transformers/issues/36634
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import shardconv_runtime
+import torch
+import transformers
+from captured import capturing
+from checkpoints import save_causal
+from distributed import run_processes
+from torch import Tensor
+from warm_compiler import warm_up
+
+import shardconv
+
+IDS = torch.tensor([[3, 14, 15, 9, 26]])
+WAIT_S = 60
+COMMON: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "pad_token_id": 0}
+
+
+class Numbers:
+    """A tokenizer whose words are ids."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+
+class Waited:
+    """A streamer of one's own, whose consumer waits for ``None``."""
+
+    def __init__(self) -> None:
+        self.queue: Queue[Any] = Queue()
+
+    def put(self, value: Tensor) -> None:
+        self.queue.put(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.queue.put(None)
+
+
+class Signalled(transformers.TextStreamer):
+    """Prints, and says that it has ended."""
+
+    has_ended = False
+
+    def end(self) -> None:
+        super().end()
+        self.has_ended = True
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 2},
+}
+
+
+def in_thread(model: Any, streamer: Any, **options: Any) -> Thread:
+    torch.manual_seed(1)
+    thread = Thread(target=lambda: model.generate(IDS, streamer=streamer, **COMMON, **options), daemon=True)
+    thread.start()
+    return thread
+
+
+def of_iterator(model: Any, **options: Any) -> str:
+    """The usual loop over a text."""
+    streamer = transformers.TextIteratorStreamer(Numbers(), timeout=WAIT_S)
+    thread = in_thread(model, streamer, **options)
+    text = "".join(streamer)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    return text
+
+
+def of_async_iterator(model: Any, **options: Any) -> str:
+    async def read() -> str:
+        streamer = transformers.AsyncTextIteratorStreamer(Numbers(), timeout=WAIT_S)
+        thread = in_thread(model, streamer, **options)
+        text = "".join([part async for part in streamer])
+        thread.join(WAIT_S)
+        return text
+
+    return asyncio.run(read())
+
+
+def of_own(model: Any, **options: Any) -> str:
+    streamer = Waited()
+    thread = in_thread(model, streamer, **options)
+    text = "".join(Numbers().decode(ids) for ids in iter(lambda: streamer.queue.get(timeout=WAIT_S), None))
+    thread.join(WAIT_S)
+    return text
+
+
+READERS: dict[str, Callable[..., str]] = {"iterator": of_iterator, "async": of_async_iterator, "own": of_own}
+
+
+def read_all(model: Any) -> dict[str, str]:
+    """The text of each reader in each way of decoding."""
+    found = {f"{name}, {way}": read(model, **WAYS[way]) for name, read in READERS.items() for way in WAYS}
+    with redirect_stdout(io.StringIO()) as printed:
+        streamer = Signalled(Numbers())
+        model.generate(IDS, streamer=streamer, do_sample=False, **COMMON)
+    assert streamer.has_ended
+    assert "on_finalized_text" not in vars(streamer)
+    return found | {"printed": printed.getvalue()}
+
+
+def read_on_rank(out: Path) -> list[dict[str, str]]:
+    with capturing():
+        models = [shardconv_runtime.load(out, device="cpu", compile=c, timeout_s=100) for c in (False, True)]
+        return [read_all(model) for model in models]
+
+
+def read_on_stage(out: Path) -> dict[str, str]:
+    return read_all(shardconv_runtime.load(out, device="cpu", timeout_s=100))
+
+
+def test_every_rank_reads_the_text(tmp_path: Path) -> None:
+    warm_up()
+    source = save_causal("llama", tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
+    want = read_all(model)
+    assert len(set(want.values())) >= 3, "prompts, greedy and sampled texts, and a line break"
+    shardconv.convert(source, tmp_path / "out", tp=2)
+    shardconv.convert(source, tmp_path / "staged", tp=1, pp=2)
+    ranks = [found for both in run_processes(2, read_on_rank, tmp_path / "out") for found in both]
+    ranks += run_processes(2, read_on_stage, tmp_path / "staged")
+    for number, found in enumerate(ranks):
+        is_first = number in (0, 1, 4)
+        assert found == want | {"printed": want["printed"] if is_first else ""}
