@@ -276,7 +276,7 @@ REFUSED = {
     "graphs": ("even", PlanError, "use_cuda_graph asks for CUDA graphs"),
     "ahead": ("even", PlanError, "use_async_batching asks for CUDA graphs"),
     "compiled graphs": ("even", PlanError, "varlen_compile_config asks for CUDA graphs"),
-    "pages": ("even", PlanError, f"{PAGE_SIZE} must be at least"),
+    "pages": ("even", PlanError, "must be at least 4"),
     "shards": ("even", PlanError, "gather_logits=True"),
     "cap": ("gathered", PlanError, "logits from pages differ"),
     "state": ("states", PlanError, "MambaForCausalLM does not support"),
