@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SourceError, missing
+from ..format.plan import Plan, parameter_plans
 from ..parallel.build import stored_tensors
 from .peft_package import naming_errors, peft
 
@@ -56,6 +57,21 @@ class Attached:
     adapter they have the values of these, and are not among ``tensors``."""
     replaced: frozenset[str]
     """Those of ``tensors`` that are the model's."""
+
+    def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of tensors of the model that adapters were saved with, in place of its own or beside.
+
+        peft copies what was saved into a tensor that has the dtype of the model's, whatever the file has.
+
+        Args:
+            base: plan of the model without adapters.
+            dtypes: of tensors of the model, by FQN with the adapters; the others have those of the plan.
+        """
+        own = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
+        now = {old: name for name, old in self.base_names.items()}
+        entries, stored = parameter_plans(base), dict(base.tied)
+        planned = {name: getattr(torch, entries[stored.get(old, old)].dtype) for name, old in own.items()}
+        return {name: dtypes.get(now[old], planned[name]) for name, old in own.items()}
 
     def linear_layers(self, model: nn.Module) -> list[str]:
         """FQNs of the adapters' own linear layers in the model."""

@@ -24,7 +24,7 @@ from ..format.slices import Rows
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
-from ..parallel.build import parallelize
+from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
 from . import rank_files
@@ -107,6 +107,8 @@ class Checked:
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None
     """Instead of files: the global weights of an ordinary model, not read."""
+    in_wanted_dtypes: bool = False
+    """The weights of ``checkpoint`` have the dtypes in which the model is loaded, not those of the plan."""
     adapters: AdapterSet | None = None
     more: tuple[Checked, ...] = ()
     """The directories of further stages of this process."""
@@ -219,6 +221,10 @@ class Building:
         arguments: Mapping[str, Sequence[str]] = {}
         absent: Sequence[Collection[str]] = (frozenset(),)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
+        # The model was built in the wanted dtype: what its code keeps in another one is so here as well.
+        dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
+        if attached is not None:
+            dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
         if place is not None:
             from ..format.stage_part import of_stage
             from ..format.staged_names import absent_modules
@@ -278,11 +284,11 @@ class Building:
             held = (adapters, attached) if place is None else adapters.of_stages(stages, attached)
             stored = partial(held[0].tensors, stored, held[1], start)
         if given is not None:
-            rank_files.read(model, built, given(attached), start, None, packed)
+            rank_files.read(model, built, given(attached), start, {}, packed)
         elif wanted.data_parallel is not None:
-            wanted.data_parallel.read(model, built, stored, start, wanted.dtype)
+            wanted.data_parallel.read(model, built, stored, start, dtypes)
         else:
-            rank_files.read(model, built, stored({}), start, wanted.dtype, packed)
+            rank_files.read(model, built, stored({}), start, dtypes, packed)
         generation_config = read_generation_config(directory, checked.manifest)
         full_logits = wanted.gather_logits is not False
         link = None if place is None else place.link
@@ -350,7 +356,8 @@ def _stored(checked: Checked, plan: Plan, start: Launch, rows: Rows) -> Generato
     if checked.checkpoint is not None:
         from .by_plan import local_tensors
 
-        return local_tensors(plan, checked.checkpoint, start.rank, start.device, rows)
+        weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
+        return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()
     if plan.fused:

@@ -304,23 +304,23 @@ def _steady_sets(model: nn.Module) -> None:
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters that the class keeps in float32 when a half precision checkpoint is loaded.
+    """Cast the tensors that the class keeps in float32 when a checkpoint is loaded in half precision.
 
-    The names are private attributes of transformers' base class, and part of what ``from_pretrained`` does.
+    The patterns are private attributes of transformers' base class. They are matched here as its
+    ``from_pretrained`` matches them: as regular expressions, in which ``*`` stands for any text.
     """
-    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    for_half = getattr(model, "_keep_in_fp32_modules", None) or ()
-    kept = [
-        *(always if dtype in (torch.float16, torch.bfloat16) else ()),
-        *(for_half if dtype == torch.float16 else ()),
-    ]
+    kept: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        kept.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     if not kept:
         return
-    wanted = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in kept))
+    wanted = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in sorted(kept)))
     for tensors in (model.named_parameters(), _persistent_buffer_names(model)):
         for name, tensor in tensors:
-            if wanted.search(name) and tensor.is_floating_point():
-                tensor.data = tensor.data.float()
+            if wanted.search(name):
+                tensor.data = tensor.data.float()  # integers too: a count of batches
 
 
 def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
