@@ -48,19 +48,16 @@ def lazy_weights(
         SourceError: a tensor is missing from the checkpoint, or of another shape, or the model does not use
             one that belongs to a module of which it uses others.
     """
-    tensors = lazy_tensors(spec.weight_files)
-    packed = None
-    if spec.quantization is not None:
-        packed = PackedWeights(
-            spec.quantization,
-            tensors,
-            spec.weight_files,
-            spec.name,
-            spec.dtype,
-            dequantize=spec.dequantize,
-        )
-    plain = tensors if packed is None else packed.plain
-    model, info = _load(spec, plain)
+    tensors = lazy_tensors(spec.weight_files, spec.index)
+    listed = {name: t for name, t in tensors.items() if spec.index is None or name in spec.index.weight_map}
+    packed, plain, model, info = _loaded(spec, listed)
+    if unlisted := sorted(tensors.keys() - listed.keys(), key=natural_key):
+        # A repository that reuses a file of another one lists the tensors that it means. An index may also be
+        # behind its files, and from_pretrained then takes what these hold.
+        if is_behind := bool(info["missing_keys"]):
+            packed, plain, model, info = _loaded(spec, tensors)
+        done = "taken, since the model lacks some" if is_behind else "left out"
+        tell(f"the index of the files does not list {_count(unlisted)} in them; {done}: {_some(unlisted)}")
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
     _require_shapes(spec, info["mismatched_keys"])
@@ -82,6 +79,24 @@ def lazy_weights(
     if packed is None or spec.dequantize:
         return dict(found)
     return {name: packed.of(name, lazy) or lazy for name, lazy in found.items()}
+
+
+def _loaded(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor]
+) -> tuple[PackedWeights | None, Mapping[str, LazyTensor], Any, dict[str, Any]]:
+    """The packed weights of a checkpoint, its tensors with weights in their place, and what is loaded."""
+    packed = None
+    if spec.quantization is not None:
+        packed = PackedWeights(
+            spec.quantization,
+            tensors,
+            spec.weight_files,
+            spec.name,
+            spec.dtype,
+            dequantize=spec.dequantize,
+        )
+    plain = tensors if packed is None else packed.plain
+    return packed, plain, *_load(spec, plain)
 
 
 def select(
