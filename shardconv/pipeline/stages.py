@@ -280,7 +280,7 @@ def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck
 
 def _built(spec: ModelSpec) -> nn.Module:
     try:
-        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     except ShardconvError:
         raise
     except Exception as error:

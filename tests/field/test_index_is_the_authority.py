@@ -48,7 +48,7 @@ def write(
 def read(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """The weights of a checkpoint, and what is remarked about it."""
     remarks: list[str] = []
-    weights = lazy_weights(resolve(path), remarks.append)
+    weights = lazy_weights(resolve(path), remarks.append).tensors
     return {name: read_tensor(lazy) for name, lazy in weights.items()}, remarks  # type: ignore[arg-type]
 
 

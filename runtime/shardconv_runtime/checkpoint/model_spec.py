@@ -32,6 +32,9 @@ class ModelSpec:
     """Validated checkpoint files; empty if no weights are needed."""
     index: Index | None = None
     """Of the checkpoint files, where there are several."""
+    tied: Mapping[str, str] | None = None
+    """Alias -> first name of parameters that are one tensor, by the checkpoint or by a plan; None: all that
+    the class and its config tie."""
     quantization: Mapping[str, Any] | None = None
     """The ``quantization_config`` of a quantized checkpoint; ``config`` is that of the unquantized model."""
     dequantize: bool = False

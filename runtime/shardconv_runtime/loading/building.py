@@ -323,7 +323,7 @@ def _unsharded(checked: Checked, wanted: Wanted) -> tuple[Any, nn.Module]:
         config = without_quantization(config)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     try:
-        return stored, build_model(_model_class(directory, plan), config, dtype)
+        return stored, build_model(_model_class(directory, plan), config, dtype, dict(plan.tied))
     except Exception as error:
         raise building_failed(directory, error) from error
 

@@ -87,7 +87,7 @@ def ordinary(
             "make a plan of that model"
         )
     with without_library_logging():  # transformers would log of a model that is not loaded yet
-        found = lazy_weights(spec)
+        found = lazy_weights(spec).tensors
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     if is_packed and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(f"the plan is for other packed weights than those of {spec.name}; make a plan of it")

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -237,7 +237,10 @@ class _Values(TorchFunctionMode):
 
 
 def build_model(
-    model_class: str | type[nn.Module], config: Any, dtype: torch.dtype | None = None
+    model_class: str | type[nn.Module],
+    config: Any,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Build a model whose parameters and persistent buffers are meta tensors of global shape.
 
@@ -249,6 +252,9 @@ def build_model(
         model_class: the class, or its name as ``module:Class``.
         config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
+        tied: alias -> first name of parameters that are one tensor. Others that the class and its config
+            tie get tensors of their own, as ``from_pretrained`` has it where a checkpoint holds both with
+            different values. None: all stay tied.
 
     Raises:
         PlanError: the class does not exist.
@@ -265,9 +271,45 @@ def build_model(
             _initialize_buffers(model)
     with _building:
         _fill(model, lazy)
+    if tied is not None:
+        _untie(model, tied)
     _keep_float32(model, dtype)
     _steady_sets(model)
     return model.eval()
+
+
+def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Leave only those parameters tied that are in ``tied``, see ``build_model``."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    for parameter, together in names.items():
+        own: dict[str, nn.Parameter] = {}
+        for name in together:
+            first = tied.get(name, name)
+            if first not in own:
+                like = torch.empty_like(parameter)
+                own[first] = nn.Parameter(like, parameter.requires_grad) if own else parameter
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._parameters[attribute] = own[first]
+    # transformers keeps what it has tied in this attribute, from which from_pretrained takes such names, too.
+    known: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    present = dict(model.named_parameters(remove_duplicate=False))
+    for alias, name in list(known.items()):
+        if present.get(alias) is not present.get(name):
+            del known[alias]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Alias -> first name of the parameters of a model that are one tensor."""
+    first: dict[nn.Parameter, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            found[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return found
 
 
 def _initialize_buffers(model: nn.Module) -> None:
