@@ -242,6 +242,9 @@ class Building:
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
             packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
+        heads: Sequence[str] = ()
+        if attached is not None and plan.logits is not None:
+            heads = attached.in_place_of(plan.logits.module)
         if wanted.form:
             from ..training.prepare import parallelize_for_training
 
@@ -254,9 +257,10 @@ class Building:
                 **wanted.form,
                 regather=wanted.regather,
                 absent=absent,
+                heads=heads,
             )
         else:
-            parallelize(model, built, comm, wanted.gather_logits, packed)
+            parallelize(model, built, comm, wanted.gather_logits, packed, heads)
         if place is not None:
             from ..format.staged_names import held_by
             from .staged_models import keep_own
