@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.hub_options import Hub
 
@@ -27,6 +28,7 @@ from .reporting.progress import Progress, Silent
 from .writing.output import Output, WriteOptions
 
 if TYPE_CHECKING:
+    from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights
     from shardconv_runtime.checkpoint.model_spec import ModelSpec
     from shardconv_runtime.checkpoint.quantized import PackedWeight
     from shardconv_runtime.tensors.lazy_tensor import LazyTensor
@@ -130,10 +132,12 @@ def convert(
         stream=ranks is not None if stream is None else stream,
     )
     remarks: list[str] = []
+    found: Mapping[str, LazyTensor | PackedWeight]
     if random_init:
         origin, found = _initialized(spec, seed or 0, progress)
     else:
-        origin, found = _read(spec, progress, remarks.append)
+        origin, checkpoint = _read(spec, progress, remarks.append)
+        spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
     for remark in remarks:
         progress.stage(f"note: {remark}")
     solved: Plan = solve_plan(spec, options, steps=steps_of(found), progress=progress.stage)
@@ -150,7 +154,7 @@ def convert(
 
 def _read(
     spec: ModelSpec, progress: Progress, tell: Callable[[str], object]
-) -> tuple[Origin, dict[str, LazyTensor | PackedWeight]]:
+) -> tuple[Origin, CheckpointWeights]:
     """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
     from shardconv_runtime.checkpoint.other_kinds import remarks
@@ -200,7 +204,8 @@ def plan(
     """Solve a model for ``tp`` ranks from its config alone; no weights are read or needed.
 
     Args:
-        model: a directory, a Hub id or a transformers config object.
+        model: a directory, a Hub id or a transformers config object. Of weights in a directory, those that
+            the config ties are compared.
         tp: number of ranks.
         experts: how mixture-of-experts layers are sharded: ``"tp"``, inside of each expert, or ``"ep"``,
             whole experts on each rank.
@@ -229,5 +234,29 @@ def plan(
 
     hub = Hub(revision, cache_dir, local_files_only, token)
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
+    if spec.directory is not None and spec.revision is None:
+        spec = replace(spec, tied=_tied_in_files(spec, trust_remote_code=trust_remote_code))
     solved: Plan = solve_plan(spec, options, progress=(progress or Silent()).stage)
     return solved
+
+
+def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, str] | None:
+    """What weight files beside the config say of parameters that the class ties; None where there are none.
+
+    A plan needs no weights. But where they are, a head of its own is seen now, and not when they are loaded.
+    """
+    import torch
+    from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+    from shardconv_runtime.checkpoint.resolve import resolve
+    from shardconv_runtime.hub.library_logging import without_library_logging
+    from shardconv_runtime.parallel.meta_model import build_model, tied_names
+
+    assert spec.directory is not None, "asked of models in directories"
+    if not tied_names(build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))):
+        return None
+    try:
+        full = resolve(spec.directory, dtype=spec.dtype, trust_remote_code=trust_remote_code)
+        with without_library_logging():
+            return lazy_weights(full).tied
+    except SourceError:
+        return None  # not all files are here; who loads by the plan compares the values

@@ -54,6 +54,10 @@ READ = {
     (f"{CHECKPOINT}/source_config.py", "architectures"): "config.json names the model's class there",
     ("runtime/shardconv_runtime/saving/ordinary_checkpoint.py", "architectures"): "written for transformers",
     (
+        "runtime/shardconv_runtime/loading/adapted_models.py",
+        "word_embeddings",
+    ): "an attribute of all configs says whether a model ties them, and peft changes it when it merges",
+    (
         "runtime/shardconv_runtime/inference/paged_model.py",
         "num_key_value_heads",
     ): "transformers' pages are sized by it, whatever the model",

@@ -232,7 +232,7 @@ def _plan_text(
 
         hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
         read = {name: options[name] for name in ("dtype", "trust_remote_code")}
-        return to_json(tp_plan(solved, skeleton(model, hub, **read)))
+        return to_json(tp_plan(solved, skeleton(model, hub, **read, tied=dict(solved.tied))))
     if chosen == "shards":
         from ..converted import shard_boxes
 

@@ -149,7 +149,8 @@ def _spec(directory: Path, base: Plan) -> ModelSpec:
     from shardconv_runtime.checkpoint.resolve import resolve
 
     trust = base.model.trust_remote_code
-    return resolve(directory, trust_remote_code=trust, dtype=base.model.dtype, need_weights=False)
+    spec = resolve(directory, trust_remote_code=trust, dtype=base.model.dtype, need_weights=False)
+    return replace(spec, tied=dict(base.tied))
 
 
 def _require_free(target: Path, *, overwrite: bool) -> None:
@@ -188,7 +189,7 @@ def _initialize(
     from shardconv_runtime.parallel.meta_model import build_model
 
     spec = _spec(directory, base)
-    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    model = build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     attached = attach(model, {DEFAULT: adapter}, trainable=True)
     tensors = {**_copies(root, attached.copies), **attached.tensors}
     write_adapter(attached.wrapper, DEFAULT, tensors, target, base_name)

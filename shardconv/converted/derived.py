@@ -86,7 +86,7 @@ def spec_of(found: Converted) -> ModelSpec:
             f"{found.directory} was planned as {model.class_name}, and its config.json now gives "
             f"{spec.class_name}; use the version of transformers that it was planned for, or restore the file"
         )
-    return spec
+    return dataclasses.replace(spec, tied=dict(found.plan.tied))
 
 
 def has_sequence_form(plan: Plan) -> bool:

@@ -71,6 +71,7 @@ def replan(
     spec = resolve(
         first.directory, trust_remote_code=trust_remote_code, dtype=old.model.dtype, need_weights=False
     )
+    spec = replace(spec, tied=dict(old.tied))
     is_wanted = sequence_parallel or has_sequence_form(old)
     options = SolveOptions(
         old.tp,

@@ -38,7 +38,7 @@ LazyWeights = Mapping[str, LazyTensor]
 
 def model_of(spec: ModelSpec) -> Any:
     """The model without numbers, as ``saved_tensors`` needs it."""
-    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
 
 
 def saved_tensors(model: Any, weights: LazyWeights) -> dict[str, LazyTensor]:

@@ -98,12 +98,14 @@ def skeleton(
     *,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    tied: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Build a model from its config alone, its parameters on the meta device.
 
     Args:
         model: directory, Hub id or config object.
         hub, dtype, trust_remote_code: how to read it, see ``checkpoint.resolve``.
+        tied: of a plan; None: as the class and the config say.
 
     Raises:
         ShardconvError: the model cannot be found or built, or its weights are quantized.
@@ -111,7 +113,7 @@ def skeleton(
     spec = resolve(model, hub, dtype=dtype, trust_remote_code=trust_remote_code, need_weights=False)
     if spec.quantization is not None:
         raise PlanError(f"{spec.name}: {_QUANTIZED}")
-    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+    return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), tied)
 
 
 class _Translation:

@@ -158,7 +158,7 @@ def _source(
 
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, stream=stream)
     assert spec.directory is not None, "a model that was named has one"
-    tensors = lazy_tensors(spec.weight_files)
+    tensors = lazy_tensors(spec.weight_files, spec.index)
     return EngineSource(spec.name, spec.directory, tensors, origin_of(spec), spec.trust_remote_code)
 
 

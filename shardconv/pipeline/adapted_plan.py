@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shardconv_runtime.adapters.adapter_names import ANY_NAME
 from shardconv_runtime.adapters.attaching import Adapter, Attached, attach
 from shardconv_runtime.errors import SolveError
-from shardconv_runtime.format.dims import to_text
+from shardconv_runtime.format.dims import axes_of, to_text
 from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.plan import (
     DrawPlan,
@@ -60,7 +60,10 @@ class AdaptedModel:
         """The layouts of the model's parameters, and of copies that are trained in place of some."""
         entries = parameter_plans(self.base)
         names = {**self.attached.base_names, **self.attached.copies}
-        return Given(self.base.mesh, {now: entries[old] for now, old in names.items() if old in entries})
+        parameters = {now: entries[old] for now, old in names.items() if old in entries}
+        copied = tuple(f"{module}." for module in self.attached.copied_modules().values())
+        unread = frozenset(name for name in parameters if name.startswith(copied)) if copied else frozenset()
+        return Given(self.base.mesh, parameters, unread)
 
     def planned(self, plan: Plan) -> Plan:
         """The plan, if it keeps the shards of the model.
@@ -73,53 +76,61 @@ class AdaptedModel:
                 f"with the adapter, the ranks would form a mesh {plan.mesh}, and without it they form "
                 f"{self.base.mesh}; leave out layers of its target modules"
             )
-        replaced = tuple(theirs for _, theirs in self._replaced())
-        given = self.given.parameters
+        given = self.given
         for name, entry in parameter_plans(plan).items():
-            if name in self.attached.base_names and not name.startswith(replaced):
-                _require_kept(name, given[name], entry)
+            if name in self.attached.base_names and name not in given.unread:
+                _require_kept(name, given.parameters[name], entry)
         return plan
 
-    def stored(self, plan: Plan) -> Plan:
-        """The plan, whose parameters of the model are stored as they were, for disabled adapters too."""
-        plan = self._with_replaced_modules(plan)
-        given = self.given.parameters
+    def with_copied_modules(self, plan: Plan) -> Plan:
+        """The plan, which says of modules that the adapter copies what it says of the copies.
 
-        def kept(name: str, entry: ParameterPlan) -> ParameterPlan:
-            old = given.get(name) if name in self.attached.base_names else None
-            return entry if old is None else replace(entry, dtype=old.dtype, packing=old.packing)
+        The trace calls the copies alone. The modules themselves are called where the adapter is disabled.
 
-        entries = parameter_plans(plan).items()
-        return replace(plan, parameters=_joined((name, kept(name, entry)) for name, entry in entries))
-
-    def _with_replaced_modules(self, plan: Plan) -> Plan:
-        """The plan, which says of modules that the adapter replaces what it says of their copies."""
-        pairs = dict(self._replaced())
+        Args:
+            plan: of the model, or of a smaller one of the same code.
+        """
+        pairs = self.attached.copied_modules()
         if not pairs:
             return plan
         training = plan.training and replace(plan.training, draws=_extended(plan.training.draws, pairs))
         if training is not None and training.sequence is not None:
-            sequence = training.sequence
-            modules, draws = _extended(sequence.modules, pairs), _extended(sequence.draws, pairs)
-            training = replace(training, sequence=replace(sequence, modules=modules, draws=draws))
-        parameters = _extended(plan.parameters, pairs)
-        return replace(plan, parameters=parameters, modules=_extended(plan.modules, pairs), training=training)
+            form = training.sequence
+            form = replace(form, modules=_extended(form.modules, pairs), draws=_extended(form.draws, pairs))
+            training = replace(training, sequence=form)
+        # Of a tensor and its copy, the one that no call reads is laid out as the other. A tied tensor may be
+        # read under its other names.
+        parameters = dict(by_name("parameters", plan.parameters))
+        for name in list(parameters):
+            for ours, theirs in pairs.items():
+                original = theirs + name.removeprefix(ours)
+                if name.startswith(f"{ours}.") and original in parameters:
+                    is_sharded = any(map(axes_of, parameters[original].dims))
+                    parameters[name] = parameters[original] = parameters[original if is_sharded else name]
+        return replace(
+            plan,
+            parameters=_joined(parameters.items()),
+            modules=_extended(plan.modules, pairs),
+            training=training,
+        )
 
-    def _replaced(self) -> Iterator[tuple[str, str]]:
-        """FQNs of a copied module, and of the one that it replaces."""
-        now = {old: name for name, old in reversed(list(self.attached.base_names.items()))}
-        for copy, old in self.attached.copies.items():
-            original = now[old]
-            ours, theirs = copy.split("."), original.split(".")
-            while ours and theirs and ours[-1] == theirs[-1]:
-                ours.pop()
-                theirs.pop()
-            yield ".".join(ours), ".".join(theirs)
+    def stored(self, plan: Plan) -> Plan:
+        """The plan, whose parameters of the model are stored as they were: laid out, packed, and cast so.
 
-    @property
-    def replaces_modules(self) -> bool:
-        """Whether the adapter trains copies of some modules in place of these."""
-        return bool(self.attached.copies)
+        Raises:
+            SolveError: a module that the adapter copies would have to be laid out in another way.
+        """
+        given = self.given.parameters
+
+        def kept(name: str, entry: ParameterPlan) -> ParameterPlan:
+            if name not in self.attached.base_names or name not in given:
+                return entry
+            _require_kept(name, given[name], entry)
+            return replace(entry, dtype=given[name].dtype, packing=given[name].packing)
+
+        plan = self.with_copied_modules(plan)
+        entries = parameter_plans(plan).items()
+        return replace(plan, parameters=_joined((name, kept(name, entry)) for name, entry in entries))
 
 
 def _require_kept(name: str, old: ParameterPlan, new: ParameterPlan) -> None:

@@ -45,6 +45,7 @@ class _Shrunk:
 
     small: SmallModel
     skipped: Mapping[str, Bypass]
+    complete: Callable[[Plan], Plan]
 
     def case(self, plan: Plan) -> Case:
         """What the plan says of it.
@@ -52,10 +53,11 @@ class _Shrunk:
         Raises:
             PlanError: the plan cannot be said of it.
         """
-        return Case(small_plan(plan, self.small, self.skipped), self.small.model, self.small.inputs)
+        plan = self.complete(small_plan(plan, self.small, self.skipped))
+        return Case(plan, self.small.model, self.small.inputs)
 
 
-def _shrink(plan: Plan, shrinking: Shrinking) -> _Shrunk:
+def _shrink(plan: Plan, shrinking: Shrinking, complete: Callable[[Plan], Plan]) -> _Shrunk:
     """The smaller model for a plan.
 
     Raises:
@@ -63,9 +65,9 @@ def _shrink(plan: Plan, shrinking: Shrinking) -> _Shrunk:
     """
 
     def case(small: SmallModel) -> Case:
-        return _Shrunk(small, shrinking.skipped).case(plan)
+        return _Shrunk(small, shrinking.skipped, complete).case(plan)
 
-    return _Shrunk(shrinking.run(case, lambda small: runs(case(small))), shrinking.skipped)
+    return _Shrunk(shrinking.run(case, lambda small: runs(case(small))), shrinking.skipped, complete)
 
 
 class NumericCheck:
@@ -77,6 +79,7 @@ class NumericCheck:
         tell: is called with what is simulated next.
         with_fewer_positions: gives a model of the same code that sees smaller images or sounds, and its
             layers to leave out, if there is one; asked where the activations of the full one are large.
+        complete: adds to the plan of a smaller model what will be added to that of the full one.
     """
 
     def __init__(
@@ -85,11 +88,13 @@ class NumericCheck:
         bypassed: Mapping[str, Bypass],
         tell: Tell = lambda what: None,
         with_fewer_positions: Callable[[], Source | None] = lambda: None,
+        complete: Callable[[Plan], Plan] = lambda plan: plan,
     ) -> None:
         self.tell = tell
         self.full = full
         self.bypassed = bypassed
         self._fewer = cache(with_fewer_positions)
+        self._complete = complete
         self._small: dict[frozenset[str], _Shrunk] = {}
         self._numbers = 0
         """Which of ``other_numbers`` the unsharded model was found to run on."""
@@ -236,19 +241,20 @@ class NumericCheck:
     def _shrunk(self, plan: Plan, skipped: Mapping[str, Bypass]) -> _Shrunk:
         """The smaller model for a plan, with fewer positions if it has many and that is possible."""
         shrinking = Shrinking.of(self.full, plan.tp, skipped)
-        found = None if shrinking.has_many_positions else _shrink(plan, shrinking)
+        found = None if shrinking.has_many_positions else _shrink(plan, shrinking, self._complete)
         if found is not None and not shrinking.is_much(found.small.shapes):
             return found
         fewer = self._fewer()
         if fewer is not None:
             full, bypassed = fewer
             try:
-                smaller = _shrink(plan, Shrinking.of(full, plan.tp, planned_alike(plan, bypassed)))
+                fewer_shrinking = Shrinking.of(full, plan.tp, planned_alike(plan, bypassed))
+                smaller = _shrink(plan, fewer_shrinking, self._complete)
                 if runs(smaller.case(plan)):  # code may know how long a sound is
                     return smaller
             except PlanError:
                 pass  # the plan shards positions, or does not fit at all
-        return found or _shrink(plan, shrinking)
+        return found or _shrink(plan, shrinking, self._complete)
 
     def _case_that_fits(self, plan: Plan) -> Case | None:
         """The case of a plan; None where even the smaller model is too large."""

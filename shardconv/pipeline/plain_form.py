@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.plan import ModelInfo, Plan, TrainingPlan
+from shardconv_runtime.parallel.meta_model import tied_names
 from torch import nn
 
 from ..planning.draws import draw_plans
@@ -15,7 +16,7 @@ from ..planning.fused_layers import fused_plans, without_groups
 from ..planning.module_plans import module_plans
 from ..planning.obstacle import Obstacle
 from ..planning.packing_alignment import find_divided_step, split_at_steps
-from ..planning.parameter_plans import parameter_plans, tied_names
+from ..planning.parameter_plans import parameter_plans
 from ..planning.peer_layers import PeerLayers
 from ..planning.sharded_logits import logits_info
 from ..planning.solution import Solution
@@ -106,7 +107,7 @@ def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
         code=code_info(_code_modules(model, problem.analysis.tape)),
         parameters=parameter_plans(solution, model),
         modules=modules,
-        tied=tied_names(model),
+        tied=tuple(tied_names(model).items()),
         logits=logits_info(solution),
         training=None if refusal else training,
         inference_only=refusal,

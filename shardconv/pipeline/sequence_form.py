@@ -114,9 +114,12 @@ def _stored_alike(
         SolveError: one would have to be stored in another way.
     """
     stored = entries_of(plan)
+    unread = frozenset[str]() if problem.given is None else problem.given.unread
     out = []
     for name, entry in by_name("parameters", tuple(parameters)).items():
         known = stored[name]
+        if name in unread:
+            entry = known
         if entry.dims != known.dims or not set(entry.partial) <= set(known.partial):
             raise no_sequence_form(problem, f"{name} would have to be stored in another way")
         grad_axes = tuple(a for a in entry.grad_axes if a not in known.partial)

@@ -13,6 +13,7 @@ import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 
@@ -213,7 +214,11 @@ def _solved_run(
         full = FullModel(model, inputs, traced, inside)
         gc.freeze()
         check = NumericCheck(
-            full, bypassed, lambda what: tell(f"simulating the ranks: {what}"), with_fewer_positions
+            full,
+            bypassed,
+            lambda what: tell(f"simulating the ranks: {what}"),
+            with_fewer_positions,
+            adapted.with_copied_modules if adapted is not None else lambda plan: plan,
         )
         plan = check.checked(plan)
         if plan.inference_only and not tape.not_in_training:
@@ -222,13 +227,15 @@ def _solved_run(
                 return _solved_run(spec, options, steps, other, tell, with_fewer_positions)
         if plan.stages is not None:
             plan = check.with_right_stages(plan)
-        if adapted is not None and not adapted.replaces_modules:
+        if adapted is not None:
             check.require_right_when_disabled(plan)
     if options.sequence_parallel:
         tell("solving for sequence parallelism")
         plan = with_sequence_form(problem, plan, solution, staged)
         if check is not None:
             plan = _checked_sequence_form(problem, plan, check)
+            if adapted is not None:
+                check.require_right_when_disabled(of_sequence(plan))
     return plan if adapted is None else adapted.stored(plan)
 
 
@@ -280,7 +287,7 @@ def _checked_sequence_form(problem: PlanProblem, plan: Plan, check: NumericCheck
 
 def _built(spec: ModelSpec) -> nn.Module:
     try:
-        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype))
+        return build_model(spec.model_class, spec.config, getattr(torch, spec.dtype), spec.tied)
     except ShardconvError:
         raise
     except Exception as error:

@@ -10,6 +10,7 @@ from shardconv_runtime.format.name_patterns import compress
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import GradientPlan, ParameterPlan
 from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.parallel.meta_model import tied_names
 from torch import Tensor, nn
 
 from ..dim_analysis.dim_trees import find, leaves
@@ -28,7 +29,7 @@ def parameter_plans(solution: Solution, model: nn.Module) -> tuple[ParameterPlan
     entries: dict[tuple[str, ParameterPlan], list[str]] = {}
     stand_ins = solution.folded.representatives()
     known: dict[str, ParameterPlan] = {}
-    aliases = dict(tied_names(model))
+    aliases = tied_names(model)
     for name, tensor in stored_tensors(model):
         if name in aliases:
             continue
@@ -56,18 +57,6 @@ def gradient_plans(parameters: Iterable[ParameterPlan]) -> tuple[GradientPlan, .
         GradientPlan(tuple(compress(names)), grad_axes, levels)
         for (_, grad_axes, levels), names in grouped.items()
     )
-
-
-def tied_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """(alias, first name) of parameters that are one tensor."""
-    first: dict[nn.Parameter, str] = {}
-    out = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in first:
-            out.append((name, first[parameter]))
-        else:
-            first[parameter] = name
-    return tuple(out)
 
 
 def _layout(solution: Solution, tid: int | None, tensor: Tensor) -> ParameterPlan:

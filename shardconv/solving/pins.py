@@ -31,6 +31,8 @@ class Given:
     mesh: Mesh
     parameters: Mapping[str, ParameterPlan]
     """By the FQNs of the traced model."""
+    unread: frozenset[str] = frozenset()
+    """Those of modules that the traced call does not run, since it runs copies of them."""
 
 
 def pins_of(analysis: Analysis, given: Given) -> Pins:

@@ -62,7 +62,10 @@ def origin_of(spec: ModelSpec) -> Origin:
     """The model on disk, in its current state; to be called before its weights are read."""
 
     def identify() -> dict[str, object]:
-        return {"files": {path.name: _identity(path) for path in spec.weight_files}}
+        files: list[WeightFile] = list(spec.weight_files)
+        if spec.index is not None:
+            files.append(spec.index.path)  # it says which of two files counts
+        return {"files": {_name(spec, file): _identity(file) for file in files}}
 
     return Origin(source_of(spec), identify(), lambda directory: copy_small_files(spec, directory), identify)
 
@@ -133,7 +136,7 @@ def require_unchanged(origin: Origin) -> None:
 def source_of(spec: ModelSpec) -> Source:
     """The converted model, for the manifest."""
     name = spec.name if spec.revision else _directory(spec).resolve().name
-    files = tuple(SourceFile(f.name, num_bytes(f), _sha256(f)) for f in spec.weight_files)
+    files = tuple(SourceFile(_name(spec, f), num_bytes(f), _sha256(f)) for f in spec.weight_files)
     return Source(name, spec.revision, tuple(sorted(files, key=lambda file: file.path)))
 
 
@@ -165,6 +168,11 @@ def _job(plan: Plan, origin: Origin, max_file_size: int) -> dict[str, object]:
         "versions": tool_versions(),
         "plan": codec.sha256(codec.dumps(plan)),
     }
+
+
+def _name(spec: ModelSpec, file: WeightFile) -> str:
+    """The name of a file in the directory of a model, or in its repository."""
+    return file.name if isinstance(file, RemoteFile) else file.relative_to(_directory(spec)).as_posix()
 
 
 def _identity(file: WeightFile) -> str:

@@ -129,7 +129,8 @@ def _name(spec: ModelSpec, options: SolveOptions, steps: Steps) -> str:
     """Names everything that a plan depends on."""
     settings = {name: value for name, value in os.environ.items() if name.startswith("SHARDCONV_")}
     model = [spec.class_name, spec.dtype, spec.trust_remote_code, _content(spec.config)]
-    asked = [*model, repr(options), sorted(steps.items()), settings]
+    tied = None if spec.tied is None else sorted(spec.tied.items())
+    asked = [*model, tied, repr(options), sorted(steps.items()), settings]
     return hashlib.sha256(json.dumps(asked, default=repr).encode()).hexdigest()
 
 

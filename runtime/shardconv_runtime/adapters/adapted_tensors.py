@@ -59,7 +59,7 @@ def adapted_tensors(
     now = _present_names(before, entries, attached)
     copies: dict[str, list[str]] = {}
     for name, old in attached.copies.items():
-        if name not in attached.tensors:
+        if name in entries and name not in attached.tensors:  # else an alias, or it was saved
             copies.setdefault(old, []).append(name)
     with closing(stored) as tensors:
         for old, tensor in tensors:

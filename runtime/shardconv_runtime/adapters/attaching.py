@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SourceError, missing
+from ..format.plan import Plan, parameter_plans
 from ..parallel.build import stored_tensors
 from .peft_package import naming_errors, peft
 
@@ -57,6 +59,47 @@ class Attached:
     replaced: frozenset[str]
     """Those of ``tensors`` that are the model's."""
 
+    def copied_modules(self) -> dict[str, str]:
+        """FQN of a copy of a module -> of the module in whose place it is called.
+
+        Tied modules have one tensor, so that its name does not tell which of them was copied; a copy is kept
+        beside the module.
+        """
+        present: dict[str, list[str]] = {}
+        for name, old in self.base_names.items():
+            present.setdefault(old, []).append(name)
+        found = {}
+        for copied, old in self.copies.items():
+            original = max(present[old], key=partial(_num_common, copied))
+            ours, theirs = copied.split("."), original.split(".")
+            while ours and theirs and ours[-1] == theirs[-1]:
+                ours.pop()
+                theirs.pop()
+            found[".".join(ours)] = ".".join(theirs)
+        return found
+
+    def in_place_of(self, module: str) -> list[str]:
+        """FQNs of the modules that are called in place of one, by the adapters that are active."""
+        copied = self.copied_modules()
+        original = copied.get(module, module)
+        others = [original, *(name for name, of in copied.items() if of == original)]
+        return [name for name in others if name != module]
+
+    def dtypes_of_model(self, base: Plan, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """The dtypes of tensors of the model that adapters were saved with, in place of its own or beside.
+
+        peft copies what was saved into a tensor that has the dtype of the model's, whatever the file has.
+
+        Args:
+            base: plan of the model without adapters.
+            dtypes: of tensors of the model, by FQN with the adapters; the others have those of the plan.
+        """
+        own = dict(self.copies) | {name: self.base_names[name] for name in self.replaced}
+        now = {old: name for name, old in self.base_names.items()}
+        entries, stored = parameter_plans(base), dict(base.tied)
+        planned = {name: getattr(torch, entries[stored.get(old, old)].dtype) for name, old in own.items()}
+        return {name: dtypes.get(now[old], planned[name]) for name, old in own.items()}
+
     def linear_layers(self, model: nn.Module) -> list[str]:
         """FQNs of the adapters' own linear layers in the model."""
         modules = model.named_modules()
@@ -88,9 +131,11 @@ def attach(
         for name, adapter in adapters.items():
             with nullcontext() if initialized else _uninitialized():
                 wrapper = _with_adapter(wrapper, model, name, adapter, base, trainable=trainable)
+            _tie_copies(model, name, adapter)
             copied |= base.copies()
             with base.kept(adapter):
                 _take_saved(wrapper, name, adapter, trainable=trainable)
+            _tie_copies(model, name, adapter)
             base.require_unchanged(adapter)
         wrapper.set_adapter(next(iter(adapters)), inference_mode=not trainable)
         stored = dict(stored_tensors(model))
@@ -108,6 +153,12 @@ def attach(
         if tensor.is_meta:
             raise SourceError(f"{name}: no file of the adapter has it; it is not complete")
     return Attached(wrapper, base_names, {**tensors, **replaced}, copies, frozenset(replaced))
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many parts two FQNs have in common at the beginning."""
+    same = [a == b for a, b in zip(one.split("."), other.split("."), strict=False)]
+    return (*same, False).index(False)
 
 
 def _first_name(name: str, base_names: Mapping[str, str]) -> str:
@@ -144,6 +195,12 @@ def _with_adapter(
         raise SourceError(
             f"{adapter}: it is initialized from the weights of the model ({watch.read_by}), which are "
             "sharded; initialize it in one process with peft, save it, and adapt that"
+        )
+    if getattr(config, "target_modules_to_tie", None):
+        raise SourceError(
+            f"{adapter}: it ties the products of an embedding and of a head (ensure_weight_tying, with an "
+            "embedding among its target modules), which peft makes of transposed views of one parameter, and "
+            "these cannot be sharded; leave ensure_weight_tying out"
         )
     config.base_model_name_or_path = adapter.config.base_model_name_or_path
     return wrapper
@@ -184,6 +241,43 @@ def _take_saved(wrapper: Any, name: str, adapter: Adapter, *, trainable: bool) -
             f"{adapter}: {missing(set(result.unexpected_keys), 'tensor', 'its file', 'the model')}; "
             "adapt the model that it was trained on"
         )
+
+
+def _tie_copies(model: nn.Module, name: str, adapter: Adapter) -> None:
+    """Make an adapter's copies of one tensor one tensor again, in place, if its config ties them.
+
+    peft ties them when it makes them. On meta they come apart, and again when saved ones take their places.
+
+    Args:
+        model: with the adapter.
+        name: of the adapter in the model.
+        adapter: see ``attach``.
+
+    Raises:
+        SourceError: they were saved with different values.
+    """
+    if not getattr(adapter.config, "ensure_weight_tying", False):
+        return
+    first: dict[int, Tensor] = {}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, peft().utils.ModulesToSaveWrapper) or name not in module.modules_to_save:
+            continue
+        copied = module.modules_to_save[name]
+        for attribute, original in module.original_module._parameters.items():
+            own = copied._parameters.get(attribute)
+            known = first.setdefault(id(original), own) if own is not None else None
+            if known is None or own is None or known is own:
+                continue
+            if _has_values(known) and _has_values(own) and not torch.equal(known, own):
+                raise SourceError(
+                    f"{adapter}: it was saved with a {fqn}.{attribute} that differs from the one that its "
+                    "config ties it to (ensure_weight_tying); correct the config"
+                )
+            copied._parameters[attribute] = known
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and any(tensor.stride())
 
 
 def _require_kind(adapter: Adapter) -> None:

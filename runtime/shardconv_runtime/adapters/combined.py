@@ -125,7 +125,11 @@ class _Union:
         stored = dict(stored_tensors(model))
         firsts = {id(tensor): name for name, tensor in reversed(list(stored.items()))}
         self.first_names = {name: firsts[id(tensor)] for name, tensor in stored.items()}
-        self.now = {name: {old: n for n, old in each.base_names.items()} for name, each in alone.items()}
+        # The first name of each tensor, under which plans have it: a tied one has others.
+        self.now = {
+            name: {old: n for n, old in reversed(list(each.base_names.items()))}
+            for name, each in alone.items()
+        }
         self.present = {
             name: {*dict(each.model.named_modules()), *dict(stored_tensors(each.model))}
             for name, each in alone.items()

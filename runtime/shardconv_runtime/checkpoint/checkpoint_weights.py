@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.name_patterns import natural_key
+from ..parallel.meta_model import tied_names
 from ..tensors.lazy_tensor import LazyTensor
 from .model_spec import ModelSpec
 from .quantized import PackedWeight, PackedWeights
@@ -31,36 +33,41 @@ _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE
 """A row of transformers' loading report."""
 
 
-def lazy_weights(
-    spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None
-) -> dict[str, LazyTensor | PackedWeight]:
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """The weights of a checkpoint, not read."""
+
+    tensors: Mapping[str, LazyTensor | PackedWeight]
+    """Global, by FQN, tied ones under each of their names."""
+    tied: Mapping[str, str] | None
+    """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
+
+
+def lazy_weights(spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None) -> CheckpointWeights:
     """The global tensors of all parameters and persistent buffers.
 
     Args:
         spec: a model with a directory.
-        tell: is called with a remark about tensors of the checkpoint that the model does not use.
+        tell: is called with a remark about tensors of the checkpoint that the model does not use, or that are
+            not tied as its config says.
 
     Returns:
-        By FQN, tied tensors under each of their names. Packed parameters of a quantized checkpoint are their
-        stored tensors, unless the checkpoint is to be dequantized.
+        Packed parameters of a quantized checkpoint are their stored tensors, unless it is to be dequantized.
 
     Raises:
         SourceError: a tensor is missing from the checkpoint, or of another shape, or the model does not use
             one that belongs to a module of which it uses others.
     """
-    tensors = lazy_tensors(spec.weight_files)
-    packed = None
-    if spec.quantization is not None:
-        packed = PackedWeights(
-            spec.quantization,
-            tensors,
-            spec.weight_files,
-            spec.name,
-            spec.dtype,
-            dequantize=spec.dequantize,
-        )
-    plain = tensors if packed is None else packed.plain
-    model, info = _load(spec, plain)
+    tensors = lazy_tensors(spec.weight_files, spec.index)
+    listed = {name: t for name, t in tensors.items() if spec.index is None or name in spec.index.weight_map}
+    packed, plain, model, info = _loaded(spec, listed)
+    if unlisted := sorted(tensors.keys() - listed.keys(), key=natural_key):
+        # A repository that reuses a file of another one lists the tensors that it means. An index may also be
+        # behind its files, and from_pretrained then takes what these hold.
+        if is_behind := bool(info["missing_keys"]):
+            packed, plain, model, info = _loaded(spec, tensors)
+        done = "taken, since the model lacks some" if is_behind else "left out"
+        tell(f"the index of the files does not list {_count(unlisted)} in them; {done}: {_some(unlisted)}")
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
     _require_shapes(spec, info["mismatched_keys"])
@@ -79,9 +86,41 @@ def lazy_weights(
     weights = {name: None if name in drawn else lazy_of(tensor) for name, tensor in state.items()}
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
     found = {name: lazy for name, lazy in weights.items() if lazy is not None}
+    tied = _tied(spec, model, tell)
     if packed is None or spec.dequantize:
-        return dict(found)
-    return {name: packed.of(name, lazy) or lazy for name, lazy in found.items()}
+        return CheckpointWeights(found, tied)
+    return CheckpointWeights({name: packed.of(name, lazy) or lazy for name, lazy in found.items()}, tied)
+
+
+def _tied(spec: ModelSpec, model: Any, tell: Callable[[str], object]) -> dict[str, str] | None:
+    """What is tied in a model that transformers loaded; None if it is all that its class and config tie."""
+    present = dict(model.named_parameters(remove_duplicate=False))
+    declared = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    apart = [(alias, name) for alias, name in declared if present.get(alias) is not present.get(name)]
+    for alias, name in apart:
+        tell(
+            f"{alias} and {name} have different values in the checkpoint of {spec.name}, and its config ties "
+            "them; they are not tied, as from_pretrained has it"
+        )
+    return tied_names(model) if apart else None
+
+
+def _loaded(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor]
+) -> tuple[PackedWeights | None, Mapping[str, LazyTensor], Any, dict[str, Any]]:
+    """The packed weights of a checkpoint, its tensors with weights in their place, and what is loaded."""
+    packed = None
+    if spec.quantization is not None:
+        packed = PackedWeights(
+            spec.quantization,
+            tensors,
+            spec.weight_files,
+            spec.name,
+            spec.dtype,
+            dequantize=spec.dequantize,
+        )
+    plain = tensors if packed is None else packed.plain
+    return packed, plain, *_load(spec, plain)
 
 
 def select(
@@ -102,10 +141,10 @@ def select(
         SourceError: the model lacks one, or the checkpoint has different values of tied ones.
     """
     for alias, name in tied:
-        if alias in weights and name in weights and not _are_equal(weights[alias], weights[name]):
+        if alias in weights and name in weights and not are_equal(weights[alias], weights[name]):
             raise SourceError(
-                f"{alias} and {name} are tied by the config of {spec.name}, and its checkpoint has different "
-                "values of them; correct the config so that it does not tie them, or remove one of them"
+                f"{alias} and {name} are one tensor by the plan, and have different values in the checkpoint "
+                f"of {spec.name}; make the plan from the directory of this checkpoint"
             )
     absent = sorted(set(names) - weights.keys())
     if absent:
@@ -116,7 +155,7 @@ def select(
     return {name: weights[name] for name in names}
 
 
-def _are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
+def are_equal(one: LazyTensor | PackedWeight, other: LazyTensor | PackedWeight) -> bool:
     """Whether two weights have the same values, which are read where they are stored twice."""
     if isinstance(one, LazyTensor) and isinstance(other, LazyTensor):
         return torch.equal(RecordedTensor(one), RecordedTensor(other))

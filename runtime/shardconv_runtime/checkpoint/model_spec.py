@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .weight_files import WeightFile
+from .weight_files import Index, WeightFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class ModelSpec:
     """Commit of a Hub repository; None for local directories."""
     weight_files: tuple[WeightFile, ...] = ()
     """Validated checkpoint files; empty if no weights are needed."""
+    index: Index | None = None
+    """Of the checkpoint files, where there are several."""
+    tied: Mapping[str, str] | None = None
+    """Alias -> first name of parameters that are one tensor, by the checkpoint or by a plan; None: all that
+    the class and its config tie."""
     quantization: Mapping[str, Any] | None = None
     """The ``quantization_config`` of a quantized checkpoint; ``config`` is that of the unquantized model."""
     dequantize: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME
 from ..parallel.model_config import CONFIG
-from .weight_files import LAYOUTS
+from .weight_files import LAYOUTS, index_of
 
 _LFS = b"version https://git-lfs"
 """How a pointer file of Git LFS begins."""
@@ -55,6 +55,9 @@ def refuse_other_kinds(directory: Path, *, need_weights: bool) -> None:
         for file in sorted(directory.iterdir()):
             if file.name in known or file.suffix in (".safetensors", ".bin"):
                 _refuse_pointer(file)
+        if (index := index_of(directory)) is not None:
+            for name in index.files:  # which may be in folders
+                _refuse_pointer(directory / name)
         if not any((directory / name).is_file() for name in known):
             _refuse_other_weights(directory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -14,7 +15,7 @@ from .model_spec import ModelSpec, is_custom
 from .other_kinds import refuse_other_kinds
 from .quantized import quantization_of, require_supported, without_quantization
 from .source_config import model_class_of, read_config
-from .weight_files import WeightFile, stored_dtype, validate, weight_files
+from .weight_files import WeightFile, index_of, stored_dtype, validate, weight_files
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -56,16 +57,18 @@ def resolve(
         config = without_quantization(config)
     files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
     validate(files)
+    index = index_of(directory) if files else None
     model_class = model_class_of(config, directory, trust_remote_code=trust_remote_code)
     return ModelSpec(
         name=os.fspath(model),
         config=config,
         model_class=model_class,
-        dtype=_dtype(dtype, config, files),
+        dtype=_dtype(dtype, config, files, {} if index is None else index.metadata),
         trust_remote_code=is_custom(model_class),
         directory=directory,
         revision=located.commit,
         weight_files=files,
+        index=index,
         quantization=quantization,
         dequantize=quantization is not None and dtype is not None,
     )
@@ -84,18 +87,18 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
         name=name,
         config=config,
         model_class=model_class,
-        dtype=_dtype(dtype, config, ()),
+        dtype=_dtype(dtype, config, (), {}),
         trust_remote_code=is_custom(model_class),
         quantization=quantization,
     )
 
 
-def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...]) -> str:
+def _dtype(asked: str | None, config: Any, files: tuple[WeightFile, ...], metadata: Mapping[str, Any]) -> str:
+    """The dtype in which ``from_pretrained`` loads the model: asked for, or the config's, or the weights'."""
     if asked is not None:
         return asked.removeprefix("torch.")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for part in (config, text):
-        said = getattr(part, "dtype", None)
-        if said is not None:
-            return str(said).removeprefix("torch.")
-    return (stored_dtype(files[0]) if files else None) or "float32"
+    said = getattr(config, "dtype", None) or metadata.get("dtype")
+    found = str(said) if said else files and stored_dtype(files[0])
+    if not found and not files and hasattr(config, "get_text_config"):  # a guess, where no weights say it
+        found = getattr(config.get_text_config(), "dtype", None)
+    return str(found or "float32").removeprefix("torch.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, SourceError
 from ..format.header import TORCH_NAME, StoredTensor, data_start, read_header
@@ -20,6 +22,21 @@ LAYOUTS = (
 """(single file, index of several files), in the order in which transformers looks for them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """An index of several weight files."""
+
+    path: Path
+    weight_map: Mapping[str, str]
+    """Tensor -> the file that holds it, relative to the directory."""
+    metadata: Mapping[str, Any]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Their names, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The files that hold the weights.
 
@@ -30,16 +47,34 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         if (directory / single).is_file():
             return (directory / single,)
         if (directory / index).is_file():
-            return tuple(_indexed(directory / index))
+            files = tuple(directory / name for name in _read_index(directory / index).files)
+            for file in files:
+                if not file.is_file():
+                    raise SourceError(f"{file}, named by {index}, is missing; download it")
+            return files
     names = " or ".join(single for single, _ in LAYOUTS)
     raise SourceError(f"no weights in {directory}: expected {names} (or their index); download them")
+
+
+def index_of(directory: Path) -> Index | None:
+    """The index of a model's weight files; None if it has one file, or none.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return None
+        if (directory / index).is_file():
+            return _read_index(directory / index)
+    return None
 
 
 def wanted_weights(directory: Path) -> tuple[str, ...]:
     """The weight files to download for a repository whose indices are in ``directory``."""
     for single, index in LAYOUTS:
         if (directory / index).is_file():
-            return (single, *_read_index(directory / index))
+            return (single, *_read_index(directory / index).files)
     return tuple(single for single, _ in LAYOUTS)
 
 
@@ -87,32 +122,34 @@ def num_bytes(file: WeightFile) -> int:
 
 
 def stored_dtype(file: WeightFile) -> str | None:
-    """dtype of the first floating-point tensor of a weight file, such as ``"bfloat16"``; None without one."""
+    """The dtype that ``from_pretrained`` takes from a weight file where no config says one.
+
+    It is that of the first floating-point tensor, in the order in which the libraries list them: safetensors
+    by name, which is not the order of the bytes. Formats of 8 bits and less are no dtypes of a model.
+
+    Returns:
+        Its name, such as ``"bfloat16"``; None if there is none.
+    """
     if isinstance(file, RemoteFile) or file.suffix == ".safetensors":
         _, tensors = header_of(file)
-        found = (TORCH_NAME.get(tensor.dtype, "") for tensor in tensors.values())
+        found = [TORCH_NAME.get(tensor.dtype, "") for _, tensor in sorted(tensors.items())]
     else:
-        found = (str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values())
-    return next((name for name in found if name.startswith(("float", "bfloat"))), None)
+        found = [str(tensor.dtype).removeprefix("torch.") for tensor in load_pickled(file, "meta").values()]
+    return next((name for name in found if name in ("float64", "float32", "bfloat16", "float16")), None)
 
 
-def _indexed(index: Path) -> list[Path]:
-    files = [index.parent / name for name in _read_index(index)]
-    for file in files:
-        if not file.is_file():
-            raise SourceError(f"{file}, named by {index.name}, is missing; download it")
-    return files
-
-
-def _read_index(index: Path) -> list[str]:
-    """The file names in an index, sorted; each must be a file of the directory."""
+def _read_index(index: Path) -> Index:
+    """An index; each of its names must be a file in the directory, or in a folder of it."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        read = json.loads(index.read_text(encoding="utf-8"))
+        found = Index(index, dict(read["weight_map"].items()), dict(read.get("metadata") or {}))
+        names = found.files
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{index} is not an index of weights; download or copy it again") from error
     for name in names:
-        if not isinstance(name, str) or not name or Path(name).name != name:
+        parts = name.split("/") if isinstance(name, str) and "\\" not in name else [""]
+        if any(part in ("", ".", "..") for part in parts) or Path(name).is_absolute():
             raise SourceError(f"{index} names {name!r}, which is not a file of its directory")
     if not names:
         raise SourceError(f"{index} names no files; download or copy it again")
-    return names
+    return found

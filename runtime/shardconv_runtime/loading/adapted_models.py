@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection, Generator, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -21,6 +22,7 @@ from ..adapters.directory import PlannedAdapter, require_name
 from ..comm import agreement
 from ..errors import PlanError
 from ..format import plan_json
+from ..format.names import expand_all
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
@@ -197,31 +199,85 @@ def _merge_and_unload(
     progressbar: bool = False,
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
-) -> nn.Module:
+) -> Any:
     """The model without adapters, with their products added to its weights; every rank calls it."""
     _merge_adapter(wrapper, packed, adapter_names, safe_merge)
-    return _rebuilt(wrapper, adapter_names or wrapper.active_adapters)
+    model = _rebuilt(wrapper)
+    is_untied = loaded(model).plan.tied != loaded(wrapper).building.checked.plan.tied
+    if is_untied and getattr(model.config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False  # as peft does: what is saved now has a head of its own
+    return model
 
 
-def _unload(wrapper: Any) -> nn.Module:
+def _unload(wrapper: Any) -> Any:
     """The model without adapters; every rank calls it."""
     if any(layer.merged for layer in _layers(wrapper)):
         raise PlanError("unload: adapters are merged into the weights; call unmerge_adapter() first")
-    return _rebuilt(wrapper, ())
+    return _rebuilt(wrapper)
 
 
-def _rebuilt(wrapper: Any, taken: Collection[str]) -> nn.Module:
-    """The model without adapters, but for copies of modules of some, which stay in place of these."""
+def _rebuilt(wrapper: Any) -> Any:
+    """The model without adapters, but for the active ones' copies of modules, which stay, as peft has it."""
     source = loaded(wrapper)
     building: Building = source.building
     _require_unsplit(wrapper, "unloading")
+    copied = _active_copies(source.attached, wrapper.active_adapters)
     if source.packed:
+        if copied:
+            raise PlanError(
+                f"unloading: the adapter has a copy of {min(copied.values())}, which would take its place, "
+                "and the weights of the model stay packed; load it with dequantize=True"
+            )
         return building.with_adapters(None).model()
-    tensors, present = _base_tensors(wrapper), named_tensors(wrapper)
-    for name, old in source.attached.copies.items():
-        if any(is_of_adapter(name, adapter) for adapter in taken):
-            tensors[old] = present[name].detach()
+    present, base = named_tensors(wrapper), _base_tensors(wrapper)
+    plan = building.checked.plan
+    entries = parameter_plans(plan)
+    values = {alias: base[first] for alias, first in plan.tied} | base
+    values |= {old: present[name] for name, old in copied.items()}
+    # What was one tensor is several where a copy of one of the tied modules stays. They are laid out alike.
+    together: dict[str, list[str]] = {name: [name] for name in entries}
+    for alias, first in plan.tied:
+        together[first].append(alias)
+    parameters, tied = list(plan.parameters), []
+    for first, names in together.items():
+        own: dict[int, str] = {}
+        for name in names:
+            if (known := own.setdefault(id(values[name]), name)) != name:
+                tied.append((name, known))
+            elif name != first:
+                _require_separable(building, first, name)
+                parameters.append(replace(entries[first], names=(name,)))
+    if tied != list(plan.tied):
+        plan = replace(plan, parameters=tuple(parameters), tied=tuple(tied))
+        building = replace(building, checked=replace(building.checked, plan=plan))
+    tensors = {name: values[name].detach() for name in parameter_plans(plan)}
     return building.with_adapters(None).model(lambda attached: _each(tensors))
+
+
+def _active_copies(attached: Attached, active: Collection[str]) -> dict[str, str]:
+    """FQN of a tensor in an active adapter's copy of a module -> FQN, without adapters, of the one copied."""
+    found: dict[str, str] = {}
+    for module, original in attached.copied_modules().items():
+        if any(is_of_adapter(module, adapter) for adapter in active):
+            prefix = attached.base_names[original]
+            found |= {
+                n: prefix + n.removeprefix(module) for n in attached.copies if n.startswith(f"{module}.")
+            }
+    return found
+
+
+def _require_separable(building: Building, first: str, name: str) -> None:
+    """Raises ``PlanError`` if the plan sums a gradient of tied parameters, which it does for both at once."""
+    plan = building.checked.plan
+    sequence = plan.training and plan.training.sequence
+    summed = {n for e in plan.parameters if e.grad_axes for n in expand_all(e.names)}
+    summed |= {n for e in (sequence.gradients if sequence else ()) for n in expand_all(e.names)}
+    if building.wanted.form and first in summed:
+        raise PlanError(
+            f"unloading: {name} and {first} are tied, and are two tensors with the adapter's copy, whose "
+            "gradients the plan does not know; load the model without training=True, or merge in one process "
+            "with peft and convert the result"
+        )
 
 
 def _require_mergeable(wrapper: Any, names: Collection[str], *, packed: bool) -> None:

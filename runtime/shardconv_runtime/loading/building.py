@@ -24,7 +24,7 @@ from ..format.slices import Rows
 from ..hub_options import Hub
 from ..inference.generation import prepare_generation
 from ..loaded import Loaded, remember, unwrapped
-from ..parallel.build import parallelize
+from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
 from . import rank_files
@@ -107,6 +107,8 @@ class Checked:
     """This rank's files, checked."""
     checkpoint: Mapping[str, LazyTensor] | None = None
     """Instead of files: the global weights of an ordinary model, not read."""
+    in_wanted_dtypes: bool = False
+    """The weights of ``checkpoint`` have the dtypes in which the model is loaded, not those of the plan."""
     adapters: AdapterSet | None = None
     more: tuple[Checked, ...] = ()
     """The directories of further stages of this process."""
@@ -219,6 +221,10 @@ class Building:
         arguments: Mapping[str, Sequence[str]] = {}
         absent: Sequence[Collection[str]] = (frozenset(),)
         attached = None if adapters is None else adapters.attach(model, trainable=wanted.training)
+        # The model was built in the wanted dtype: what its code keeps in another one is so here as well.
+        dtypes = {} if wanted.dtype is None else {n: t.dtype for n, t in stored_tensors(model)}
+        if attached is not None:
+            dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
         if place is not None:
             from ..format.stage_part import of_stage
             from ..format.staged_names import absent_modules
@@ -236,6 +242,9 @@ class Building:
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
             packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
+        heads: Sequence[str] = ()
+        if attached is not None and plan.logits is not None:
+            heads = attached.in_place_of(plan.logits.module)
         if wanted.form:
             from ..training.prepare import parallelize_for_training
 
@@ -248,9 +257,10 @@ class Building:
                 **wanted.form,
                 regather=wanted.regather,
                 absent=absent,
+                heads=heads,
             )
         else:
-            parallelize(model, built, comm, wanted.gather_logits, packed)
+            parallelize(model, built, comm, wanted.gather_logits, packed, heads)
         if place is not None:
             from ..format.staged_names import held_by
             from .staged_models import keep_own
@@ -278,11 +288,11 @@ class Building:
             held = (adapters, attached) if place is None else adapters.of_stages(stages, attached)
             stored = partial(held[0].tensors, stored, held[1], start)
         if given is not None:
-            rank_files.read(model, built, given(attached), start, None, packed)
+            rank_files.read(model, built, given(attached), start, {}, packed)
         elif wanted.data_parallel is not None:
-            wanted.data_parallel.read(model, built, stored, start, wanted.dtype)
+            wanted.data_parallel.read(model, built, stored, start, dtypes)
         else:
-            rank_files.read(model, built, stored({}), start, wanted.dtype, packed)
+            rank_files.read(model, built, stored({}), start, dtypes, packed)
         generation_config = read_generation_config(directory, checked.manifest)
         full_logits = wanted.gather_logits is not False
         link = None if place is None else place.link
@@ -317,7 +327,7 @@ def _unsharded(checked: Checked, wanted: Wanted) -> tuple[Any, nn.Module]:
         config = without_quantization(config)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     try:
-        return stored, build_model(_model_class(directory, plan), config, dtype)
+        return stored, build_model(_model_class(directory, plan), config, dtype, dict(plan.tied))
     except Exception as error:
         raise building_failed(directory, error) from error
 
@@ -350,7 +360,8 @@ def _stored(checked: Checked, plan: Plan, start: Launch, rows: Rows) -> Generato
     if checked.checkpoint is not None:
         from .by_plan import local_tensors
 
-        return local_tensors(plan, checked.checkpoint, start.rank, start.device, rows)
+        weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
+        return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()
     if plan.fused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,7 +49,12 @@ class Ordinary:
 
 
 def ordinary(
-    model: str | os.PathLike[str], plan: str | os.PathLike[str], hub: Hub, *, trust_remote_code: bool
+    model: str | os.PathLike[str],
+    plan: str | os.PathLike[str],
+    hub: Hub,
+    *,
+    trust_remote_code: bool,
+    dtype: torch.dtype | None = None,
 ) -> Ordinary:
     """Find out of which bytes of a model's files each parameter of a plan is made.
 
@@ -58,6 +63,7 @@ def ordinary(
         plan: file, converted directory, or file on the Hub.
         hub: how to reach it; its revision is the model's.
         trust_remote_code: allow the model to run code of its own.
+        dtype: that it is loaded in, in place of the plan's; packed weights keep theirs.
 
     Raises:
         SourceError: the model cannot be read, or its weights are not those of its config.
@@ -66,10 +72,12 @@ def ordinary(
     plan_file = plan_path(plan, hub)
     solved = codec.read(plan_file)
     is_packed = any(entry.packing for entry in solved.parameters)
+    # Not in the plan's dtype first: a float32 checkpoint would be rounded to bfloat16 on the way to float32.
+    loaded_in = solved.model.dtype if dtype is None else str(dtype)
     spec = resolve(
         model,
         hub,
-        dtype=None if is_packed else solved.model.dtype,
+        dtype=None if is_packed else loaded_in,
         trust_remote_code=trust_remote_code and solved.model.trust_remote_code,
         stream=True,
     )
@@ -79,7 +87,7 @@ def ordinary(
             "make a plan of that model"
         )
     with without_library_logging():  # transformers would log of a model that is not loaded yet
-        found = lazy_weights(spec)
+        found = lazy_weights(spec).tensors
     planned, weights = flatten(solved, select(spec, found, parameter_plans(solved).keys(), solved.tied))
     if is_packed and parameter_plans(planned) != parameter_plans(solved):
         raise PlanError(f"the plan is for other packed weights than those of {spec.name}; make a plan of it")
@@ -94,6 +102,8 @@ def local_tensors(
     rank: int,
     device: torch.device,
     rows: Rows,
+    *,
+    in_planned_dtypes: bool = True,
 ) -> Generator[tuple[str, Tensor]]:
     """The local tensors of ``rank``: for the CPU mapped where a local file has them as they are, else read.
 
@@ -103,14 +113,17 @@ def local_tensors(
         rank: the rank.
         device: where the tensors go.
         rows: of the tensors of these names, the only positions of the first dim that are wanted.
+        in_planned_dtypes: cast the weights as the plan says; else they keep their dtypes.
 
     Yields:
-        Names and local tensors of the plan's dtypes.
+        Names and local tensors.
 
     Raises:
         SourceError: a weight does not have the shape that the plan says, or cannot be read.
     """
     entries = stored_plans(plan)
+    if not in_planned_dtypes:
+        entries = {name: replace(entry, dtype=weights[name].dtype) for name, entry in entries.items()}
     windows = Windows() if device.type == "cpu" else None
     batch: list[_Unit] = []
     num_bytes = 0

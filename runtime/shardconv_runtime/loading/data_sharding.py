@@ -71,7 +71,7 @@ class DataSharding:
         plan: Plan,
         stored: Callable[[Rows], Generator[tuple[str, Tensor]]],
         start: Launch,
-        dtype: torch.dtype | None,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         """Shard a parallelized model, of local shapes, and fill it, in place.
 
@@ -80,17 +80,21 @@ class DataSharding:
             plan: of it, without packed parameters.
             stored: gives the local tensors of this rank, or rows of them.
             start: this rank.
-            dtype: see ``rank_files.read``.
+            dtypes: see ``rank_files.read``.
 
         Raises:
             PlanError: FSDP2 cannot shard the model.
             CheckpointError: see ``rank_files.read``.
         """
-        _cast(model, plan, dtype)
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # FSDP2 wants to know them before it has their values
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
         shard_parameters(model, plan, self.mesh, self.settings)
         sharded = {name: tensor for name, tensor in stored_tensors(model) if isinstance(tensor, DTensor)}
         rows = {name: local_window(name, tensor)[0][0] for name, tensor in sharded.items()}
-        rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtype)
+        rank_files.read(model, plan, _distributed(stored(rows), sharded), start, dtypes)
         # Not to load: it is the only public call after which FSDP2 looks at parameters that were replaced.
         nn.Module.load_state_dict(model, {}, strict=False)
 
@@ -118,15 +122,6 @@ def data_sharding(
         )
     require_data_dims(mesh)
     return DataSharding(mesh, settings)
-
-
-def _cast(model: nn.Module, plan: Plan, dtype: torch.dtype | None) -> None:
-    """Give the parameters, on the meta device, the dtypes that they will have."""
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(
-                rank_files.cast_dtype(parameter.dtype, plan.model.dtype, dtype)
-            )
 
 
 def _distributed(

@@ -82,7 +82,8 @@ def load(
             in the cache.
         device: by default the GPU to which the process is bound (``torch.cuda.set_device``), else
             ``cuda:LOCAL_RANK``, else the CPU. Over nccl each rank needs a GPU of its own.
-        dtype: for the floating-point parameters; by default as they are stored.
+        dtype: as in ``from_pretrained``: of the parameters, but for those that the model's code keeps in
+            float32; by default as they are stored.
         group: the processes that load this model, as many as the plan's tp; by default all.
         mesh: instead of ``group``, all processes: those along the dim named "tp" load one model together, of
             a model with stages those along "pp" (an outer one) and "tp"; the other dims are for data
@@ -285,8 +286,16 @@ def _ordinary(wanted: Wanted, plan: str) -> Checked:
     """An ordinary model, to be sharded by a plan while it is read."""
     from .by_plan import ordinary
 
-    found = ordinary(wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code)
-    return Checked(found.directory, found.manifest, found.plan, checkpoint=found.weights)
+    found = ordinary(
+        wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code, dtype=wanted.dtype
+    )
+    return Checked(
+        found.directory,
+        found.manifest,
+        found.plan,
+        checkpoint=found.weights,
+        in_wanted_dtypes=wanted.dtype is not None and not any(e.packing for e in found.plan.parameters),
+    )
 
 
 def _with_files(found: Checked, rank: int) -> Checked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +112,7 @@ def read(
     plan: Plan,
     stored: Generator[tuple[str, Tensor]],
     start: Launch,
-    dtype: torch.dtype | None,
+    dtypes: Mapping[str, torch.dtype],
     packed: PackedModules | None = None,
 ) -> None:
     """Fill a parallelized model, of local shapes, in place; buffers that no file holds move to the device.
@@ -122,7 +122,7 @@ def read(
         plan: its plan.
         stored: local tensors by the names under which they are stored, on the device; it is closed.
         start: this rank, and the device of all tensors afterwards.
-        dtype: for the floating-point tensors, see ``cast_dtype``; None keeps those of the files.
+        dtypes: by name, those that tensors get; the others keep the dtypes of the files.
         packed: gets the stored tensors of packed parameters; without it these are dequantized.
 
     Raises:
@@ -133,12 +133,11 @@ def read(
     if any(entry.packing is not None for entry in plan.parameters):
         from .packed_tensors import unpacked
 
-        stored = unpacked(stored, plan, start.rank, packed)
+        stored = unpacked(stored, plan, start.rank, packed, dtypes)
     with closing(stored) as parameters:
         for name, tensor in parameters:
-            target = tensor.dtype if dtype is None else cast_dtype(tensor.dtype, plan.model.dtype, dtype)
             owner, _, attribute = name.rpartition(".")
-            _assign(modules[owner], attribute, tensor.to(target))
+            _assign(modules[owner], attribute, tensor.to(dtypes.get(name, tensor.dtype)))
             todo.remove(name)
     if todo:
         raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
@@ -152,18 +151,6 @@ def read(
         packed.finish()
     if empty := [name for name, tensor in stored_tensors(model) if tensor.is_meta]:
         raise CheckpointError(f"no file had {empty[0]}; {_REMEDY}")
-
-
-def cast_dtype(stored: torch.dtype, model_dtype: str, wanted: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model that is loaded as ``wanted``.
-
-    A tensor that the converter kept wider than the model's own dtype (for example a router in float32) is
-    never made narrower than it was stored; tensors that are not floating point keep their dtype.
-    """
-    if not stored.is_floating_point or stored.itemsize < 2:
-        return stored
-    kept_wide = stored.itemsize > getattr(torch, model_dtype).itemsize
-    return torch.promote_types(stored, wanted) if kept_wide else wanted
 
 
 def _assign(owner: nn.Module, attribute: str, tensor: Tensor) -> None:

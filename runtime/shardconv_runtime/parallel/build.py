@@ -34,6 +34,7 @@ def parallelize(
     comm: Communicator,
     gather_logits: bool | None = None,
     packed: PackedModules | None = None,
+    heads: Collection[str] = (),
 ) -> nn.Module:
     """Make ``model`` one rank's part of itself, for inference, in place.
 
@@ -44,6 +45,7 @@ def parallelize(
         comm: this rank; its mesh is the plan's.
         gather_logits: if False, the logits stay sharded, and the model refuses labels.
         packed: computes with packed parameters as they are stored; None: with dequantized ones.
+        heads: further modules that compute the logits in place of the plan's, in other calls.
 
     Raises:
         PlanError: the plan does not fit the model, or gathers no logits; the message names the module or
@@ -55,7 +57,7 @@ def parallelize(
         from .local_logits import WHY_NO_LABELS, without_logits_gather
         from .refusals import refuse
 
-        modules = without_logits_gather(modules, plan.logits)
+        modules = without_logits_gather(modules, plan.logits, heads)
         refuse(model, "labels", WHY_NO_LABELS)
     apply_plan(model, plan, comm, modules, packed=packed)
     return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..errors import PlanError
@@ -17,16 +17,25 @@ WHY_NO_LABELS = (
 )
 
 
-def without_logits_gather(modules: dict[str, ModulePlan], logits: LogitsInfo | None) -> dict[str, ModulePlan]:
+def without_logits_gather(
+    modules: dict[str, ModulePlan], logits: LogitsInfo | None, heads: Collection[str] = ()
+) -> dict[str, ModulePlan]:
     """The modules without the gather of the logits.
+
+    Args:
+        modules: of a plan.
+        logits: of the plan.
+        heads: further modules that compute the logits in place of the plan's, in other calls.
 
     Raises:
         PlanError: the plan gathers none.
     """
     module, gather = _gather(modules, logits)
-    entry = modules[module]
-    outputs = tuple(step for step in entry.outputs if step is not gather)
-    return {**modules, module: replace(entry, outputs=outputs, gather_output=False)}
+    found = dict(modules)
+    for name in {module, *heads}:
+        outputs = tuple(step for step in modules[name].outputs if step != gather)
+        found[name] = replace(modules[name], outputs=outputs, gather_output=False)
+    return found
 
 
 def _gather(modules: Mapping[str, ModulePlan], logits: LogitsInfo | None) -> tuple[str, AllGatherStep]:

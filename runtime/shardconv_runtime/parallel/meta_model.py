@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -237,7 +237,10 @@ class _Values(TorchFunctionMode):
 
 
 def build_model(
-    model_class: str | type[nn.Module], config: Any, dtype: torch.dtype | None = None
+    model_class: str | type[nn.Module],
+    config: Any,
+    dtype: torch.dtype | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> nn.Module:
     """Build a model whose parameters and persistent buffers are meta tensors of global shape.
 
@@ -249,6 +252,9 @@ def build_model(
         model_class: the class, or its name as ``module:Class``.
         config: its configuration; it is copied.
         dtype: default dtype while the model is built; the configuration's, or torch's default, if None.
+        tied: alias -> first name of parameters that are one tensor. Others that the class and its config
+            tie get tensors of their own, as ``from_pretrained`` has it where a checkpoint holds both with
+            different values. None: all stay tied.
 
     Raises:
         PlanError: the class does not exist.
@@ -265,9 +271,45 @@ def build_model(
             _initialize_buffers(model)
     with _building:
         _fill(model, lazy)
+    if tied is not None:
+        _untie(model, tied)
     _keep_float32(model, dtype)
     _steady_sets(model)
     return model.eval()
+
+
+def _untie(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Leave only those parameters tied that are in ``tied``, see ``build_model``."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    for parameter, together in names.items():
+        own: dict[str, nn.Parameter] = {}
+        for name in together:
+            first = tied.get(name, name)
+            if first not in own:
+                like = torch.empty_like(parameter)
+                own[first] = nn.Parameter(like, parameter.requires_grad) if own else parameter
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._parameters[attribute] = own[first]
+    # transformers keeps what it has tied in this attribute, from which from_pretrained takes such names, too.
+    known: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    present = dict(model.named_parameters(remove_duplicate=False))
+    for alias, name in list(known.items()):
+        if present.get(alias) is not present.get(name):
+            del known[alias]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Alias -> first name of the parameters of a model that are one tensor."""
+    first: dict[nn.Parameter, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            found[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return found
 
 
 def _initialize_buffers(model: nn.Module) -> None:
@@ -304,23 +346,23 @@ def _steady_sets(model: nn.Module) -> None:
 
 
 def _keep_float32(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters that the class keeps in float32 when a half precision checkpoint is loaded.
+    """Cast the tensors that the class keeps in float32 when a checkpoint is loaded in half precision.
 
-    The names are private attributes of transformers' base class, and part of what ``from_pretrained`` does.
+    The patterns are private attributes of transformers' base class. They are matched here as its
+    ``from_pretrained`` matches them: as regular expressions, in which ``*`` stands for any text.
     """
-    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    for_half = getattr(model, "_keep_in_fp32_modules", None) or ()
-    kept = [
-        *(always if dtype in (torch.float16, torch.bfloat16) else ()),
-        *(for_half if dtype == torch.float16 else ()),
-    ]
+    kept: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        kept.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     if not kept:
         return
-    wanted = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in kept))
+    wanted = re.compile("|".join(f"(?:{name.replace('*', '.*')})" for name in sorted(kept)))
     for tensors in (model.named_parameters(), _persistent_buffer_names(model)):
         for name, tensor in tensors:
-            if wanted.search(name) and tensor.is_floating_point():
-                tensor.data = tensor.data.float()
+            if wanted.search(name):
+                tensor.data = tensor.data.float()  # integers too: a count of batches
 
 
 def _persistent_buffer_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -43,6 +43,7 @@ def parallelize_for_training(
     sequence_parallel: bool = False,
     regather: bool | None = False,
     absent: Sequence[Collection[str]] = (frozenset(),),
+    heads: Collection[str] = (),
 ) -> nn.Module:
     """Make ``model`` local to one rank, in place, with a backward pass or with sequence parallelism.
 
@@ -58,6 +59,7 @@ def parallelize_for_training(
             None: of large activations.
         absent: FQNs of modules that will be replaced by stand-ins, as they are on other stages; for each
             stage of this process, those in its passes.
+        heads: further modules that compute the logits in place of the plan's, in other calls.
 
     Raises:
         PlanError: the plan does not fit the model, or lacks a requested form; the message names the module
@@ -73,7 +75,7 @@ def parallelize_for_training(
     modules = module_plans(plan)
     gather = _logits_gather(plan, modules, comm) if training else None
     if gather is not None or gather_logits is False:
-        modules = without_logits_gather(modules, plan.logits)
+        modules = without_logits_gather(modules, plan.logits, heads)
     if gather is None and gather_logits is False:
         refuse(model, "labels", WHY_NO_LABELS)
     if plan.modules and plan.tp > 1:
@@ -88,7 +90,7 @@ def parallelize_for_training(
         for missing in absent:
             watch_first_pass(model, {fqn: m for fqn, m in modules.items() if not is_inside(fqn, missing)})
     if gather is not None and not is_inside(_head(plan), elsewhere):
-        _attach_loss(model, plan, gather, gather_logits)
+        _attach_loss(model, plan, gather, gather_logits, heads)
     if sequence_parallel:
         # With stages, positions would be picked on the head's stage alone.
         head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
@@ -98,12 +100,19 @@ def parallelize_for_training(
     return model
 
 
-def _attach_loss(model: nn.Module, plan: Plan, gather: LogitsGather, gather_logits: bool | None) -> None:
+def _attach_loss(
+    model: nn.Module,
+    plan: Plan,
+    gather: LogitsGather,
+    gather_logits: bool | None,
+    heads: Collection[str],
+) -> None:
     """Compute the loss from sharded logits, and gather these where the caller wants it."""
     assert plan.logits is not None
     head = submodule(model, plan.logits.module)
     if gather_logits is not False:
-        attach_output(head, plan.logits.slot, gather)
+        for name in {plan.logits.module, *heads}:
+            attach_output(submodule(model, name), plan.logits.slot, gather)
     attach_loss(model, gather, {None: None, True: GATHERED, False: LOCAL}[gather_logits], head)
 
 

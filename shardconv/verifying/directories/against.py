@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
+from shardconv_runtime.checkpoint.checkpoint_weights import are_equal, lazy_weights
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.packed_plan import flatten
 from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
@@ -78,7 +78,8 @@ def read_reference(
     is_packed = any(entry.packing for entry in plan.parameters)
     spec = resolve(model, hub, trust_remote_code=trust_remote_code, need_weights=True)
     spec = replace(spec, dtype=plan.model.dtype, dequantize=spec.quantization is not None and not is_packed)
-    _, found = flatten(plan, lazy_weights(spec))
+    checkpoint = lazy_weights(spec).tensors
+    _, found = flatten(plan, checkpoint)
     weights: dict[str, LazyTensor] = {}
     problems = []
     for name, entry in stored_plans(plan).items():
@@ -94,6 +95,11 @@ def read_reference(
             f"{model} is a {spec.model_class.__name__}, and a {plan.model.class_name.rpartition(':')[2]} was "
             "converted; name the model that it was converted from"
         )
+    problems += [
+        f"{alias}: differs from {name} in {model}, and is the same tensor in the plan"
+        for alias, name in plan.tied
+        if alias in checkpoint and name in checkpoint and not are_equal(checkpoint[alias], checkpoint[name])
+    ]
     planned = stored_plans(plan).keys() | _tied(plan)
     problems += [f"{name}: is in {model}, and not in the plan" for name in found if name not in planned]
     return Reference(spec, weights, tuple(problems))

@@ -66,7 +66,8 @@ def run_numerics(
         ShardconvError: there is not enough memory, or weights cannot be read.
     """
     progress.stage("tracing")
-    model = build_model(spec.model_class, spec.config, getattr(torch, converted.plan.model.dtype))
+    plan = converted.plan
+    model = build_model(spec.model_class, spec.config, getattr(torch, plan.model.dtype), dict(plan.tied))
     inputs, tape = trace_inputs(model, RULES)
     sources = _Sources(converted)
     unsharded = sources.usable(converted.weights() if weights is None else weights)

@@ -39,7 +39,7 @@ def change_tensors(path: Path, **values: torch.Tensor | None) -> None:
 
 def read_weights(spec: ModelSpec, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Parameters in memory."""
-    return {name: read_tensor(lazy) for name, lazy in select(spec, lazy_weights(spec), names).items()}
+    return {name: read_tensor(lazy) for name, lazy in select(spec, lazy_weights(spec).tensors, names).items()}
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ from shardconv_runtime.errors import (
 from shardconv_runtime.format import manifest, manifest_writing
 from shardconv_runtime.format.manifest import rank_directory
 from shardconv_runtime.format.slices import Mesh
-from shardconv_runtime.loading.rank_files import cast_dtype
 from torch.distributed.tensor.debug import CommDebugMode
 from warm_compiler import warm_up
 
@@ -168,15 +167,6 @@ def compile_it(path: Path) -> bool:
 def test_a_loaded_model_compiles_into_one_graph(tmp_path: Path) -> None:
     warm_up()
     assert run_processes(2, compile_it, converted(tmp_path)[0]) == [True, True]
-
-
-def test_what_is_kept_wide_stays_wide() -> None:
-    bf16, f32, f64 = torch.bfloat16, torch.float32, torch.float64
-    assert cast_dtype(bf16, "bfloat16", torch.float16) == torch.float16
-    assert cast_dtype(f32, "bfloat16", torch.float16) == f32
-    assert cast_dtype(f32, "bfloat16", f64) == f64
-    assert cast_dtype(f32, "float32", bf16) == bf16
-    assert cast_dtype(torch.int64, "float32", bf16) == torch.int64
 
 
 # --- errors: every rank raises, none hangs
