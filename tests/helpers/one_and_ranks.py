@@ -36,11 +36,13 @@ def outcome(use: Use, load: Callable[[], Any]) -> Outcome:
         return Outcome(None, f"{type(error).__name__}: {error}", isinstance(error, ShardconvError))
 
 
-def of_one(
-    path: Path, uses: Sequence[Use], *, training: bool = False, dtype: Any = torch.float64
-) -> list[Outcome]:
+def of_one(path: Path, uses: Sequence[Use], *, training: bool = False, dtype: Any = None) -> list[Outcome]:
     """The outcomes of the unsharded model."""
+    found: list[Outcome] = run_processes(1, _of_one, path, tuple(uses), training, dtype or torch.float64)[0]
+    return found
 
+
+def _of_one(path: Path, uses: tuple[Use, ...], training: bool, dtype: Any) -> list[Outcome]:
     def load() -> Any:
         kind = getattr(transformers, transformers.AutoConfig.from_pretrained(path).architectures[0])
         return kind.from_pretrained(path, dtype=dtype).train(training)
