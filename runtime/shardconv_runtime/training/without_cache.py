@@ -1,8 +1,8 @@
 """Calls in which a model would make a cache of keys and values, and is kept from it.
 
 transformers takes positions that begin anew in a row for several samples that are packed into it, and masks
-them from each other, but only in calls without a mask and without a cache. Where a call would have had a cache,
-it gets a mask of ones, so that it attends to what it attends to otherwise.
+them from each other, but only in calls without a mask and without a cache. A call that would have had a cache
+gets a mask of ones, so that it attends to what it attends to otherwise.
 """
 
 from __future__ import annotations
