@@ -119,9 +119,14 @@ class ProcessLink(StageLink):
             self.early = None
 
     def share(self, results: Sequence[Tensor]) -> None:
-        """Broadcast each from the last stage."""
+        """Broadcast each from the last stage.
+
+        A loss may be in float32 there and in float64 on stages without logits, which only know that these are
+        in float64: a number is sent in float64.
+        """
         for result in results:
-            whole = result.contiguous()
+            is_number = not result.dim() and result.is_floating_point()
+            whole = result.double() if is_number else result.contiguous()
             dist.broadcast(whole, group=self.group, group_src=self.num_places - 1)
             if not self.is_last and whole is not result:
                 result.copy_(whole)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import ContinuousBatchingConfig
@@ -21,6 +23,7 @@ from ..comm.mesh import Launch
 from ..comm.rng_states import share_rng_state
 from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
+from ..parallel.id_checks import IdCheck
 from .lost_ranks import raise_lost_rank
 from .paged_model import PagedModel, attempt
 from .step_coordinator import StepCoordinator
@@ -115,7 +118,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Add a request on rank 0; arguments as of transformers' method, no limit is that of the cache.
 
         Raises:
-            ShardconvError: the prompt is empty, or the cache is too small for it; other requests go on.
+            ShardconvError: the prompt is empty, has ids that the model has not, or the cache is too small for
+                it; other requests go on.
             Exception: the error of the loop, if that has ended with one.
         """
         if self.failure is not None:
@@ -126,6 +130,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         room = self._room
         if len(input_ids) == 0:
             raise ShardconvError("a prompt without tokens cannot be continued")
+        self.require_known(input_ids)
         if room is not None and num_tokens > room:
             raise ShardconvError(
                 f"a request for {len(input_ids)} tokens and {max_new_tokens or 1} new ones does not fit in "
@@ -135,6 +140,16 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None and room is not None:
             max_new_tokens = room - len(input_ids)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
+
+    def require_known(self, prompt: Sequence[int]) -> None:
+        """Check the ids of a prompt: in a packed call they would fail with those of all other requests.
+
+        Raises:
+            OutOfRangeError: the embedding has no rows for some of them.
+        """
+        rows = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
+        if rows is not None:
+            IdCheck(rows, "the model")(torch.tensor(list(prompt), dtype=torch.int64))
 
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""

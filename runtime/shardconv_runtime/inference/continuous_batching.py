@@ -155,6 +155,8 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             num_microbatches=num_microbatches,
         )
         with managing as manager:
+            for prompt in prompts:  # on every rank, before one of them answers a request
+                manager.require_known(prompt)
             manager.answer_on_all_ranks()
             names = manager.add_requests(prompts, limit, record_timestamps=record_timestamps)
             names = [name for parent in names for name in _with_children(parent, config)]

@@ -52,6 +52,7 @@ def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def _watch_training(model: nn.Module) -> None:
     """Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts."""
+    from ..training.loss_scaling import look_for_infinities_over_ranks
     from ..training.models_in_parts import MODELS
     from ..training.torch_clipping import take_norms_over_ranks
     from ..training.whole_tensor_optimizers import refuse_whole_tensor_optimizers
@@ -63,6 +64,7 @@ def _watch_training(model: nn.Module) -> None:
     MODELS.add(model)
     model.register_forward_pre_hook(known)
     take_norms_over_ranks()
+    look_for_infinities_over_ranks()
     refuse_whole_tensor_optimizers()
 
 

@@ -34,6 +34,8 @@ def attach(
     comm: Communicator,
     signature: inspect.Signature,
     training: bool = False,
+    *,
+    name: str = "",
 ) -> None:
     """Run the plan's steps around ``module``.
 
@@ -43,6 +45,7 @@ def attach(
         comm: the ranks.
         signature: of the forward method to which the slots refer, without ``self``.
         training: give the steps backwards.
+        name: of the module, for messages.
 
     Raises:
         PlanError: the forward method lacks a slot, or a step is malformed.
@@ -50,7 +53,10 @@ def attach(
     mask = _Mask()
     inputs, outputs = (in_use(steps, training) for steps in (entry.inputs, entry.outputs))
     if inputs:
-        before = _Before([_input_action(b, comm, signature, mask, training) for b in inputs])
+        # Ids of experts are the model's own choice among them, and some code means no expert by one more.
+        weighs_inputs = any(isinstance(b, ZeroOutOfShardStep) for b in inputs)
+        table = None if weighs_inputs else name
+        before = _Before([_input_action(b, comm, signature, mask, training, table) for b in inputs])
         renumber(module, module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     if outputs:
         after = _After([(_output_path(b.slot), _tensor_step(b, comm, mask, training)) for b in outputs])
@@ -173,11 +179,17 @@ class _After:
 
 
 def _input_action(
-    boundary: Boundary, comm: Communicator, signature: inspect.Signature, mask: _Mask, training: bool
+    boundary: Boundary,
+    comm: Communicator,
+    signature: inspect.Signature,
+    mask: _Mask,
+    training: bool,
+    table: str | None,
 ) -> _InputAction:
     _, name, *path = boundary.slot.split(".")
     if isinstance(boundary, LocalRowsStep | LocalRowsOrEndStep):
-        rows = RowIds(comm, boundary.layout, past_end=isinstance(boundary, LocalRowsOrEndStep))
+        past_end = isinstance(boundary, LocalRowsOrEndStep)
+        rows = RowIds(comm, boundary.layout, past_end=past_end, table=table)
         if not rows.num_rows:
             raise PlanError(f"{boundary.slot}: rank {comm.rank} would hold none of the table's rows")
         function: TensorStep = _LocalRows(rows, mask)

@@ -67,7 +67,7 @@ def attach_embeddings(
             continue  # modules inside of it have steps of their own
         entry = modules.get(name, ModulePlan((), "boundary"))
         if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):
-            _attach_unused(module, weight, comm)
+            _attach_unused(name, module, weight, comm)
         else:
             _attach(model, name, module, _left(entry, weight), comm)
 
@@ -202,10 +202,11 @@ class _Before:
         return args, kwargs
 
 
-def _attach_unused(module: nn.Module, weight: ParameterPlan, comm: Communicator) -> None:
+def _attach_unused(name: str, module: nn.Module, weight: ParameterPlan, comm: Communicator) -> None:
     """An embedding that no forward pass calls, though others share its rows: it returns full ones."""
     rows, width = weight.dims
-    lookup = _UnusedLookup(RowIds(comm, rows), Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
+    ids = RowIds(comm, rows, table=name)
+    lookup = _UnusedLookup(ids, Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
     module.register_forward_pre_hook(lookup.before)
     module.register_forward_hook(lookup.after)
 

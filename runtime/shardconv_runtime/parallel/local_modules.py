@@ -122,7 +122,7 @@ def _convert(target: _Target) -> nn.Module:
     module = target.module if target.entry.norm is None else _norm(target)
     _check_rows(target)
     _localize_padding(target)
-    attach(module, target.entry, target.comm, signature, target.training)
+    attach(module, target.entry, target.comm, signature, target.training, name=target.fqn)
     return module
 
 
@@ -179,7 +179,7 @@ def _embedding(target: _Target) -> nn.Module:
     if module.max_norm is not None:
         raise PlanError("an embedding with max_norm changes its rows when used; it cannot be sharded")
     _check_rows(target)
-    rows = RowIds(target.comm, target.parameter("weight").dims[0])
+    rows = RowIds(target.comm, target.parameter("weight").dims[0], table=target.fqn)
     return VocabParallelEmbedding(
         rows,
         target.local_shape("weight")[1],

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..comm.stage_link import Crossing, StageLink
 from ..errors import ShardconvError
-from ..format.plan import Plan
+from ..format.dims import size
+from ..format.plan import LocalRowsStep, ModulePlan, Plan, module_plans
 from ..format.staged_names import staged_modules
 from .boundary import forward_signature
 from .build import submodule
@@ -66,9 +67,11 @@ def keep_stage(
         PlanError: the plan does not fit the model.
     """
     forms: dict[str, StandInForms] = {}
+    entries = module_plans(plan)
     for fqn, (entry, position) in staged_modules(plan).items():
         module = submodule(model, fqn)
-        forms[fqn] = StandInForms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype)
+        tables = _tables(module, entries.get(fqn), names[fqn])
+        forms[fqn] = StandInForms(fqn, entry, position, names[fqn], plan.mesh, rank, dtype, tables)
         passes = [stage in entry.stages for stage in link.stages]
         stand_in = None if all(passes) else stand_in_for(module, forms[fqn], link, device)
         if any(passes) and entry.sent:
@@ -131,6 +134,15 @@ class StageModel:
         finally:
             for parent, attribute, module in reversed(kept):
                 parent._modules[attribute] = module
+
+
+def _tables(module: nn.Module, entry: ModulePlan | None, names: Sequence[str]) -> dict[str, int]:
+    """Arguments of a module that are ids of a table -> the rows of the table, global."""
+    steps = () if entry is None else entry.inputs
+    found = {step.slot.split(".")[1]: size(step.layout) for step in steps if isinstance(step, LocalRowsStep)}
+    if not found and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        found = {"0": module.num_embeddings}
+    return {names[int(name)] if name.isdigit() else name: rows for name, rows in found.items()}
 
 
 def _handed_on(plan: Plan, stage: int) -> frozenset[Crossing]:

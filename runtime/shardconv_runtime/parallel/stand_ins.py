@@ -18,6 +18,7 @@ from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from ..format.pipeline_stages import CacheCall, StagedModule, StandInDim, StandInTensor
 from ..format.slices import Mesh, local_size
+from .id_checks import IdCheck, is_recorded
 
 Shape = Callable[[Mapping[str, Any]], tuple[int, ...]]
 
@@ -26,7 +27,18 @@ STAND_IN = "_shardconv_stand_in"
 
 
 class StandInForms:
-    """What one stand-in returns, and how it finds the shapes among its arguments."""
+    """What one stand-in returns, and how it finds the shapes among its arguments.
+
+    Args:
+        fqn: of the module.
+        entry: of the module.
+        position: of the module among those of the entry.
+        names: of its arguments.
+        mesh: of the plan.
+        rank: this one.
+        dtype: of activations.
+        tables: names of arguments that are ids of a table of the module -> the rows of the table.
+    """
 
     def __init__(
         self,
@@ -37,6 +49,7 @@ class StandInForms:
         mesh: Mesh,
         rank: int,
         dtype: torch.dtype,
+        tables: Mapping[str, int],
     ) -> None:
         self.fqn = fqn
         self.entry = entry
@@ -44,12 +57,24 @@ class StandInForms:
         self._mesh = mesh
         self._rank = rank
         self._dtype = dtype
+        self._checks = [(name, IdCheck(rows, fqn)) for name, rows in tables.items()]
         self.shapes = [None if i.tensor is None else self._shape(i.tensor) for i in entry.items]
         self.cache = [self._cache_call(call, position) for call in entry.cache]
         self.received = {value.item: value.to for value in entry.sent}
         self.has_parts = any(
             d.times != d.over for i in entry.items if i.tensor is not None for d in i.tensor.dims
         )
+
+    def check_ids(self, given: Mapping[str, Any]) -> None:
+        """Refuse the ids that the module refuses on its stage, for which this one would wait forever.
+
+        Raises:
+            OutOfRangeError: see ``IdCheck``.
+        """
+        for name, check in self._checks:
+            ids = given.get(name)
+            if isinstance(ids, Tensor) and not is_recorded(ids):
+                check(ids)
 
     def shape(self, index: int, given: Mapping[str, Any]) -> tuple[int, ...]:
         """The local shape of an item that is a tensor."""
@@ -183,6 +208,7 @@ class StandIn(nn.Module):
                 f"{forms.fqn} is given a cache, and was traced without one: this call cannot be staged; pass "
                 "use_cache=False"
             )
+        forms.check_ids(given)
         for update in forms.cache:
             update(given, self._empty)
         items = [self._item(index, given) for index in range(len(forms.entry.items))]

@@ -23,6 +23,7 @@ from ..loaded import loaded, unwrapped
 from ..parallel.boundary import forward_signature
 from .random_streams import resumable
 from .repeated_layers import repeated_layers
+from .without_cache import without_cache
 
 _ATEN = torch.ops.aten
 
@@ -142,9 +143,4 @@ class _WithoutCache:
                 "past_key_values was passed to a model that recomputes its activations: the cache would be "
                 "filled twice; pass full sequences"
             )
-        if "use_cache" not in self._names:
-            return None
-        position = self._names.index("use_cache")
-        if position < len(args):
-            return (*args[:position], False, *args[position + 1 :]), kwargs
-        return args, {**kwargs, "use_cache": False}
+        return (), without_cache(module, self._names, given)

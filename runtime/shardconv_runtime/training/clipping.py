@@ -136,7 +136,7 @@ def norm_of_gradients(model: nn.Module, gradients: Iterable[Tensor], norm_type: 
     if local is not None:
         total[0] = torch.linalg.vector_norm(local.to(total.device), order)
     is_wide = any(share.gradient.dtype == torch.float64 for share in shares)
-    return _combined(total, order, _groups(model)).to(torch.float64 if is_wide else torch.float32)
+    return _combined(total, order, groups_of(model)).to(torch.float64 if is_wide else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
     Args:
         total: ``[2]``, float64: this process's norm, and 0.
         order: of the norm.
-        groups: see ``_groups``.
+        groups: see ``groups_of``.
     """
     if math.isinf(order):  # whether a maximum keeps NaNs depends on the backend
         is_nan = total[0].isnan()
@@ -239,7 +239,7 @@ def _combined(total: Tensor, order: float, groups: list[dist.ProcessGroup]) -> T
     return powers[0].pow(1 / order)
 
 
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Groups such that reductions over one after the other cover all processes of the model; a single group
     if these are all processes of the job."""
     tp, mesh = loaded(model).launch.group, mesh_of(model)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..parallel.id_checks import LaterError
 from .token_losses import LossInputError
 
 
 class LabelCheck:
     """The check of the labels of one loss.
-
-    Ranks with the same labels raise in the same call: what a call found is read by the next one, even if it
-    is known before.
 
     Args:
         vocab_size: global.
@@ -23,7 +20,7 @@ class LabelCheck:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._earlier: Callable[[], None] = _nothing
+        self._later = LaterError()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model has called nothing yet."""
@@ -34,18 +31,13 @@ class LabelCheck:
 
         Raises:
             LossInputError: labels on a CPU are outside of the vocabulary, or those of the call before on
-                another device were.
+                another device were. Ranks with the same labels raise in the same call.
         """
-        earlier, self._earlier = self._earlier, _nothing
-        earlier()
-        if not labels.numel():
-            return
-        shape = tuple(labels.shape)
-        read = to_host(self._found(labels, ignore_index))
-        if is_on_host(labels):
-            self._require_none(read(), shape, ignore_index, "")
-        else:
-            self._earlier = lambda: self._require_none(read(), shape, ignore_index, " of the call before")
+        self._later.raise_earlier()
+        if labels.numel():
+            shape = tuple(labels.shape)
+            found = self._found(labels, ignore_index)
+            self._later.report(found, lambda x, which: self._require_none(x, shape, ignore_index, which))
 
     def _found(self, labels: Tensor, ignore_index: int) -> Tensor:
         """The number of bad labels, the position of the first one, and that label: int64 ``[3]``."""
@@ -64,26 +56,3 @@ class LabelCheck:
             f"vocabulary of {self._vocab_size} tokens, and is not ignore_index ({ignore_index}); "
             f"{count} labels are"
         )
-
-
-def is_on_host(x: Tensor) -> bool:
-    """Whether reading the values of a tensor waits for no device."""
-    return x.device.type == "cpu"
-
-
-def to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the CPU; the result returns it, and waits for the copy only."""
-    if x.device.type != "cuda":
-        return x.cpu
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    event = torch.cuda.current_stream(x.device).record_event()
-
-    def read() -> Tensor:
-        event.synchronize()
-        return copy
-
-    return read
-
-
-def _nothing() -> None:
-    """No call came before."""

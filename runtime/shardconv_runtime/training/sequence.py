@@ -24,6 +24,7 @@ from ..errors import PlanError
 from ..parallel.boundary import forward_signature, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..parallel.refusals import is_asked_for
+from .without_cache import without_cache
 
 IGNORED = -100
 """The label that the losses of transformers ignore."""
@@ -40,6 +41,9 @@ _PADDING: Mapping[str, int] = {
 
 _LABELS = ("labels", "shift_labels")
 """Arguments that belong to logits: to those of some positions, if there are no others."""
+
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cache_position")
+"""Arguments of one dim that count the tokens of the sequence."""
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 """Arguments that are a second sequence, of a length of its own."""
@@ -164,8 +168,7 @@ class _Padding:
             )
         if given.get("past_key_values") is not None:
             raise PlanError("a sequence-parallel model takes full sequences; leave past_key_values out")
-        if "use_cache" in self._names:
-            given["use_cache"] = False
+        given = without_cache(module, self._names, given)
         length = tokens.shape[1]
         missing = -length % self._num_ranks
         self._length = length if missing else None
@@ -243,7 +246,7 @@ class _Padding:
                 given[name] = torch.cat((value, more.to(value.dtype)), -1)
             elif name in _PADDING and value.dim() == 2 and value.shape[1] == length:
                 given[name] = F.pad(value, (0, missing), value=_PADDING[name])
-            elif length in value.shape[1:]:
+            elif length in value.shape[1:] or name in _OFFSETS:
                 raise PlanError(
                     f"{name} {tuple(value.shape)} cannot be padded from {length} to {length + missing} "
                     f"tokens; pass a length that {self._num_ranks} divides"

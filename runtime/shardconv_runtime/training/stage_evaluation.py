@@ -19,9 +19,9 @@ from ..errors import ShardconvError
 from ..parallel.boundary import forward_signature
 from ..parallel.stage_model import StageModel
 from .stage_forms import Border, Form, forms_inside
+from .without_cache import without_cache
 
 _CACHE = "past_key_values"
-_MAKES_CACHE = "use_cache"
 
 
 def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
@@ -38,20 +38,20 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
-        given = _without_cache(names, dict(zip(names, args, strict=False)) | kwargs)
+        given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
         return _without_state(names, _in_passes(self, stage, given))
 
     model.__dict__["forward"] = MethodType(forward, model)
 
 
-def _without_cache(names: list[str], given: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
     if given.get(_CACHE) is not None:
         raise ShardconvError(
             f"{_CACHE} was given to a model with several stages in each process, which keeps none; pass full "
             "sequences, or load it without stages_per_process"
         )
-    return given | ({_MAKES_CACHE: False} if _MAKES_CACHE in names else {})
+    return without_cache(model, names, given)
 
 
 def _without_state(names: list[str], output: Any) -> Any:

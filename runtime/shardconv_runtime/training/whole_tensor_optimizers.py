@@ -13,10 +13,33 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import PlanError
-from .models_in_parts import MODELS
+from .models_in_parts import models_of
 
-WHOLE_TENSORS = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo")
+WHOLE_TENSORS = frozenset(
+    (
+        # norms, factors or products of each tensor
+        *(
+            "Adafactor",
+            "AdaLomo",
+            "CAME",
+            "FusedLAMB",
+            "FusedNovoGrad",
+            "LAMB",
+            "LAMB8bit",
+            "LARS",
+            "LARS8bit",
+        ),
+        *("LBFGS", "Lamb", "Muon", "NovoGrad", "SM3", "SOAP", "Shampoo", "StableAdamW"),
+        # projections of each gradient
+        *("APOLLOAdamW", "GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"),
+        # a step size that is estimated from all gradients
+        *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD", "Prodigy"),
+    )
+)
 """Names of their classes, in torch, transformers and elsewhere."""
+
+OPTIONS = {"percentile_clipping": 100, "max_unorm": 0.0}
+"""Options of optimizers of bitsandbytes whose steps depend on norms of tensors, and the values without."""
 
 
 @cache
@@ -27,11 +50,13 @@ def refuse_whole_tensor_optimizers() -> None:
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     names = {kind.__name__ for kind in type(optimizer).__mro__}
-    if not names & set(WHOLE_TENSORS):
+    given = getattr(optimizer, "args", None)
+    option = next((n for n, without in OPTIONS.items() if getattr(given, n, without) != without), None)
+    if not names & WHOLE_TENSORS and option is None:
         return
-    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if any(parameter in given for model in MODELS for parameter in model.parameters()):
+    if models_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        what = f"{type(optimizer).__name__} with {option}" if option else type(optimizer).__name__
         raise PlanError(
-            f"{type(optimizer).__name__} computes its step from whole tensors, and each rank holds parts of "
-            "them; use an optimizer that treats each element alone, such as AdamW, Adam, SGD or Adagrad"
+            f"{what} computes its step from whole tensors, and each rank holds parts of them; use an "
+            "optimizer that treats each element alone, such as AdamW, Adam, SGD or Adagrad"
         )

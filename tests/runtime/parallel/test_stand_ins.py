@@ -41,7 +41,7 @@ def forms(*stages: int) -> StandInForms:
     """Of a linear layer that returns ``[rows of its input, 3]``, on these stages."""
     dims = (StandInDim((SlotDim("input.input", 0),)), StandInDim(size=Leaf(3)))
     entry = StagedModule(("layer",), stages, "tensor", (StandInItem(StandInTensor(dims)),))
-    return StandInForms("layer", entry, 0, ["input"], (1,), 0, torch.float32)
+    return StandInForms("layer", entry, 0, ["input"], (1,), 0, torch.float32, {})
 
 
 def giving_way(link: StageLink, *stages: int) -> nn.Module:
