@@ -25,12 +25,17 @@ from .model_spec import ModelSpec
 from .quantized import PackedWeight, PackedWeights
 from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
 from .stored_leaves import lazy_tensors
+from .wrapped_names import without_wrappers, wrapped_name
 
 SHOWN = 3
 """Names that an error lists."""
 
 _UNCONVERTED = re.compile(r"^(\S+) +\| +(?:\x1b\[\d+m)?CONVERSION", re.MULTILINE)
 """A row of transformers' loading report."""
+
+
+_Loaded = tuple[PackedWeights | None, Mapping[str, LazyTensor], Any, dict[str, Any]]
+"""Packed weights, a checkpoint's tensors with weights in their place, and transformers' model and report."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,12 @@ def lazy_weights(spec: ModelSpec, tell: Callable[[str], object] = lambda remark:
             packed, plain, model, info = _loaded(spec, tensors)
         done = "taken, since the model lacks some" if is_behind else "left out"
         tell(f"the index of the files does not list {_count(unlisted)} in them; {done}: {_some(unlisted)}")
+    if info["missing_keys"]:
+        packed, plain, model, info = _unwrapped(spec, tensors, tell) or (packed, plain, model, info)
     if packed is not None:
         _refuse_transposed(spec, model, packed, {name for name, *_ in info["mismatched_keys"]})
     _require_shapes(spec, info["mismatched_keys"])
-    _require_all(spec, info["missing_keys"])
+    _require_all(spec, info["missing_keys"], wrapped_name(plain))
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # patterns of old buffers
     known = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
     _refuse_extra(spec, info["unexpected_keys"], known)
@@ -105,9 +112,25 @@ def _tied(spec: ModelSpec, model: Any, tell: Callable[[str], object]) -> dict[st
     return tied_names(model) if apart else None
 
 
-def _loaded(
-    spec: ModelSpec, tensors: Mapping[str, LazyTensor]
-) -> tuple[PackedWeights | None, Mapping[str, LazyTensor], Any, dict[str, Any]]:
+def _unwrapped(
+    spec: ModelSpec, tensors: Mapping[str, LazyTensor], tell: Callable[[str], object]
+) -> _Loaded | None:
+    """The same of a checkpoint of a wrapped model, if it is complete under the names that the model has."""
+    for names in without_wrappers(tensors):
+        try:
+            found = _loaded(spec, {names[name]: tensor for name, tensor in tensors.items()})
+        except SourceError:
+            continue
+        if not found[3]["missing_keys"]:
+            old, new = next((old, new) for old, new in names.items() if old != new)
+            tell(
+                f"the checkpoint is that of a wrapped model; its names are read without that: {old} is {new}"
+            )
+            return found
+    return None
+
+
+def _loaded(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> _Loaded:
     """The packed weights of a checkpoint, its tensors with weights in their place, and what is loaded."""
     packed = None
     if spec.quantization is not None:
@@ -269,8 +292,14 @@ def _require_shapes(spec: ModelSpec, mismatched: Iterable[tuple[str, Any, Any]])
         )
 
 
-def _require_all(spec: ModelSpec, missing: Iterable[str]) -> None:
+def _require_all(spec: ModelSpec, missing: Iterable[str], wrapped: str | None = None) -> None:
     names = sorted(missing, key=natural_key)
+    if names and wrapped is not None:
+        raise SourceError(
+            f"the checkpoint of {spec.name} was saved of a wrapped model, as the name {wrapped} shows, and "
+            f"without the wrapper's part it lacks {_count(names)}, or has a name twice: {_some(names)}; save "
+            "the state dict of the model inside of the wrapper"
+        )
     if names:
         raise SourceError(
             f"the checkpoint of {spec.name} lacks {_count(names)}: {_some(names)}; "

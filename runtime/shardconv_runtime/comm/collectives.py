@@ -52,6 +52,8 @@ class Communicator(ABC):
 
     Attributes:
         regathering: set while a forward pass runs that keeps parts of what it gathers.
+        sequence: of the last forward pass whose activations are sharded over the sequence: its length, and
+            that with padding. It is kept for a backward pass that recomputes.
     """
 
     def __init__(self, rank: int, mesh: Mesh, device: torch.device = CPU) -> None:
@@ -59,6 +61,7 @@ class Communicator(ABC):
         self.mesh = mesh
         self.device = device
         self.regathering: Regathering | None = None
+        self.sequence: tuple[int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of a model communicates with the same ranks."""

@@ -198,7 +198,7 @@ class Building:
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
             from .several_ranks import guard
 
-            guard(model, start, training=self.wanted.training, check_inputs=self.check_inputs)
+            guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:

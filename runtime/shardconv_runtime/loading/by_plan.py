@@ -46,6 +46,8 @@ class Ordinary:
     plan: Plan
     weights: Mapping[str, LazyTensor]
     """Global tensors by the names under which the plan stores them; not read."""
+    in_wanted_dtypes: bool
+    """They have the dtypes in which the model is loaded, not those of the plan."""
 
 
 def ordinary(
@@ -63,7 +65,7 @@ def ordinary(
         plan: file, converted directory, or file on the Hub.
         hub: how to reach it; its revision is the model's.
         trust_remote_code: allow the model to run code of its own.
-        dtype: that it is loaded in, in place of the plan's; packed weights keep theirs.
+        dtype: that it is loaded in, in place of the plan's; quantized checkpoints are read in the plan's.
 
     Raises:
         SourceError: the model cannot be read, or its weights are not those of its config.
@@ -72,15 +74,16 @@ def ordinary(
     plan_file = plan_path(plan, hub)
     solved = codec.read(plan_file)
     is_packed = any(entry.packing for entry in solved.parameters)
-    # Not in the plan's dtype first: a float32 checkpoint would be rounded to bfloat16 on the way to float32.
-    loaded_in = solved.model.dtype if dtype is None else str(dtype)
     spec = resolve(
         model,
         hub,
-        dtype=None if is_packed else loaded_in,
+        dtype=None if is_packed else solved.model.dtype,
         trust_remote_code=trust_remote_code and solved.model.trust_remote_code,
         stream=True,
     )
+    if has_dtype := dtype is not None and spec.quantization is None:
+        # Not in the plan's dtype first: float32 weights would be rounded to bfloat16 on the way to float32.
+        spec = replace(spec, dtype=str(dtype).removeprefix("torch."))
     if spec.class_name != solved.model.class_name:
         raise PlanError(
             f"the plan is for a {solved.model.class_name}, and {spec.name} is a {spec.class_name}; "
@@ -93,7 +96,7 @@ def ordinary(
         raise PlanError(f"the plan is for other packed weights than those of {spec.name}; make a plan of it")
     assert spec.directory is not None, "it was resolved from a directory or from the Hub"
     described = _manifest(spec, spec.directory, solved.tp, sha256_of(plan_file))
-    return Ordinary(spec.directory, described, solved, weights)
+    return Ordinary(spec.directory, described, solved, weights, has_dtype)
 
 
 def local_tensors(

@@ -294,7 +294,7 @@ def _ordinary(wanted: Wanted, plan: str) -> Checked:
         found.manifest,
         found.plan,
         checkpoint=found.weights,
-        in_wanted_dtypes=wanted.dtype is not None and not any(e.packing for e in found.plan.parameters),
+        in_wanted_dtypes=found.in_wanted_dtypes,
     )
 
 

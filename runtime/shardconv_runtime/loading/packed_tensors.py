@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def unpacked(
-    stored: Generator[tuple[str, Tensor]],
-    plan: Plan,
-    rank: int,
-    modules: PackedModules | None = None,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    stored: Generator[tuple[str, Tensor]], plan: Plan, rank: int, modules: PackedModules | None = None
 ) -> Generator[tuple[str, Tensor]]:
     """The parameters of a rank; packed ones, once all of their tensors were read, go to their modules.
 
@@ -34,10 +30,9 @@ def unpacked(
         plan: how each parameter is laid out.
         rank: whose tensors these are.
         modules: take packed parameters as they are stored; without them these are dequantized.
-        dtypes: by name, those of dequantized parameters; the others get the plan's.
 
     Yields:
-        Names and local tensors of plain parameters, as they are stored, and of dequantized ones.
+        Names and local tensors of plain parameters, and of dequantized ones in the plan's dtypes.
 
     Raises:
         CheckpointError: a scale or an index is none that the format can have, or a tensor is missing.
@@ -66,9 +61,7 @@ def unpacked(
             if modules is not None:
                 modules.fill(name, parts, held)
             else:
-                # Not in the plan's dtype first: a value would be rounded twice.
-                dtype = (dtypes or {}).get(name, getattr(torch, entries[name].dtype))
-                yield name, dequantize(packing, parts, held, dtype)
+                yield name, dequantize(packing, parts, held, getattr(torch, entries[name].dtype))
     if waiting:
         raise CheckpointError(f"{min(waiting)}: the files have some of its stored tensors, and not all")
 

@@ -133,7 +133,7 @@ def read(
     if any(entry.packing is not None for entry in plan.parameters):
         from .packed_tensors import unpacked
 
-        stored = unpacked(stored, plan, start.rank, packed, dtypes)
+        stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:
         for name, tensor in parameters:
             owner, _, attribute = name.rpartition(".")

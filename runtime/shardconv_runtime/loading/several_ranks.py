@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
+from ..parallel.user_hooks import watch_hooks
 from .same_inputs import compare_inputs
 
 
-def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool) -> None:
+def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool, check_inputs: bool) -> None:
     """Guard a model, in place.
 
     Args:
         model: of this rank, complete, compiled if it is to be.
         start: the ranks.
+        comm: of the model.
         training: it was loaded for training.
         check_inputs: compare the inputs of each call.
     """
@@ -36,11 +39,13 @@ def guard(model: nn.Module, start: Launch, *, training: bool, check_inputs: bool
         model.num_parameters = MethodType(_num_parameters, model)  # type: ignore[assignment]
     found = loaded(model)
     names = module_plans(found.plan).keys()
-    refuse_changes(model, names, dist.get_process_group_ranks(start.group))
+    ranks = dist.get_process_group_ranks(start.group)
+    refuse_changes(model, names, ranks)
     scheduled = None if found.stage is None else found.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     if training:
         _watch_training(model)
+    watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..comm.tensor_steps import Gather, Reduce, Slice
+from ..comm.terms import KeepOnFirst
 from ..errors import PlanError
 from ..format.dims import Dim, Leaf, axes_of, size
 from ..format.plan import (
@@ -30,6 +31,7 @@ from ..format.plan import (
 )
 from .boundary import forward_signature, renumber
 from .row_ids import RowIds, zero_out_of_shard
+from .user_hooks import PLACED
 
 ARGUMENT = "inputs_embeds"
 """What the modules of transformers' models call embeddings that are given in place of ids."""
@@ -124,6 +126,7 @@ def _attach(model: nn.Module, name: str, module: nn.Module, left: _Placement, co
     parents = [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)] + [""]
     state = _Embedding(left, comm)
     renumber(module, module.register_forward_hook(state.finish))
+    module.__dict__[PLACED] = state
     for parent in map(model.get_submodule, parents):
         names = list(forward_signature(parent).parameters)
         is_entrance = ARGUMENT in names and f"decoder_{ARGUMENT}" not in names  # which has two embeddings
@@ -138,7 +141,8 @@ class _Embedding:
     def __init__(self, left: _Placement, comm: Communicator) -> None:
         self._is_sequence = left.is_sequence
         self._keeps = all(comm.group((axis,))[0] == comm.rank for axis in left.partial)
-        self._slice = Slice(comm, -1, left.width)
+        self._keep = KeepOnFirst(comm, left.partial, training=True)
+        self._slice = Slice(comm, -1, left.width, ())
         self._gather = Gather(comm, -1, left.width, ())
         self._reduce = Reduce(comm, left.partial, ())
         self._running: list[nn.Module] = []
@@ -163,6 +167,17 @@ class _Embedding:
         if self._is_sequence:
             raise PlanError(f"the embedding was called by itself: {_WHY_SEQUENCE}")
         return self._reduce(self._gather(output))
+
+    def full(self, x: Tensor) -> Tensor | None:
+        """All of what the embedding has returned, for a hook on it; None if that is full, or sharded over the
+        sequence."""
+        if not self._running or self._is_sequence:
+            return None
+        return self._reduce(self._gather(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """The inverse: what the plan has there of full rows."""
+        return self._keep(self._slice(x))
 
     def placed(self, embeds: Tensor) -> Tensor:
         """Full embeddings ``[..., H]`` as the plan has them there: a shard, and zeros but on one rank.

@@ -46,12 +46,12 @@ class _Comparison:
             return
         if torch.compiler.is_compiling():
             raise PlanError(f"{ARGUMENT} was given to a compiled model of several ranks; call it uncompiled")
-        digests = [_digest(states) for states in _hidden_states(output)]
+        digests = [digest(states) for states in _hidden_states(output)]
         if not digests:
             return
         axes = self._comm.real(range(len(self._comm.mesh)))
         ranks = self._comm.concatenate(torch.stack(digests)[None], axes)
-        if bool(((ranks - ranks[0]).abs().amax((0, 2)) > TOLERANCE * ranks.abs().amax((0, 2))).any()):
+        if not are_alike(ranks):
             raise PlanError(
                 f"{ARGUMENT} was given to a model whose plan keeps parts of the hidden states on the ranks, "
                 "which each would return; use the outputs alone, or the unsharded model"
@@ -69,7 +69,13 @@ def _hidden_states(output: Any) -> Iterator[Tensor]:
             yield leaf.detach()
 
 
-def _digest(states: Tensor) -> Tensor:
+def are_alike(digests: Tensor) -> bool:
+    """Whether ranks have the same tensors, from their digests ``[ranks, tensors, NUM_PROJECTIONS]``."""
+    differences = (digests - digests[0]).abs().amax((0, 2))
+    return not bool((differences > TOLERANCE * digests.abs().amax((0, 2))).any())
+
+
+def digest(states: Tensor) -> Tensor:
     """Projections of ``[..., H]``, summed over its rows: float64 ``[NUM_PROJECTIONS]``."""
     wide = states if states.dtype == torch.float64 else states.float()
     rng = torch.Generator().manual_seed(0)

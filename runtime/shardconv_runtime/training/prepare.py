@@ -94,7 +94,7 @@ def parallelize_for_training(
     if sequence_parallel:
         # With stages, positions would be picked on the head's stage alone.
         head = None if plan.logits is None or plan.stages else submodule(model, plan.logits.module)
-        attach_sequence(model, plan.tp, may_pad, head)
+        attach_sequence(model, plan.tp, may_pad, head, comm)
         if training and regather is not False:
             attach_regather(model, comm, 0 if regather else MIN_BYTES)
     return model

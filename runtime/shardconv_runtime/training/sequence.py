@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..parallel.boundary import forward_signature, replace_at
 from ..parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -59,7 +60,11 @@ _PADDING_OF: WeakKeyDictionary[nn.Module, _Padding] = WeakKeyDictionary()
 
 
 def attach_sequence(
-    model: nn.Module, num_ranks: int, may_pad: bool = True, head: nn.Module | None = None
+    model: nn.Module,
+    num_ranks: int,
+    may_pad: bool = True,
+    head: nn.Module | None = None,
+    comm: Communicator | None = None,
 ) -> None:
     """Pad the inputs and trim the outputs of a model whose activations are sharded over the sequence.
 
@@ -68,8 +73,9 @@ def attach_sequence(
         num_ranks: divides the padded length.
         may_pad: pad other lengths; otherwise they are refused.
         head: computes the logits; None: it is not known, and requests for some positions are refused.
+        comm: of the model, which is told the lengths of the running call.
     """
-    hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head))
+    hooks = _Padding(model, num_ranks, may_pad, None if head is None else _pick_in(head), comm)
     _PADDING_OF[model] = hooks
     model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     model.register_forward_hook(hooks.after)
@@ -134,9 +140,17 @@ def _pick_in(head: nn.Module) -> _Picked:
 class _Padding:
     """Forward hooks of the model."""
 
-    def __init__(self, model: nn.Module, num_ranks: int, may_pad: bool, picked: _Picked | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_ranks: int,
+        may_pad: bool,
+        picked: _Picked | None,
+        comm: Communicator | None,
+    ) -> None:
         self._names = list(forward_signature(model).parameters)
         self._num_ranks = num_ranks
+        self._comm = comm
         self._may_pad = may_pad
         self._picked = picked
         self._length: int | None = None
@@ -185,6 +199,8 @@ class _Padding:
         if missing:
             self._pad(given, tokens, length, missing)
         self._is_running = True
+        if self._comm is not None:
+            self._comm.sequence = length, length + missing
         return (), given
 
     def _require_second_sequence(self, given: Mapping[str, Any]) -> None:
