@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import shardconv_runtime
 import torch
+from shardconv_runtime.errors import PlanError, ShardconvError
+from shardconv_runtime.loaded import loaded
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor
 from torch.utils import _pytree
@@ -310,8 +313,86 @@ def _generate_from_embeds(model: Any, given: Given) -> list[Tensor]:
     return _generate(model, given, do_sample=False, input_ids=None, inputs_embeds=embeds)
 
 
+# What a check of the unsharded model refuses, and what users and trainers add ------------------------
+
+
+def _ids_are_refused(token: Callable[[int], int]) -> Form:
+    """Ids that the table lacks: 1 for an error, of whatever kind, else 0."""
+
+    def outside(model: Any, given: Given) -> list[Tensor]:
+        ids = _ids(given)
+        _has(given.embeds, "embedding")
+        ids.view(-1)[-1] = token(model.get_input_embeddings().num_embeddings)
+        try:
+            call(model, given, input_ids=ids)
+        except (IndexError, RuntimeError, ShardconvError):
+            return [torch.ones(1)]
+        return [torch.zeros(1)]
+
+    return outside
+
+
+def _hook_on_embedding(model: Any, given: Given) -> list[Tensor]:
+    """Noise that is added by a hook, as trainers install it; all outputs are compared."""
+    _has(given.embeds, "embedding")
+
+    def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
+        rng = torch.Generator().manual_seed(9)
+        return output + torch.randn(output.shape, generator=rng, dtype=torch.float64).to(output.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        return call(model, given)
+    finally:
+        handle.remove()
+
+
+def _packed_positions(model: Any, given: Given) -> list[Tensor]:
+    """Samples behind each other in a row, told by their positions."""
+    _takes(model, "position_ids", "use_cache")
+    ids = _ids(given)
+    half = ids.shape[1] // 2
+    positions = torch.cat([torch.arange(half), torch.arange(ids.shape[1] - half)]).expand(ids.shape[:2])
+    return call(model, given, position_ids=positions.clone(), attention_mask=None, use_cache=False)
+
+
+class _Kept:
+    """A streamer that keeps the tokens, and whether they ended."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def _streamer(model: Any, given: Given) -> list[Tensor]:
+    streamer = _Kept()
+    first = replace(given, tensors={n: t[:1] for n, t in given.tensors.items()})
+    _generate(model, first, do_sample=False, streamer=streamer)
+    return [torch.tensor(streamer.tokens)]
+
+
+def _kept_dtypes(model: Any, given: Given) -> list[Tensor]:
+    """The dtype of each parameter of the same model, loaded in bfloat16."""
+    try:
+        directory = loaded(model).directory
+    except PlanError:  # the unsharded model
+        other = type(model).from_pretrained(model.config._name_or_path, dtype=torch.bfloat16)
+    else:
+        other = shardconv_runtime.load(directory, dtype=torch.bfloat16, device="cpu")
+    found = sorted((name, parameter.dtype.itemsize) for name, parameter in other.named_parameters())
+    return [torch.tensor([size for _, size in found])]
+
+
 CASTS: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Forms that are compared with a tolerance of their dtype."""
+
+PLAIN = ("kept dtypes",)
+"""Forms in which another model is loaded, in its own dtypes."""
 
 FORMS: Mapping[str, Form] = {
     "float64": call,
@@ -344,6 +425,12 @@ FORMS: Mapping[str, Form] = {
     "generate, sampled": _sample,
     "generate, beams": _generate_beams,
     "generate, inputs_embeds": _generate_from_embeds,
+    "ids beyond the table": _ids_are_refused(lambda rows: rows),
+    "negative ids": _ids_are_refused(lambda rows: -1),
+    "hook on embedding": _hook_on_embedding,
+    "packed positions": _packed_positions,
+    "streamer": _streamer,
+    "kept dtypes": _kept_dtypes,
     "float64 again": call,
 }
 """What the page calls a form -> the form. The first and the last are the same: no call may leave anything."""

@@ -48,6 +48,12 @@ ABOUT = {
     "generate, sampled": "with one seed",
     "generate, beams": "two beams",
     "generate, inputs_embeds": "from random embeddings",
+    "ids beyond the table": "the number of its rows as an id: an error, where the unsharded model has one",
+    "negative ids": "-1 as an id: likewise",
+    "hook on embedding": "a forward hook on `get_input_embeddings()` adds seeded noise",
+    "packed positions": "two samples in a row, told by `position_ids`, without a cache",
+    "streamer": "the tokens that a streamer gets on each rank, and the end",
+    "kept dtypes": "of each parameter after `load(dtype=bfloat16)`, beside `from_pretrained(dtype=bfloat16)`",
     "float64 again": "the first call, after all others",
 }
 

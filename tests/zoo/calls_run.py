@@ -26,7 +26,7 @@ from torch import Tensor
 import shardconv
 from shardconv.verifying.simulation.float64 import Float64
 
-from .calls import CASTS, FORMS, Given, NotApplicable, make_given
+from .calls import CASTS, FORMS, PLAIN, Given, NotApplicable, make_given
 from .measure import FLOAT32_TOLERANCE, TOLERANCE, difference
 from .saved import save_random
 
@@ -122,7 +122,7 @@ def _wanted(model: Any, given: Given, form: str, is_exact: bool) -> Wanted:
 
 def _call(model: Any, given: Given, form: str, is_exact: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    with torch.no_grad(), _mode(is_exact and form not in CASTS):
+    with torch.no_grad(), _mode(is_exact and form not in (*CASTS, *PLAIN)):
         return [t.detach().clone() for t in FORMS[form](model, given)]
 
 
