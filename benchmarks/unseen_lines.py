@@ -133,7 +133,7 @@ def main() -> None:
     for family in FAMILIES:
         for name in types_of(family):
             if not wanted or name in wanted:
-                Forked(one, family, name).communicate()
+                Forked(one, family, name).communicate(600)
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for row in map(json.loads, options.results.read_text().splitlines()):
