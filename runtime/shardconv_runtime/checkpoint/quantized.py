@@ -151,6 +151,15 @@ class PackedWeights:
             return PackedWeight(weight.shape, found.packing, self._stored(found))
         return self._composed(name, weight)
 
+    def as_stored(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Tensors of ``plain`` as the checkpoint has them: packed weights as their stored tensors."""
+        found: dict[str, LazyTensor] = {}
+        for name, tensor in tensors.items():
+            weight = self._by_leaf.get(tensor.pieces[0].leaf) if tensor.pieces else None
+            stored = [name] if weight is None else weight.tensors.values()
+            found |= {each: self._tensors[each] for each in stored}
+        return found
+
     def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
         """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""
         if self._dequantize and len(found.shape) > 2 and _is_stacked(found.packing):
