@@ -23,7 +23,7 @@ from ..format.name_patterns import natural_key
 from ..parallel.meta_model import tied_names
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .model_spec import ModelSpec
-from .quantized import PackedWeight, PackedWeights
+from .quantized import PackedWeight, PackedWeights, is_of_cache
 from .recorded import (
     InPlaceError,
     RecordedOperator,
@@ -97,9 +97,13 @@ def lazy_weights(
     _refuse_extra(spec, info["unexpected_keys"], known)
     if extra := sorted(info["unexpected_keys"], key=natural_key):
         done = "carried along" if with_unused else "left out"
+        of_cache = spec.quantization is not None and any(is_of_cache(n, spec.quantization) for n in extra)
+        why = (
+            "; factors of a quantized cache are among them, and the model has a plain one" if of_cache else ""
+        )
         tell(
             f"the checkpoint has {_count(extra)} that {spec.model_class.__name__} does not use; {done}: "
-            f"{_some(extra)}"
+            f"{_some(extra)}{why}"
         )
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state: dict[str, torch.Tensor] = model.state_dict()
@@ -346,7 +350,9 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collectio
     """
     extra = set(unexpected)
     used = {name.rpartition(".")[0] for name in tensors if name not in extra}
+    settings = spec.quantization
     names = sorted((name for name in extra if name.rpartition(".")[0] in used), key=natural_key)
+    names = [name for name in names if settings is None or not is_of_cache(name, settings)]
     if names:
         pronoun = "it" if len(names) == 1 else "them"
         raise SourceError(
