@@ -40,7 +40,7 @@ class PagedCheck:
         self._agreed = agreed
         self._num_tokens = 0
         self._num_times = 1
-        """How many times as long as the shortest prompt of its call a sequence was, when that was compared."""
+        """How many times as long as the shortest prompt of a call a sequence was, when that was compared."""
         self._num_calls = 0
 
     def compare(self, model: Any, inputs: Mapping[str, Any], logits: Tensor) -> None:
