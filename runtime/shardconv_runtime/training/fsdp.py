@@ -26,6 +26,7 @@ from ..format.staged_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..saving.stored_model import named_modules, named_tensors
 from .repeated_layers import repeated_layers
+from .replica_inputs import compare_replicas
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""
@@ -76,10 +77,10 @@ def data_parallel(
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
         >>> shardconv_runtime.data_parallel(model, mesh, param_dtype=torch.bfloat16)
     """
-    units = agreement.together(
-        mesh_processes(mesh, torch.device(mesh.device_type)), lambda: _units_of_loaded(model, mesh)
-    )
+    everyone = mesh_processes(mesh, torch.device(mesh.device_type))
+    units = agreement.together(everyone, lambda: _units_of_loaded(model, mesh))
     _shard(units, mesh, DataParallel(param_dtype, reduce_dtype, reshard_after_forward))
+    compare_replicas(unwrapped(model), everyone)
     return model
 
 
