@@ -56,6 +56,7 @@ def convert(
     stream: bool | None = None,
     random_init: bool = False,
     seed: int | None = None,
+    keep_unused: bool = False,
     trust_remote_code: bool = False,
     overwrite: bool = False,
     check: bool = True,
@@ -91,6 +92,8 @@ def convert(
         random_init: write the weights of a newly initialized model, to be trained from scratch: ``model``
             needs a config only, and its weights are not read.
         seed: of the initialization, by default 0; the same seed gives the same weights for any ``tp``.
+        keep_unused: carry along the tensors of the checkpoint that the model does not use, such as layers
+            that predict further tokens, in a file that no rank reads. ``merge`` gives them back.
         trust_remote_code: import the repository's own Python code.
         overwrite: replace ``out`` if it is a converted directory, and nothing else.
         check: check the plan on numbers (ranks simulated in float64) before anything is written.
@@ -136,7 +139,7 @@ def convert(
     if random_init:
         origin, found = _initialized(spec, seed or 0, progress)
     else:
-        origin, checkpoint = _read(spec, progress, remarks.append)
+        origin, checkpoint = _read(spec, progress, remarks.append, keep_unused)
         spec, found = replace(spec, tied=checkpoint.tied), checkpoint.tensors
     for remark in remarks:
         progress.stage(f"note: {remark}")
@@ -153,7 +156,7 @@ def convert(
 
 
 def _read(
-    spec: ModelSpec, progress: Progress, tell: Callable[[str], object]
+    spec: ModelSpec, progress: Progress, tell: Callable[[str], object], keep_unused: bool
 ) -> tuple[Origin, CheckpointWeights]:
     """The weights of a checkpoint, and where they come from; ``tell`` is called with remarks."""
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
@@ -165,7 +168,8 @@ def _read(
     progress.stage("finding the weights in the checkpoint")
     for remark in remarks(spec.directory) if spec.directory is not None else ():
         tell(remark)
-    return origin, lazy_weights(spec, tell)
+    found = lazy_weights(spec, tell, with_unused=keep_unused)
+    return replace(origin, unused=found.unused), found
 
 
 def _initialized(

@@ -165,6 +165,11 @@ initial_options = together(
         metavar="N",
         help="Seed of --random-init; the weights are the same for any --tp.  [default: 0]",
     ),
+    click.option(
+        "--keep-unused",
+        is_flag=True,
+        help="Carry along the tensors that the model does not use; merge gives them back.",
+    ),
 )
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
 from shardconv_runtime.format import manifest_writing, small_files
-from shardconv_runtime.format.manifest import FileEntry
+from shardconv_runtime.format.header import data_start, read_header
+from shardconv_runtime.format.manifest import UNUSED_NAME, FileEntry, check_size, resolve
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from shardconv_runtime.tensors.lazy_tensor import LazyTensor, stored
 
 from ..writing.job import PARTIAL, known_files
 from ..writing.output import Output
@@ -114,3 +115,24 @@ def copy_small_files(found: Converted, directory: Path) -> list[FileEntry]:
         CheckpointError: a file is not the one that was written.
     """
     return small_files.copy_small_files(found.directory, found.manifest, directory)
+
+
+def copy_unused(found: Converted, directory: Path) -> list[FileEntry]:
+    """Copy the file of tensors that the model does not use, where there is one; errors as for small files."""
+    return small_files.copy_unused(found.directory, found.manifest, directory)
+
+
+def unused(found: Converted) -> dict[str, LazyTensor]:
+    """The tensors that the model does not use and that were carried along.
+
+    Raises:
+        CheckpointError: their file is missing, or is not the one that was written.
+    """
+    if not any(entry.path == UNUSED_NAME for entry in found.manifest.files):
+        return {}
+    path = resolve(found.directory, UNUSED_NAME)
+    (entry,) = (entry for entry in found.manifest.files if entry.path == UNUSED_NAME)
+    check_size(found.directory, entry, "merge")
+    tensors = read_header(path)[1]
+    start = data_start(entry.num_bytes, tensors)
+    return {name: stored(path, start, tensor) for name, tensor in tensors.items()}

@@ -86,7 +86,8 @@ def merge(
 
     from .saved_layout import checkpoint_tensors
 
-    layout = _divide(*checkpoint_tensors(found, derived.spec_of(found)), limit)
+    tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
+    layout = _divide({**derived.unused(found), **tensors}, num_parameters, limit)
     _write(found, layout, output, limit, budget, progress)
     num_bytes = sum(tensor.num_bytes for tensor in layout.tensors.values())
     return Merged(len(layout.tensors), len(layout.files), num_bytes)

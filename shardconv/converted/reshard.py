@@ -111,6 +111,7 @@ def _origin(found: Converted) -> Origin:
         derived.identity(found),
         lambda directory: derived.copy_small_files(found, directory),
         lambda: derived.identity(found),
+        copy_unused=lambda directory: derived.copy_unused(found, directory),
     )
 
 

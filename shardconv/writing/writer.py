@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from shardconv_runtime.format.manifest import (
     COMMON_DIRECTORY,
     MANIFEST_NAME,
     PLAN_NAME,
+    UNUSED_NAME,
     FileEntry,
     Manifest,
     Source,
@@ -38,7 +39,7 @@ from ..reporting.progress import Progress
 from .fill import fill
 from .job import difference
 from .output import Output, WriteOptions
-from .target import TargetFile
+from .target import TargetFile, target_file
 from .workspace import Claim, Workspace, opened, write_durably
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -56,6 +57,10 @@ class Origin:
     """Copies the files that are not weights to a directory."""
     identify: Callable[[], Mapping[str, object]] | None = None
     """Computes the identity again; None: it cannot change."""
+    unused: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """Tensors that the model does not use, and that are written beside its own."""
+    copy_unused: Callable[[Path], list[FileEntry]] = lambda directory: []
+    """Copies a file of such tensors, where the source has one."""
 
 
 def origin_of(spec: ModelSpec) -> Origin:
@@ -98,11 +103,17 @@ def write(
     parameters = stored_plans(plan)
     weights = {name: as_planned(name, entry, weights[name]) for name, entry in parameters.items()}
     files = _target_files(plan, parameters, weights, options.max_file_size)
-    job = _job(plan, origin, options.max_file_size)
+    unused = origin.unused if plan.stages is None or plan.stages.own == 0 else {}
+    if unused:
+        declared = {name: (tensor.dtype, tensor.shape) for name, tensor in sorted(unused.items())}
+        metadata = {"format": "pt"}
+        files.append(target_file(UNUSED_NAME, COMMON_DIRECTORY, declared, metadata, unused.__getitem__))
+    job = _job(plan, origin, options.max_file_size) | ({"unused": sorted(unused)} if unused else {})
     claim = claim_of({file.owner for file in files}, options.owners(plan.tp))
     with opened(output.path, job, files, claim, tell=progress.stage, check=output.require_free) as workspace:
         if not workspace.is_finishing:
-            fill(workspace, weights.values(), memory=options.memory, progress=progress)
+            sources = [*weights.values(), *unused.values()]
+            fill(workspace, sources, memory=options.memory, progress=progress)
             require_unchanged(origin)
         with workspace.exclusive():
             return _finish(workspace, plan, origin, output, progress)
@@ -213,8 +224,13 @@ def _finish(workspace: Workspace, plan: Plan, origin: Origin, output: Output, pr
             sample_checksum(workspace.path / path),
         )
         for path, crc in checksums.items()
+        if path != UNUSED_NAME
     ]
+    if UNUSED_NAME in checksums:  # it is copied from directory to directory as other files are
+        entries.append(entry_of(workspace.path, Path(UNUSED_NAME)))
     entries += origin.copy_small_files(workspace.path)
+    if plan.stages is None or plan.stages.own == 0:
+        entries += origin.copy_unused(workspace.path)
     complete(workspace, plan, origin.source, entries, output)
     return True
 

@@ -15,15 +15,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ..errors import SourceError, brief
 from ..format.name_patterns import natural_key
 from ..parallel.meta_model import tied_names
-from ..tensors.lazy_tensor import LazyTensor
+from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .model_spec import ModelSpec
-from .quantized import PackedWeight, PackedWeights
-from .recorded import InPlaceError, RecordedTensor, lazy_of, recording, small_ones_read
+from .quantized import PackedWeight, PackedWeights, is_of_cache
+from .recorded import (
+    InPlaceError,
+    RecordedOperator,
+    RecordedTensor,
+    lazy_of,
+    recording,
+    small_ones_read,
+)
 from .stored_leaves import lazy_tensors
 from .wrapped_names import without_wrappers, wrapped_name
 
@@ -46,15 +54,20 @@ class CheckpointWeights:
     """Global, by FQN, tied ones under each of their names."""
     tied: Mapping[str, str] | None
     """For ``ModelSpec``: None, unless parameters that the class and its config tie have different values."""
+    unused: Mapping[str, LazyTensor]
+    """What the checkpoint holds and the model does not read, by the names in the checkpoint; if asked for."""
 
 
-def lazy_weights(spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None) -> CheckpointWeights:
+def lazy_weights(
+    spec: ModelSpec, tell: Callable[[str], object] = lambda remark: None, *, with_unused: bool = False
+) -> CheckpointWeights:
     """The global tensors of all parameters and persistent buffers.
 
     Args:
         spec: a model with a directory.
         tell: is called with a remark about tensors of the checkpoint that the model does not use, or that are
             not tied as its config says.
+        with_unused: find out what the model does not use as well.
 
     Returns:
         Packed parameters of a quantized checkpoint are their stored tensors, unless it is to be dequantized.
@@ -83,9 +96,14 @@ def lazy_weights(spec: ModelSpec, tell: Callable[[str], object] = lambda remark:
     known = [name for name in plain if not any(re.search(pattern, name) for pattern in ignored)]
     _refuse_extra(spec, info["unexpected_keys"], known)
     if extra := sorted(info["unexpected_keys"], key=natural_key):
+        done = "carried along" if with_unused else "left out"
+        of_cache = spec.quantization is not None and any(is_of_cache(n, spec.quantization) for n in extra)
+        why = (
+            "; factors of a quantized cache are among them, and the model has a plain one" if of_cache else ""
+        )
         tell(
-            f"the checkpoint has {_count(extra)} that {spec.model_class.__name__} does not use; left out: "
-            f"{_some(extra)}"
+            f"the checkpoint has {_count(extra)} that {spec.model_class.__name__} does not use; {done}: "
+            f"{_some(extra)}{why}"
         )
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state: dict[str, torch.Tensor] = model.state_dict()
@@ -94,9 +112,26 @@ def lazy_weights(spec: ModelSpec, tell: Callable[[str], object] = lambda remark:
     _require_all(spec, [name for name, lazy in weights.items() if lazy is None])
     found = {name: lazy for name, lazy in weights.items() if lazy is not None}
     tied = _tied(spec, model, tell)
+    unused = _unused(plain, found.values()) if with_unused else {}
     if packed is None or spec.dequantize:
-        return CheckpointWeights(found, tied)
-    return CheckpointWeights({name: packed.of(name, lazy) or lazy for name, lazy in found.items()}, tied)
+        return CheckpointWeights(found, tied, unused)
+    stored = packed.as_stored(unused)
+    return CheckpointWeights({n: packed.of(n, lazy) or lazy for n, lazy in found.items()}, tied, stored)
+
+
+def _unused(stored: Mapping[str, LazyTensor], weights: Iterable[LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of a checkpoint of which no weight has an element."""
+    read: set[LazyLeaf] = set()
+    todo = list(weights)
+    while todo:
+        for piece in todo.pop().pieces:
+            if piece.leaf in read:
+                continue
+            read.add(piece.leaf)
+            if isinstance(piece.leaf, ComputedLeaf) and isinstance(piece.leaf.compute, RecordedOperator):
+                given = tree_leaves((piece.leaf.compute.args, dict(piece.leaf.compute.kwargs)))
+                todo += [value for value in given if isinstance(value, LazyTensor)]
+    return {name: t for name, t in stored.items() if read.isdisjoint(piece.leaf for piece in t.pieces)}
 
 
 def _tied(spec: ModelSpec, model: Any, tell: Callable[[str], object]) -> dict[str, str] | None:
@@ -315,7 +350,9 @@ def _refuse_extra(spec: ModelSpec, unexpected: Iterable[str], tensors: Collectio
     """
     extra = set(unexpected)
     used = {name.rpartition(".")[0] for name in tensors if name not in extra}
+    settings = spec.quantization
     names = sorted((name for name in extra if name.rpartition(".")[0] in used), key=natural_key)
+    names = [name for name in names if settings is None or not is_of_cache(name, settings)]
     if names:
         pronoun = "it" if len(names) == 1 else "them"
         raise SourceError(

@@ -57,17 +57,29 @@ def quantization_of(config: Any) -> Settings | None:
     return None
 
 
-def require_supported(settings: Settings, where: str) -> None:
+def require_supported(settings: Settings, where: str, *, dequantize: bool = False) -> None:
     """Check that weights of this format can be read.
 
     Args:
         settings: a ``quantization_config``.
         where: the checkpoint, for messages.
+        dequantize: they are to be dequantized.
 
     Raises:
         SourceError: they cannot; the message names the format.
     """
-    scheme_of(settings, where)
+    scheme_of(settings, where, dequantize=dequantize)
+
+
+def is_of_cache(name: str, settings: Settings) -> bool:
+    """Whether a tensor is a factor of a quantized cache, of which a model with a plain one has no use.
+
+    Args:
+        name: in the checkpoint.
+        settings: its ``quantization_config``.
+    """
+    last = name.rpartition(".")[2]
+    return last in _OF_CACHES or (last in _OF_OUTPUTS and bool(settings.get("kv_cache_scheme")))
 
 
 def without_quantization(config: Any) -> Any:
@@ -84,6 +96,14 @@ def _parts(config: Any) -> Iterator[Any]:
     for name in getattr(config, "sub_configs", ()):
         if getattr(config, name, None) is not None:
             yield getattr(config, name)
+
+
+_OF_CACHES = frozenset(
+    {"k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale", "k_zero_point", "v_zero_point"}
+)
+"""Ends of the names of factors of keys, values and attention, which engines read beside those of weights."""
+_OF_OUTPUTS = frozenset({"output_scale", "output_zero_point"})
+"""The same of the outputs of projections to keys and values, in older checkpoints."""
 
 
 class PackedWeights:
@@ -117,7 +137,7 @@ class PackedWeights:
         self._tensors = tensors
         self._dequantize = dequantize
         self._by_leaf: dict[LazyLeaf, Found] = {}
-        found = scheme_of(settings, where).find(_Checkpoint(tensors, files))
+        found = scheme_of(settings, where, dequantize=dequantize).find(_Checkpoint(tensors, files))
         packed = {stored for weight in found.values() for stored in weight.tensors.values()}
         self.plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
         for name, weight in found.items():
@@ -150,6 +170,15 @@ class PackedWeights:
         if weight.shape == found.shape and _is_whole(weight):
             return PackedWeight(weight.shape, found.packing, self._stored(found))
         return self._composed(name, weight)
+
+    def as_stored(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Tensors of ``plain`` as the checkpoint has them: packed weights as their stored tensors."""
+        found: dict[str, LazyTensor] = {}
+        for name, tensor in tensors.items():
+            weight = self._by_leaf.get(tensor.pieces[0].leaf) if tensor.pieces else None
+            stored = [name] if weight is None else weight.tensors.values()
+            found |= {each: self._tensors[each] for each in stored}
+        return found
 
     def _stand_in(self, name: str, found: Found, dtype: str) -> LazyTensor:
         """The weight as a tensor that is computed when it is read, a stack of matrices one by one."""

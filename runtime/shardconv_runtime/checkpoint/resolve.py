@@ -53,7 +53,7 @@ def resolve(
     config = read_config(directory, trust_remote_code=trust_remote_code)
     quantization = quantization_of(config)
     if quantization is not None:
-        require_supported(quantization, str(directory))
+        require_supported(quantization, str(directory), dequantize=dtype is not None)
         config = without_quantization(config)
     files: tuple[WeightFile, ...] = located.remote or (weight_files(directory) if need_weights else ())
     validate(files)
@@ -80,7 +80,7 @@ def _from_config(config: Any, dtype: str | None, *, trust_remote_code: bool, nee
         raise SourceError(f"a config object ({name}) has no weights; name a directory or a Hub id")
     quantization = quantization_of(config)
     if quantization is not None:
-        require_supported(quantization, name)
+        require_supported(quantization, name, dequantize=dtype is not None)
         config = without_quantization(config)
     model_class = model_class_of(config, None, trust_remote_code=trust_remote_code)
     return ModelSpec(

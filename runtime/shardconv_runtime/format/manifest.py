@@ -33,6 +33,8 @@ FORMAT = "shardconv.manifest"
 MANIFEST_NAME = "manifest.json"
 PLAN_NAME = "plan.json"
 COMMON_DIRECTORY = "common"
+UNUSED_NAME = "unused.tensors"
+"""A safetensors file of what the model does not use, which no rank reads; its name is none of a shard."""
 
 MAX_PATH_LENGTH = 1000
 
@@ -108,7 +110,8 @@ class Manifest:
 
     def files_of(self, rank: int) -> Iterator[FileEntry]:
         """The files that ``rank`` reads: its own and those for every rank."""
-        return (entry for entry in self.files if entry.rank is None or entry.rank == rank)
+        files = (entry for entry in self.files if entry.path != UNUSED_NAME)
+        return (entry for entry in files if entry.rank is None or entry.rank == rank)
 
 
 def rank_directory(rank: int, tp: int) -> str:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST_NAME, FileEntry, Manifest, resolve, sha256_checksum
+from .manifest import MANIFEST_NAME, UNUSED_NAME, FileEntry, Manifest, resolve, sha256_checksum
 
 COPIED = (
     "config.json",
@@ -55,7 +55,8 @@ def entry_of(directory: Path, path: Path) -> FileEntry:
 
 def small_files(manifest: Manifest) -> list[FileEntry]:
     """The files other than weights."""
-    return [entry for entry in manifest.files if not entry.path.endswith(".safetensors")]
+    files = (entry for entry in manifest.files if entry.path != UNUSED_NAME)
+    return [entry for entry in files if not entry.path.endswith(".safetensors")]
 
 
 def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
@@ -73,7 +74,15 @@ def copy_small_files(directory: Path, manifest: Manifest, target: Path) -> list[
         CheckpointError: a file was changed since it was written.
         OSError: it cannot be read or written.
     """
-    entries = small_files(manifest)
+    return _copied(directory, small_files(manifest), target)
+
+
+def copy_unused(directory: Path, manifest: Manifest, target: Path) -> list[FileEntry]:
+    """Copy what the model does not use, where there is such a file; see ``copy_small_files``."""
+    return _copied(directory, [entry for entry in manifest.files if entry.path == UNUSED_NAME], target)
+
+
+def _copied(directory: Path, entries: list[FileEntry], target: Path) -> list[FileEntry]:
     for entry in entries:
         copy = target / entry.path
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import ContinuousBatchingConfig
@@ -23,9 +21,9 @@ from ..comm.mesh import Launch
 from ..comm.rng_states import share_rng_state
 from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
-from ..parallel.id_checks import IdCheck
 from .lost_ranks import raise_lost_rank
 from .paged_model import PagedModel, attempt
+from .request_checks import length_limit, require_possible
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
@@ -118,8 +116,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Add a request on rank 0; arguments as of transformers' method, no limit is that of the cache.
 
         Raises:
-            ShardconvError: the prompt is empty, has ids that the model has not, or the cache is too small for
-                it; other requests go on.
+            ShardconvError: the prompt is empty, has ids that the model has not, the cache is too small for
+                it, or it is so long that the model computes otherwise; other requests go on.
             Exception: the error of the loop, if that has ended with one.
         """
         if self.failure is not None:
@@ -127,10 +125,10 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens
         num_tokens = len(input_ids) + (1 if max_new_tokens is None else max_new_tokens)
-        room = self._room
-        if len(input_ids) == 0:
-            raise ShardconvError("a prompt without tokens cannot be continued")
-        self.require_known(input_ids)
+        room, limit = self._room, length_limit(self._model.unwrapped.config)
+        require_possible(self._model.unwrapped, input_ids, max_new_tokens)
+        if limit is not None and max_new_tokens is None:
+            room = limit + 1 if room is None else min(room, limit + 1)
         if room is not None and num_tokens > room:
             raise ShardconvError(
                 f"a request for {len(input_ids)} tokens and {max_new_tokens or 1} new ones does not fit in "
@@ -140,16 +138,6 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None and room is not None:
             max_new_tokens = room - len(input_ids)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
-
-    def require_known(self, prompt: Sequence[int]) -> None:
-        """Check the ids of a prompt: in a packed call they would fail with those of all other requests.
-
-        Raises:
-            OutOfRangeError: the embedding has no rows for some of them.
-        """
-        rows = getattr(self._model.get_input_embeddings(), "num_embeddings", None)
-        if rows is not None:
-            IdCheck(rows, "the model")(torch.tensor(list(prompt), dtype=torch.int64))
 
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""

@@ -22,6 +22,7 @@ from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
+from .request_checks import require_possible
 
 if TYPE_CHECKING:
     from .batching_manager import RankBatchingManager
@@ -146,6 +147,8 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             return {}
         config = generation_config or self.generation_config
         limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        for prompt in prompts:
+            require_possible(self, prompt, limit)
         managing = self.continuous_batching_context_manager(
             config,
             continuous_batching_config=continuous_batching_config,
@@ -155,8 +158,6 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             num_microbatches=num_microbatches,
         )
         with managing as manager:
-            for prompt in prompts:  # on every rank, before one of them answers a request
-                manager.require_known(prompt)
             manager.answer_on_all_ranks()
             names = manager.add_requests(prompts, limit, record_timestamps=record_timestamps)
             names = [name for parent in names for name in _with_children(parent, config)]

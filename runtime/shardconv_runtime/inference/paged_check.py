@@ -39,10 +39,13 @@ class PagedCheck:
     def __init__(self, agreed: Callable[[float], float] = float) -> None:
         self._agreed = agreed
         self._num_tokens = 0
+        self._num_times = 1
+        """How many times as long as the shortest prompt of a call a sequence was, when that was compared."""
         self._num_calls = 0
 
     def compare(self, model: Any, inputs: Mapping[str, Any], logits: Tensor) -> None:
-        """Compare the longest prompt that begins in a packed call, if it is longer than those before.
+        """Compare the longest prompt that begins in a packed call, if it is longer than those before, and the
+        shortest one beside longer sequences, for which code may compute something in its place.
 
         Args:
             model: of this rank.
@@ -52,22 +55,37 @@ class PagedCheck:
         Raises:
             PlanError: the logits differ; on all ranks.
         """
-        if self._num_tokens >= ENOUGH_TOKENS or self._num_calls >= MOST_CALLS or _is_recorded():
+        if self._num_calls >= MOST_CALLS or _is_recorded():
             return
         self._num_calls += 1
-        start, stop = _longest_prompt(inputs)
-        if stop - start <= 2 * self._num_tokens or stop - start > MOST_TOKENS:
+        prompts = [prompt for prompt in _prompts(inputs) if prompt[1] - prompt[0] <= MOST_TOKENS]
+        if not prompts:
             return
-        self._num_tokens = stop - start
+        shortest, longest = prompts[0], prompts[-1]
+        num_tokens = longest[1] - longest[0]
+        if self._num_tokens < ENOUGH_TOKENS and num_tokens > 2 * self._num_tokens:
+            self._num_tokens = num_tokens
+            self._compare(model, inputs, logits, longest)
+        num_times = (int(inputs["position_ids"].max()) + 1) // (shortest[1] - shortest[0])
+        if num_times >= 2 * self._num_times:
+            self._num_times = num_times
+            self._compare(model, inputs, logits, shortest)
+
+    def _compare(
+        self, model: Any, inputs: Mapping[str, Any], logits: Tensor, prompt: tuple[int, int]
+    ) -> None:
+        start, stop = prompt
         row = stop - 1 if logits.shape[1] == inputs["input_ids"].shape[1] else _row(inputs, stop - 1)
         got = logits[0, row].float()
         want = _ordinary_logits(model, inputs["input_ids"][:, start:stop])
         error = self._agreed(float((got - want).norm() / want.norm()))
         if not error <= _tolerance(logits.dtype):  # also where it is NaN
+            longest = int(inputs["position_ids"].max()) + 1
             raise PlanError(
                 f"{type(model).__name__} does not support continuous batching with the attention "
-                f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, its logits "
-                f"from pages differ by {error:.1%} from those of an ordinary call; use generate"
+                f"{model.config._attn_implementation!r}: for a prompt of {stop - start} tokens, beside "
+                f"sequences of up to {longest}, its logits from pages differ by {error:.1%} from those of an "
+                "ordinary call; use generate"
             )
 
 
@@ -77,8 +95,8 @@ def _is_recorded() -> bool:
     )
 
 
-def _longest_prompt(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Start and stop of the longest prompt that begins here and whose last logits are asked for, or 0, 0."""
+def _prompts(inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Start and stop of the prompts that begin here and whose last logits are asked for, shortest first."""
     ends = inputs["cu_seq_lens_q"].tolist()
     positions, asked = inputs["position_ids"][0].tolist(), set(inputs["logits_indices"].tolist())
     prompts = [
@@ -86,7 +104,7 @@ def _longest_prompt(inputs: Mapping[str, Any]) -> tuple[int, int]:
         for start, stop in pairwise(ends)
         if stop > start and positions[start] == 0 and stop - 1 in asked
     ]
-    return max(prompts, key=lambda prompt: prompt[1] - prompt[0], default=(0, 0))
+    return sorted(prompts, key=lambda prompt: prompt[1] - prompt[0])
 
 
 def _row(inputs: Mapping[str, Any], index: int) -> int:

@@ -199,6 +199,10 @@ class Building:
             from .several_ranks import guard
 
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
+        if self.wanted.data_parallel is not None:
+            from ..training.replica_inputs import compare_replicas
+
+            compare_replicas(model, self.everyone)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:

@@ -13,6 +13,7 @@ from ..comm.collectives import Communicator
 from ..errors import PlanError
 from ..format.manifest import Manifest
 from ..format.plan import Plan, parameter_plans
+from ..format.small_files import small_files
 from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
@@ -47,7 +48,7 @@ def require_packages(
         SourceError: a file cannot be downloaded.
     """
     if repository is not None:
-        repository.fetch(e for e in manifest.files if not e.path.endswith(".safetensors"))
+        repository.fetch(small_files(manifest))
     config = read_config(directory, manifest, plan)
     packings = {entry.packing for entry in plan.parameters if entry.packing is not None}
     require_computable(_quantized(directory, plan, config, device, dtype), packings, compiled=compiled)

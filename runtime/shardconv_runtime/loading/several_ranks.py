@@ -14,6 +14,7 @@ from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
 from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
+from ..inference.given_caches import localize_caches
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
 from ..parallel.user_hooks import watch_hooks
@@ -43,6 +44,7 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     refuse_changes(model, names, ranks)
     scheduled = None if found.stage is None else found.stage.link.is_scheduled
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
+    localize_caches(model)
     if training:
         _watch_training(model)
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)

@@ -30,12 +30,13 @@ SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
 """By ``quant_method``."""
 
 
-def scheme_of(settings: Mapping[str, Any], where: str) -> Scheme:
+def scheme_of(settings: Mapping[str, Any], where: str, *, dequantize: bool = False) -> Scheme:
     """The scheme of a quantized checkpoint.
 
     Args:
         settings: its ``quantization_config``.
         where: the checkpoint, for messages.
+        dequantize: the model is to compute with plain weights, and a plain cache.
 
     Raises:
         SourceError: no such method is known, or the settings ask for a variant that is not covered.
@@ -46,7 +47,9 @@ def scheme_of(settings: Mapping[str, Any], where: str) -> Scheme:
             f"{where} is quantized ({method or 'an unnamed method'}), which cannot be sharded; convert the "
             f"unquantized model, or one that is quantized with {', '.join(sorted(SCHEMES))}"
         )
-    return SCHEMES[method]({**settings, "quant_method": method}, where)
+    left_out = ("kv_cache_scheme",) if dequantize else ()
+    known = {name: value for name, value in settings.items() if name not in left_out}
+    return SCHEMES[method]({**known, "quant_method": method}, where)
 
 
 def _method(settings: Mapping[str, Any]) -> str:

@@ -25,7 +25,8 @@ FORMATS = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
-EXTRAS = ("kv_cache_scheme", "transform_config")
+CACHE = "kv_cache_scheme"
+EXTRAS = (CACHE, "transform_config")
 """Settings that change what the model computes beside its weights."""
 
 
@@ -74,7 +75,10 @@ def _read(settings: Mapping[str, Any], where: str) -> tuple[WeightSettings, ...]
         raise _refused(where, f"in the format {name}; {', '.join(FORMATS)} are covered")
     for name in EXTRAS:
         if settings.get(name):
-            raise _refused(where, f"with {name}, which is not covered")
+            remedy = (
+                "; pass --dtype to convert it dequantized, with a plain cache" if name == CACHE else REMEDY
+            )
+            raise _refused(where, f"with {name}, which is not covered", remedy)
     if str((settings.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         raise _refused(where, "and sparse, which is not covered")
     return tuple(_of(group["weights"], where) for group in groups if group.get("weights"))
@@ -102,5 +106,5 @@ def _of(weights: Mapping[str, Any], where: str) -> WeightSettings:
     )
 
 
-def _refused(where: str, what: str) -> SourceError:
-    return SourceError(f"{where} is quantized with compressed-tensors {what}{REMEDY}")
+def _refused(where: str, what: str, remedy: str = REMEDY) -> SourceError:
+    return SourceError(f"{where} is quantized with compressed-tensors {what}{remedy}")

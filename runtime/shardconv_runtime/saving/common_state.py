@@ -6,7 +6,9 @@ Every process merges the same summaries, so that all raise the same errors.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ..errors import CheckpointError, PlanError, missing
 from ..format.plan import ParameterPlan, global_shape
@@ -97,10 +99,20 @@ def _changed(ours: Mapping[str, StoredValue], theirs: Mapping[str, StoredValue])
     return next((key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), "")
 
 
-def require_same(
+@dataclass(frozen=True)
+class Resumption:
+    """What of a saved state goes where in an optimizer."""
+
+    hyperparameters: tuple[Mapping[str, StoredValue] | None, ...]
+    """For each of its groups; None: it has new parameters alone, and keeps its own."""
+    new: tuple[str, ...]
+    """The parameters that the saved optimizer did not have, in the order of the plan."""
+
+
+def resumption(
     directory: Path, index: OptimizerIndex, summaries: Sequence[OptimizerSummary], entries: Entries
-) -> None:
-    """Check that a saved state fits the optimizer and the model.
+) -> Resumption:
+    """Find out by the names of parameters which saved group is continued by which group of an optimizer.
 
     Args:
         directory: of the saved state, for messages.
@@ -109,7 +121,8 @@ def require_same(
         entries: of the model.
 
     Raises:
-        CheckpointError: the state is of another optimizer or model; raised on all processes.
+        CheckpointError: the state is of another optimizer or model, or has a parameter that this optimizer
+            lacks, or a group has parameters of saved groups that differ; raised on all processes.
         PlanError: the processes' optimizers differ; raised on all processes.
     """
     groups = _groups(summaries, entries)
@@ -124,17 +137,38 @@ def require_same(
                 f"{directory}: {state.name} has shape {list(state.shape)} there, and {list(shape)} in this "
                 "model"
             )
-    if len(index.groups) != len(groups):
+    saved = {name: number for number, group in enumerate(index.groups) for name in group.names}
+    present = [name for group in groups for name in group.names]
+    taken: list[Mapping[str, StoredValue] | None] = []
+    differ = not saved.keys() <= set(present)
+    for number, group in enumerate(groups):
+        numbers = dict.fromkeys(saved[name] for name in group.names if name in saved)
+        if not group.names and number < len(index.groups):
+            numbers = {number: None}  # an empty one is known by its place alone
+        theirs = [index.groups[each].hyperparameters for each in numbers]
+        differ |= any(each != theirs[0] for each in theirs)
+        taken.append(theirs[0] if theirs else None)
+    if differ:
+        _refuse_groups(directory, index.groups, groups)
+    return Resumption(tuple(taken), tuple(name for name in present if name not in saved))
+
+
+def _refuse_groups(directory: Path, saved: Sequence[Group], groups: Sequence[Group]) -> NoReturn:
+    """Raise ``CheckpointError`` with the first difference of groups, one by one."""
+    if len(saved) != len(groups):
         raise CheckpointError(
-            f"{directory} has {len(index.groups)} parameter groups, and this optimizer has {len(groups)}"
+            f"{directory} has {len(saved)} parameter groups, and this optimizer has {len(groups)}, whose "
+            "parameters are not those of saved groups that are alike; make the optimizer with the parameters "
+            "and groups that it had"
         )
-    for number, (theirs, ours) in enumerate(zip(index.groups, groups, strict=True)):
+    for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         stored, present = set(theirs.names), set(ours.names)
-        this, saved = "this optimizer", "the saved state"
-        for names, owner, holder in ((stored - present, saved, this), (present - stored, this, saved)):
+        this, there = "this optimizer", "the saved state"
+        for names, owner, holder in ((stored - present, there, this), (present - stored, this, there)):
             if names:
                 lacking = missing(names, "parameter", owner, holder)
                 raise CheckpointError(
                     f"{directory}: parameter group {number}: {lacking}; make the optimizer with the "
                     "parameters and groups that it had"
                 )
+    raise AssertionError("groups that differ have a difference")

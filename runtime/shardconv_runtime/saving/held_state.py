@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,8 +186,14 @@ def fresh_state(held: HeldState, index: OptimizerIndex) -> OptimizerState:
     return fresh
 
 
-def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]:
+def fresh_groups(
+    held: HeldState, hyperparameters: Sequence[Mapping[str, StoredValue] | None]
+) -> list[dict[str, Any]]:
     """The optimizer's groups with the saved hyperparameters, as in its ``state_dict``.
+
+    Args:
+        held: the optimizer.
+        hyperparameters: for each of its groups; None keeps its own.
 
     Raises:
         CheckpointError: the index is malformed.
@@ -196,10 +202,10 @@ def fresh_groups(held: HeldState, index: OptimizerIndex) -> list[dict[str, Any]]
     return [
         {
             **group,
-            **{key: from_value(value) for key, value in stored.hyperparameters.items()},
+            **{key: from_value(value) for key, value in (stored or {}).items()},
             "params": [next(numbers) for _ in group["params"]],
         }
-        for group, stored in zip(held.optimizer.param_groups, index.groups, strict=True)
+        for group, stored in zip(held.optimizer.param_groups, hyperparameters, strict=True)
     ]
 
 

@@ -10,6 +10,7 @@ data-parallel processes, reads the boxes that its own parameters need.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,14 @@ from torch.optim import Optimizer
 from ..comm import agreement
 from ..loaded import loaded
 from . import dcp_boxes
-from .common_state import common_index, require_same
+from .common_state import common_index, resumption
 from .held_state import fresh_groups, fresh_state, held_state, install
 from .optimizer_index import INDEX_NAME, OptimizerIndex, StateFile, read_index, write_index
 from .replicas import Replicas, replicas_of
 from .staging import Staging, staged
+
+_SHOWN = 5
+"""Names in a warning."""
 
 
 def save_optimizer(
@@ -78,8 +82,10 @@ def load_optimizer(
     """Load the state that ``save_optimizer`` wrote into an optimizer; every process of the model calls it.
 
     The model may be loaded for another number of ranks, and sharded over other data-parallel processes, than
-    when the state was saved. The optimizer is of the same class, with the same parameters in as many groups;
-    its hyperparameters become the saved ones. It is changed only after all has been read.
+    when the state was saved. The optimizer is of the same class, and has the parameters that it had, in
+    groups that may be in another order: names tell which is which. Hyperparameters become the saved ones.
+    Parameters that it did not have, such as those that were frozen, start anew, and a warning of the first
+    process names them. The optimizer is changed only after all has been read.
 
     Args:
         model: returned by ``load``, or a wrapper of it, see ``save``.
@@ -99,10 +105,19 @@ def load_optimizer(
     source = Path(directory).expanduser().resolve()
     held = holders.together(lambda: held_state(model, optimizer, holders))
     own, index = holders.together(lambda: (held.summary(), read_index(source)))
-    require_same(source, index, agreement.exchange(holders.launch, own), held.entries)
-    fresh, groups = holders.together(lambda: (fresh_state(held, index), fresh_groups(held, index)))
+    found = resumption(source, index, agreement.exchange(holders.launch, own), held.entries)
+    fresh, groups = holders.together(
+        lambda: (fresh_state(held, index), fresh_groups(held, found.hyperparameters))
+    )
     dcp_boxes.read(held.wanted(fresh, index), source, holders.launch)
     holders.together(lambda: install(held, fresh, groups))
+    if found.new and holders.is_leader:
+        what = f"{len(found.new)} parameters start" if len(found.new) > 1 else "1 parameter starts"
+        warnings.warn(
+            f"load_optimizer: {what} anew, of which {source} has no state: {', '.join(found.new[:_SHOWN])}"
+            + (" ..." if len(found.new) > _SHOWN else ""),
+            stacklevel=2,
+        )
 
 
 def optimizer_files(directory: Path) -> Collection[str]:

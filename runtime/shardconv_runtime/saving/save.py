@@ -28,7 +28,7 @@ from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
 from ..format.samples import sample_checksum
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
-from ..format.small_files import copy_small_files, entry_of, plain_config
+from ..format.small_files import copy_small_files, copy_unused, entry_of, plain_config
 from ..format.stage_part import of_stage
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
@@ -237,6 +237,8 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
     """Write the files of a converted directory that are not shards."""
     _require_seen(directory, shards)
     entries = [*shards, *_copy_small_files(source, directory)]
+    if plan.stages is None or plan.stages.own == 0:
+        entries += copy_unused(source.directory, source.manifest, directory)
     digest = plan_json.write(plan, directory / PLAN_NAME)
     made = Manifest(
         plan.tp,

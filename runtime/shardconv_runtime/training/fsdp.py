@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from ..format.staged_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..saving.stored_model import named_modules, named_tensors
 from .repeated_layers import repeated_layers
+from .replica_inputs import compare_replicas
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""
@@ -76,10 +78,10 @@ def data_parallel(
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
         >>> shardconv_runtime.data_parallel(model, mesh, param_dtype=torch.bfloat16)
     """
-    units = agreement.together(
-        mesh_processes(mesh, torch.device(mesh.device_type)), lambda: _units_of_loaded(model, mesh)
-    )
+    everyone = mesh_processes(mesh, torch.device(mesh.device_type))
+    units = agreement.together(everyone, lambda: _units_of_loaded(model, mesh))
     _shard(units, mesh, DataParallel(param_dtype, reduce_dtype, reshard_after_forward))
+    compare_replicas(unwrapped(model), everyone)
     return model
 
 
@@ -131,6 +133,26 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
         frees = settings.reshard_after_forward and unit in units.layers
         policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
         fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
+        if unit in units.layers and _may_leave_out(unit):
+            # Replicas reduce the gradients that they have: without zeros, other ones on each of them.
+            zeros: Any = getattr(unit, "set_reduce_scatter_unused_params", None)
+            if zeros is None:
+                raise PlanError(
+                    f"a {type(unit).__name__} has modules of which some may run on one replica alone "
+                    "(experts that no token chose), so that replicas would wait for each other's gradients; "
+                    "this needs a newer version of torch (set_reduce_scatter_unused_params of FSDP2)"
+                )
+            zeros(True, recurse=False)
+
+
+def _may_leave_out(layer: nn.Module) -> bool:
+    """Whether a layer has several modules of one kind, as experts are, of which it may run some."""
+    for modules in layer.modules():
+        if isinstance(modules, nn.ModuleList | nn.ModuleDict) and len(modules) > 1:
+            kinds = {type(child) for child in modules.children()}
+            if len(kinds) == 1 and any(p.requires_grad for p in modules.parameters()):
+                return True
+    return False
 
 
 def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:

@@ -31,6 +31,7 @@ from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
 from .microbatches import count_labels, divide, require_alike
 from .model_losses import has_parallel_loss
+from .replica_inputs import COMPARISON, ReplicaComparison
 from .stage_forms import Border, Form, measured_forms
 from .stage_training import StageLoss
 from .tied_stages import TiedGradients
@@ -126,6 +127,9 @@ class Pipeline:
             raise PlanError(f"{len(parts)} microbatches were given to a pipeline of {self.microbatches}")
         self._step.begin(parts)
         self._compare(parts)
+        replicas: ReplicaComparison | None = vars(self.model).get(COMPARISON)
+        if replicas is not None:
+            replicas.require_same({f"{n} of {i}": v for i, part in enumerate(parts) for n, v in part.items()})
         schedule = self._prepare(require_alike(parts), parts[0])
         losses: list[Tensor] = []
         with self._tied.apart():

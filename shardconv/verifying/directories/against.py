@@ -29,6 +29,7 @@ from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Mesh, ranges
+from shardconv_runtime.format.small_files import small_files
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
@@ -140,7 +141,7 @@ def compare_small_files(found: Manifest, spec: ModelSpec) -> list[str]:
     """Remarks on files that are no weights and differ from the source's."""
     with TemporaryDirectory() as scratch:
         theirs = {entry.path: entry.checksum for entry in copy_small_files(spec, Path(scratch))}
-    ours = {entry.path: entry.checksum for entry in found.files if not entry.path.endswith(".safetensors")}
+    ours = {entry.path: entry.checksum for entry in small_files(found)}
     remarks = []
     for path in sorted(ours.keys() | theirs.keys()):
         if path not in theirs:

@@ -38,6 +38,7 @@ COMMANDS = {
         "--overwrite",
         "--random-init",
         "--seed",
+        "--keep-unused",
         "--no-check",
         "--revision",
         "--cache-dir",

@@ -1,0 +1,131 @@
+"""Whether the replicas of a model with optional parts run the same parts.
+
+FSDP2 gathers the parameters of a module when it runs, with all replicas that shard it. If one replica has an
+image and another has none, the first one gathers parts of a vision tower while the other gathers layers of
+the text: the gathers pair up by their order, which ends the processes or hangs them. Which parts run is
+decided by the inputs that are given, so that replicas compare those before the first gather.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..comm.agreement import exchange
+from ..comm.mesh import Launch
+from ..comm.same_calls import CALL_TIMEOUT_S
+from ..errors import LaunchError, PlanError
+from ..loaded import loaded
+from ..parallel.boundary import forward_signature
+from .repeated_layers import lists_of_layers
+
+COMPARISON = "_shardconv_replicas"
+"""Attribute of a model that is sharded over replicas and has optional parts: its ``ReplicaComparison``."""
+
+
+def compare_replicas(model: nn.Module, everyone: Launch) -> None:
+    """Have the replicas of a model compare which parts a call runs, in place; one without such parts stays.
+
+    Args:
+        model: of this process, sharded by FSDP2.
+        everyone: all processes that train it.
+    """
+    modalities = getattr(model, "input_modalities", "text")
+    is_plain = modalities in ("text", ["text"], ("text",)) and len(lists_of_layers(model)) < 2
+    if is_plain or everyone.control is None:
+        return
+    comparison = ReplicaComparison(model, everyone)
+    vars(model)[COMPARISON] = comparison
+    model.register_forward_pre_hook(comparison.before, prepend=True, with_kwargs=True)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _not_compiled(function: _Function) -> _Function:
+    """End compiled graphs before ``function``."""
+    disable: Any = torch.compiler.disable
+    return cast("_Function", disable(function, reason="replicas compare their inputs"))
+
+
+class ReplicaComparison:
+    """Compares what calls are given: one small message between all processes for each of them.
+
+    Args:
+        model: of this process.
+        everyone: all processes that train the model.
+    """
+
+    def __init__(self, model: nn.Module, everyone: Launch) -> None:
+        stage = loaded(model).stage
+        self._is_scheduled = (lambda: False) if stage is None else stage.link.is_scheduled
+        self._names = list(forward_signature(model).parameters)
+        self._everyone = everyone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaComparison:
+        """A copy of a model has the same replicas."""
+        return self
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook of the model; a schedule compares all of its microbatches beforehand."""
+        if not self._is_scheduled():
+            self.require_same(dict(zip(self._names, args, strict=False)) | kwargs)
+
+    @_not_compiled
+    def require_same(self, given: Mapping[str, Any]) -> None:
+        """Check that all replicas are given the same kinds of inputs.
+
+        Raises:
+            PlanError: they are not; on all processes.
+            LaunchError: another process does not call the model.
+        """
+        start = self._everyone
+        names = sorted(name for name, value in given.items() if "mask" not in name and _may_choose(value))
+        number = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
+        found = torch.tensor([number, -number])
+        try:
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, start.control, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=start.timeout_s or CALL_TIMEOUT_S))
+        except RuntimeError as failure:
+            raise LaunchError(
+                f"process {start.rank}: another replica did not call the model, or ended; its own "
+                f"output says why ({str(failure).splitlines()[0]})"
+            ) from failure
+        if int(found[0]) == -int(found[1]):
+            return
+        calls = exchange(start, names)
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        raise PlanError(
+            f"process 0 called the model with {_listed(calls[0])}, and process {other}, of another replica, "
+            f"with {_listed(calls[other])}: they would run other parts of it, and wait for each other "
+            "forever. Give each replica's batch the same kinds of inputs, for example a small image whose "
+            "tokens have the labels -100, or none in any of them"
+        )
+
+
+def _may_choose(value: Any) -> bool:
+    """Whether an argument may decide which parts run: it has numbers, as images, sounds, embeddings have."""
+    return any(x.is_floating_point() or x.dtype == torch.uint8 for x in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.numel():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "ids alone"
