@@ -63,6 +63,12 @@ def progress() -> None:
         watched.progress()
 
 
+def pause() -> None:
+    """Say that the next step is compiled first: the time starts anew with the next ``progress``."""
+    for watched in _running:
+        watched.pause()
+
+
 class Deadline:
     """A limit of time from each call of ``progress`` to the next one, or to the end, as a context.
 
@@ -119,6 +125,10 @@ class Deadline:
         if self._expired.is_set():
             raise LaunchError(self._message)
         self._last = self._clock()
+
+    def pause(self) -> None:
+        """Do not count the time until the next ``progress``."""
+        self._last = None
 
     def _watch(self) -> None:
         while not self._left.wait(min(1, self._timeout_s / 10)):

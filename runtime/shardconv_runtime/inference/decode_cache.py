@@ -6,7 +6,9 @@ step adds one token. Shapes and addresses are those of the bucket, whatever the 
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
     Args:
         keys, values: buffers ``[B, local heads, slots, head dim]``.
+        reach: of these slots, the first ones that calls read and write.
         length: tokens in the cache before the call, int64 ``[]``; the same tensor for all layers.
         is_sliding: the layer attends to a window, or to a chunk.
         is_ring: there are as many slots as the window has tokens, and position p is in slot p modulo that.
@@ -53,14 +56,15 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
     supports_early_init = False
 
     def __init__(
-        self, keys: Tensor, values: Tensor, length: Tensor, *, is_sliding: bool, is_ring: bool
+        self, keys: Tensor, values: Tensor, reach: int, length: Tensor, *, is_sliding: bool, is_ring: bool
     ) -> None:
         CacheLayerMixin.__init__(self)
-        self.keys, self.values = keys, values
+        self.buffers = keys, values
+        self.keys, self.values = keys[..., :reach, :], values[..., :reach, :]
         self.length = length
         self.is_sliding = is_sliding
         self.is_ring = is_ring
-        self.slots = keys.shape[-2]
+        self.slots = self.keys.shape[-2]
         self.num_added = 0
         self.is_initialized = True
         self.dtype, self.device = keys.dtype, keys.device
@@ -91,13 +95,26 @@ class OneTokenLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
         """Number of slots."""
         return self.slots
 
+    def reaching(self, reach: int) -> OneTokenLayer:
+        """The same layer, of which calls read more slots."""
+        wide = copy.copy(self)
+        if not self.is_ring:
+            wide.keys, wide.values = (buffer[..., :reach, :] for buffer in self.buffers)
+            wide.slots = wide.keys.shape[-2]
+        return wide
+
+    def written(self, num_calls: int) -> Iterator[Tensor]:
+        """What so many calls write from an empty cache on."""
+        for buffer in (self.keys, self.values):
+            yield buffer[..., :num_calls, :]
+
     def fill(self, layer: Any) -> None:
         """Take over what a prefill left in its layer (each ``[rows, local heads, n, head dim]``)."""
         stop = int(layer.get_seq_length())
-        for buffer, found in ((self.keys, layer.keys), (self.values, layer.values)):
+        for buffer, found in zip(self.buffers, (layer.keys, layer.values), strict=True):
             buffer.zero_()  # what is masked must be finite
             positions = torch.arange(stop - found.shape[-2], stop, device=buffer.device)
-            slots = positions % self.slots if self.is_ring else positions
+            slots = positions % self.slots if self.is_ring else positions  # of all buffers, or of the ring
             buffer[: len(found)].index_copy_(-2, slots, found)
             repeat_first(buffer, len(found))
 
@@ -113,6 +130,16 @@ class _States(LinearAttentionLayer):  # type: ignore[misc]
             if isinstance(value, dict):
                 value = {k: _place(v, buffers, batch, f"{prefix}.{name}.{k}") for k, v in value.items()}
             self.__dict__[name] = _place(value, buffers, batch, f"{prefix}.{name}")
+
+    def reaching(self, reach: int) -> Self:
+        """The same states: they do not grow with the text."""
+        return copy.copy(self)
+
+    def written(self, num_calls: int) -> Iterator[Tensor]:
+        """What any call writes."""
+        for name, value in vars(self).items():
+            if name not in ("keys", "values", "buffers"):
+                yield from (tensor for tensor, _ in _pairs(value, value))
 
     def fill_states(self, layer: Any) -> None:
         """Copy the states that a prefill left in its layer (each ``[rows, ...]``)."""
@@ -135,6 +162,15 @@ class LinearStates(_States):
 class HybridLayer(OneTokenLayer, _States):
     """Of a layer that has both."""
 
+    def reaching(self, reach: int) -> Self:
+        """See ``OneTokenLayer``."""
+        return OneTokenLayer.reaching(self, reach)  # type: ignore[return-value]
+
+    def written(self, num_calls: int) -> Iterator[Tensor]:
+        """See ``OneTokenLayer``."""
+        yield from OneTokenLayer.written(self, num_calls)
+        yield from _States.written(self, num_calls)
+
     def fill(self, layer: Any) -> None:
         """Take over what a prefill left."""
         OneTokenLayer.fill(self, layer)
@@ -156,6 +192,17 @@ class OneTokenCache(Cache):  # type: ignore[misc]
         offset = self.get_seq_length(layer_idx)
         layer = self.layers[layer_idx]
         return offset.clamp(max=layer.slots - 1) if getattr(layer, "is_ring", False) else offset
+
+    def reaching(self, reach: int) -> OneTokenCache:
+        """The same cache, of which calls read more slots."""
+        layers = [layer if isinstance(layer, _EMPTY) else layer.reaching(reach) for layer in self.layers]
+        return OneTokenCache(layers, self.length)
+
+    def written(self, num_calls: int) -> Iterator[Tensor]:
+        """What so many calls write from an empty cache on."""
+        for layer in self.layers:
+            if not isinstance(layer, _EMPTY):
+                yield from layer.written(num_calls)
 
     def begin_call(self) -> None:
         """No layer has added the next token yet."""
@@ -194,14 +241,17 @@ def windows(cache: Cache) -> list[int]:
     return [layer.sliding_window for layer in cache.layers if hasattr(layer, "sliding_window")]
 
 
-def make_cache(prefilled: Cache, buffers: Buffers, batch: int, slots: int, *, rings: bool) -> OneTokenCache:
+def make_cache(
+    prefilled: Cache, buffers: Buffers, batch: int, slots: int, reach: int, *, rings: bool
+) -> OneTokenCache:
     """A cache for steps of a bucket, not filled.
 
     Args:
         prefilled: after a prefill, see ``is_known``.
         buffers: where it lies.
         batch: number of rows.
-        slots: number of tokens that it holds.
+        slots: number of tokens that it can hold.
+        reach: of the slots, how many calls read.
         rings: layers with a window hold that window only. Masks that go by position, of padded prompts or
             of chunks, do not allow this.
     """
@@ -227,7 +277,15 @@ def make_cache(prefilled: Cache, buffers: Buffers, batch: int, slots: int, *, ri
         if type(layer) in _STATES:
             made.adopt(layer, buffers, batch, str(index))
         if type(layer) in _ATTENTION:
-            OneTokenLayer.__init__(made, keys, values, length, is_sliding=window is not None, is_ring=is_ring)
+            OneTokenLayer.__init__(
+                made,
+                keys,
+                values,
+                held if is_ring else reach,
+                length,
+                is_sliding=window is not None,
+                is_ring=is_ring,
+            )
         layers.append(made)
     return OneTokenCache(layers, length)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ class Bucket:
 
     Attributes:
         batch: number of rows, B; a call may have fewer.
-        slots: number of tokens, L.
+        slots: number of tokens, L; the memory is for so many.
+        reach: number of slots that a step reads, R, at most ``slots``: the text is no longer yet.
         rings: layers with windows hold no more than these.
         inputs: names of the model's tensor arguments beside the ids.
         constants: the model's other arguments.
@@ -31,6 +34,7 @@ class Bucket:
 
     batch: int
     slots: int
+    reach: int
     rings: bool
     inputs: tuple[tuple[str, torch.dtype], ...]
     constants: tuple[tuple[str, Any], ...]
@@ -49,7 +53,8 @@ class StepState:
         token: the ids that the next step takes, int64 ``[B, 1]``.
         new_tokens: what was chosen, int64 ``[B, L]``, and ``count`` (``[]``) of them.
         position_ids: of ``token``, int64 ``[B, 1]``, if the model takes them.
-        inputs: other tensor arguments by name: masks ``[B, L]`` and types of tokens ``[B, 1]``, constant.
+        inputs: other tensor arguments by name: masks ``[B, R]`` and types of tokens ``[B, 1]``, constant.
+        masks: of these inputs the masks, ``[B, L]``.
         unfinished: 1 for rows that no stop token has ended, int64 ``[B]``.
         done: whether there are none, bool ``[]``.
         pad: id that follows a stop token, int64 ``[]``.
@@ -70,6 +75,7 @@ class StepState:
     stop_ids: Tensor
     position_ids: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    masks: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Tensor] = field(default_factory=dict)
     seen: Tensor | None = None
     stops: Tensor | None = None
@@ -97,6 +103,23 @@ class StepState:
         if self.bucket.stops:
             self.unfinished.mul_(1 - torch.isin(tokens, self.stop_ids).to(torch.int64))
             self.done.copy_(self.unfinished.max() == 0)
+
+    def reaching(self, reach: int) -> StepState:
+        """The same state, whose steps read more slots: all tensors keep their places."""
+        inputs = self.inputs | {name: mask[:, :reach] for name, mask in self.masks.items()}
+        bucket, cache = replace(self.bucket, reach=reach), self.cache.reaching(reach)
+        return replace(self, bucket=bucket, cache=cache, inputs=inputs)
+
+    @contextmanager
+    def kept(self, num_steps: int) -> Iterator[None]:
+        """A context in which so many steps may run from rewound counters; the state is then as before."""
+        own = (self.token, self.new_tokens, self.count, self.unfinished, self.done, self.cache.length)
+        more = (x for x in (self.position_ids, self.seen) if x is not None)
+        tensors = [*own, *more, *self.cache.written(num_steps)]
+        copies = [tensor.clone() for tensor in tensors]
+        yield
+        for tensor, before in zip(tensors, copies, strict=True):
+            tensor.copy_(before)
 
     def rewind(self) -> None:
         """Let the next steps write within the buffers, whatever they hold."""
@@ -136,8 +159,11 @@ def make_state(
         if name == "position_ids":
             state.position_ids = buffers.get(name, (batch, 1), dtype)
         else:
-            width = slots if name == "attention_mask" else 1
-            state.inputs[name] = buffers.get(name, (batch, width), dtype)
+            is_mask = name == "attention_mask"
+            found = buffers.get(name, (batch, slots if is_mask else 1), dtype)
+            state.inputs[name] = found[:, : bucket.reach] if is_mask else found
+            if is_mask:
+                state.masks[name] = found
     for name in bucket.choice.numbers:
         dtype = torch.int64 if name in INTEGERS else torch.float32
         state.numbers[name] = buffers.get(f"number {name}", (), dtype)
@@ -178,9 +204,10 @@ def start_call(
     if state.position_ids is not None:
         _fill_rows(state.position_ids, arguments["position_ids"][..., -1:])
     for name, tensor in state.inputs.items():
-        if name == "attention_mask":
-            tensor.fill_(1)  # for tokens to come; later positions are masked as such
-            _fill_rows(tensor[:, : arguments[name].shape[1]], arguments[name])
+        if name in state.masks:
+            mask = state.masks[name]
+            mask.fill_(1)  # for tokens to come; later positions are masked as such
+            _fill_rows(mask[:, : arguments[name].shape[1]], arguments[name])
         else:
             _fill_rows(tensor, arguments[name][..., -1:])
     for name, number in numbers.items():

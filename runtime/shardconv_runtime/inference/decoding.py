@@ -15,6 +15,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,17 +27,21 @@ from transformers.generation import GenerationMode
 from ..parallel.fused_products import refresh_fused
 from .buffers import Buffers
 from .compiled_step import CompiledStep
-from .deadline import progress
+from .deadline import pause, progress
 from .decode_attention import attending_once
 from .decode_cache import is_known, make_cache, num_tokens, windows
 from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
 from .decode_state import Bucket, StepState, make_state, start_call
-from .replay import Replay, StopFlag
+from .replay import WARM_UP_RUNS, Replay, StopFlag
 from .sampling import choose
 
 LEAST_SLOTS, SLOTS_STEP = 128, 2048
 ROWS_STEP = 8
 """Lengths and batches are rounded up to powers of two, from SLOTS_STEP and ROWS_STEP on to multiples."""
+
+LEAST_REACH = 2048
+"""Fewest slots that a step reads. A longer text gets a graph with twice the reach each time that it is full.
+Below this number all slots together are few bytes beside the weights, and not worth another graph."""
 
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """By which the first step's logits, in float32, may differ from those of an ordinary step, relative to their
@@ -164,6 +170,11 @@ class Decoder:
                     self._model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=1)
         finally:
             self._least_slots = LEAST_SLOTS
+        for state, _ in list(self._recorded.values()):
+            while state.bucket.reach < state.bucket.slots:
+                optimized = self._model._optimize_model_for_decode()
+                with torch.no_grad(), optimized, self._plain(), self._attention():
+                    state, _ = self._wider(state)
         return bool(self._recorded)
 
     def _decode(self, call: Call, streamer: Any) -> Tensor | None:
@@ -188,7 +199,7 @@ class Decoder:
             del prefilled, arguments, logits
             if found is not None:
                 with self._attention():
-                    return _loop(call, *found, streamer)
+                    return _loop(call, *found, self._wider, streamer)
         if self._attends_once != attends_once:  # with the model's own attention
             return self._decode(call, streamer)
         self._unfit.add(kind)
@@ -268,11 +279,13 @@ class Decoder:
     def _bucket(self, call: Call, inputs: dict[str, Any], prefilled: Cache) -> Bucket:
         length = max(num_tokens(prefilled), call.ids.shape[1]) + call.most_new
         slots = _rounded(max(length, self._least_slots), LEAST_SLOTS, SLOTS_STEP)
+        reach = max(LEAST_REACH, 1 << (length - call.most_new).bit_length())
         config = self._model.config.get_text_config(decoder=True)
         goes_by_position = "attention_mask" in inputs or getattr(config, "attention_chunk_size", None)
         return Bucket(
             _rounded(len(call.ids), 1, ROWS_STEP),
             slots,
+            min(slots, reach),
             not goes_by_position and any(window < slots for window in windows(prefilled)),
             tuple(sorted((name, value.dtype) for name, value in inputs.items() if isinstance(value, Tensor))),
             tuple(sorted((name, value) for name, value in inputs.items() if not isinstance(value, Tensor))),
@@ -281,7 +294,9 @@ class Decoder:
         )
 
     def _make_state(self, call: Call, bucket: Bucket, prefilled: Cache, vocabulary: int) -> StepState:
-        cache = make_cache(prefilled, self._buffers, bucket.batch, bucket.slots, rings=bucket.rings)
+        cache = make_cache(
+            prefilled, self._buffers, bucket.batch, bucket.slots, bucket.reach, rings=bucket.rings
+        )
         state = make_state(bucket, call.cache_name, cache, self._buffers, vocabulary)
         if self._buffers.generation != self._generation:  # some memory moved, which recorded graphs know
             self._generation = self._buffers.generation
@@ -306,6 +321,22 @@ class Decoder:
             return None
         self.num_recordings += 1
         return replay
+
+    def _wider(self, state: StepState) -> tuple[StepState, Callable[[], None]]:
+        """The same state with steps of twice the reach, and what runs one of them."""
+        reach = min(state.bucket.slots, 2 * state.bucket.reach)
+        wide, replays = self._recorded.get(replace(state.bucket, reach=reach)) or (state.reaching(reach), [])
+        for replay in replays:
+            if replay.holds():
+                return wide, replay.steps_of_call()
+        pause()
+        with wide.kept(WARM_UP_RUNS + 1):
+            made = self._record(wide)
+        if made is None:  # the user was told; the code is right, and takes longer
+            return wide, partial(_step, wide, self._model, self._forward)
+        made.begins_calls()
+        self._recorded[wide.bucket] = (wide, [*replays, made])
+        return wide, made.steps_of_call()
 
     def _is_ordinary(self, got: Tensor, call: Call, arguments: dict[str, Any], tokens: Tensor) -> bool:
         """Whether the step's logits are those of the ordinary step, which changes the prefill's cache."""
@@ -367,9 +398,24 @@ def _step(state: StepState, model: Any, forward: Forward) -> None:
     state.append(choose(state.bucket.choice, logits, state.numbers, state.history()))
 
 
-def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor:
-    """The text with its continuation ``[rows, n]``, from a state after the first token."""
+def _loop(
+    call: Call,
+    state: StepState,
+    replay: Replay,
+    wider: Callable[[StepState], tuple[StepState, Callable[[], None]]],
+    streamer: Any,
+) -> Tensor:
+    """The text with its continuation ``[rows, n]``, from a state after the first token.
+
+    Args:
+        call: what is decoded.
+        state: after the first token.
+        replay: of its step.
+        wider: gives a state of more reach, and its step.
+        streamer: the user's.
+    """
     rows = len(call.ids)
+    num_cached = int(state.cache.length)
     flag = StopFlag((state.done, state.token))
     num_known, num_issued = 0, 1
     step = replay.steps_of_call()
@@ -386,6 +432,8 @@ def _loop(call: Call, state: StepState, replay: Replay, streamer: Any) -> Tensor
         return state.bucket.stops and bool(done)
 
     while not (has_ended := ends(flag.after_step())) and num_issued < call.most_new:
+        if num_cached + num_issued > state.bucket.reach:  # no slot is left for the token that the step takes
+            state, step = wider(state)
         step()
         num_issued += 1
     if not has_ended:
