@@ -36,7 +36,9 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
-FORMS = {"transformers' sdpa": False, "one look at the cache": True}
+LEAST_REACH = decoding.LEAST_REACH
+ONCE = "one look at the cache"
+FORMS = {"transformers' sdpa": False, ONCE: True}
 
 
 def count_bytes(graph: GraphLowering) -> int:
@@ -85,13 +87,15 @@ def counting() -> Iterator[list[int]]:
         torch.compile = compile_
 
 
-def bytes_of_step(shape: Shape, tp: int, length: int, attends_once: bool) -> dict[str, int]:
+def bytes_of_step(shape: Shape, tp: int, length: int, attends_once: bool, reach: int) -> dict[str, int]:
     """Bytes of one step of rank 0 and their floor.
 
     Args:
         length: tokens of the text, prompt and answer; the cache has as many slots, or more.
+        reach: of these slots, how many a step reads.
     """
     torch._dynamo.reset()
+    decoding.LEAST_REACH = reach
     cpu = torch.device("cpu")
     with tempfile.TemporaryDirectory() as place, counting() as found, torch.no_grad():
         model = lone_rank(shape, tp, Path(place), lambda p: Alone(0, p.mesh), cpu, torch.bfloat16)
@@ -107,7 +111,8 @@ def bytes_of_step(shape: Shape, tp: int, length: int, attends_once: bool) -> dic
     weights = sum(p.nbytes for p in model.parameters() if p is not table)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.cache.layers)
     (moved,) = found
-    return {"moved": moved, "weights": weights, "cache": cache, "slots": state.bucket.slots}
+    slots = {"slots": state.bucket.slots, "read": state.bucket.reach}
+    return {"moved": moved, "weights": weights, "cache": cache, **slots}
 
 
 def main() -> None:
@@ -119,21 +124,15 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     rows = []
-    for length in options.length:
-        for name, attends_once in FORMS.items():
-            found = bytes_of_step(replace(LLAMA_8B, layers=options.layers), 8, length, attends_once)
-            floor = found["weights"] + found["cache"]
-            row = {
-                "slots": str(found["slots"]),
-                "attention": name,
-                "moved, MB": f"{found['moved'] / 1e6:.1f}",
-            }
-            row |= {
-                "weights, MB": f"{found['weights'] / 1e6:.1f}",
-                "cache, MB": f"{found['cache'] / 1e6:.1f}",
-            }
-            rows.append(row | {"x floor": f"{found['moved'] / floor:.3f}"})
-            print(rows[-1], flush=True)
+    cases = [(length, *form, length) for length in options.length for form in FORMS.items()]
+    cases.append((max(options.length), ONCE, True, LEAST_REACH))
+    for length, name, attends_once, reach in cases:
+        found = bytes_of_step(replace(LLAMA_8B, layers=options.layers), 8, length, attends_once, reach)
+        row = {"slots": str(found["slots"]), "read": str(found["read"]), "attention": name}
+        for what in ("moved", "weights", "cache"):
+            row[f"{what}, MB"] = f"{found[what] / 1e6:.1f}"
+        rows.append(row | {"x floor": f"{found['moved'] / (found['weights'] + found['cache']):.3f}"})
+        print(rows[-1], flush=True)
     if options.markdown:
         options.markdown.write_text(render(rows, ()))
 
