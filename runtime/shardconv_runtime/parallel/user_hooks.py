@@ -273,7 +273,8 @@ class _Views:
         if self.axes_of_parts(x):
             raise PlanError(
                 f"a hook on {self._watch.name} would be given a part of a tensor {tuple(x.shape)}: each rank "
-                "has another one there; put it on a module around this one, or on the model"
+                "has another one there; put it on a module around this one, or on the model. For this rank's "
+                "part as it is, call torch.nn.Module.register_forward_hook(module, hook)"
             )
 
     def _not_seen(self) -> PlanError:
