@@ -138,9 +138,9 @@ def _by_module(model: nn.Module, counter: CommDebugMode) -> Iterator[dict[str, C
             if used := comm_counts(counter) - before[name]:
                 found[name] = found.get(name, Counter()) + used
 
-        handles += [
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave),
+        handles += [  # past the wrapper of a loaded model, which compares what ranks have there
+            nn.Module.register_forward_pre_hook(module, enter, prepend=True),
+            nn.Module.register_forward_hook(module, leave),
         ]
     try:
         yield found

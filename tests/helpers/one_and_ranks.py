@@ -78,7 +78,8 @@ def require_same(
                 assert got.value is not None, where
                 assert got.value.shape == want.value.shape, where
                 difference = (got.value.double() - want.value.double()).abs().max()
-                assert difference <= tolerance * max(1.0, float(want.value.abs().max())), where
+                scale = max(1.0, float(want.value.abs().max()))
+                assert difference <= tolerance * scale, f"{use.__name__}, rank {rank}: {float(difference)}"
 
 
 def require_refused(uses: Sequence[Use], ranks: Sequence[Sequence[Outcome]], words: str) -> None:

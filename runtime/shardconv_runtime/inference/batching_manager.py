@@ -23,7 +23,7 @@ from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
 from .lost_ranks import raise_lost_rank
 from .paged_model import PagedModel, attempt
-from .request_checks import length_limit, require_possible
+from .request_checks import RequestCheck
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters
@@ -46,6 +46,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     _start: Launch
     _model: PagedModel
     _room: int | None
+    _check: RequestCheck
     _refusal: Any
 
     @classmethod
@@ -59,6 +60,7 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         manager.__class__ = cls
         manager._start, manager._model = start, manager.model
         manager._room, manager._refusal = None, None
+        manager._check = RequestCheck.of(manager._model.unwrapped)
         if start.world_size > 1:
             is_sampling = bool(manager.generation_config.do_sample)
             timeout_s = manager.continuous_batching_config.cpu_group_timeout
@@ -125,8 +127,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens
         num_tokens = len(input_ids) + (1 if max_new_tokens is None else max_new_tokens)
-        room, limit = self._room, length_limit(self._model.unwrapped.config)
-        require_possible(self._model.unwrapped, input_ids, max_new_tokens)
+        room, limit = self._room, self._check.limit
+        self._check.require(input_ids, max_new_tokens)
         if limit is not None and max_new_tokens is None:
             room = limit + 1 if room is None else min(room, limit + 1)
         if room is not None and num_tokens > room:

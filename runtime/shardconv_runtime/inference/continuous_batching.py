@@ -22,7 +22,7 @@ from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
-from .request_checks import require_possible
+from .request_checks import RequestCheck
 
 if TYPE_CHECKING:
     from .batching_manager import RankBatchingManager
@@ -147,8 +147,9 @@ def _generate_batch(start: Launch) -> Callable[..., Any]:
             return {}
         config = generation_config or self.generation_config
         limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check = RequestCheck.of(self)
         for prompt in prompts:
-            require_possible(self, prompt, limit)
+            check.require(prompt, limit)
         managing = self.continuous_batching_context_manager(
             config,
             continuous_batching_config=continuous_batching_config,

@@ -7,12 +7,11 @@ another request, or of a part of a prompt, so that a request would get other ang
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from dataclasses import dataclass
+from typing import Any, Self
 
 from ..errors import ShardconvError
-from ..parallel.id_checks import IdCheck
+from ..parallel.id_checks import require_in_table
 
 
 def length_limit(config: Any) -> int | None:
@@ -36,27 +35,41 @@ def length_limit(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def require_possible(model: Any, prompt: Sequence[int], max_new_tokens: int | None) -> None:
-    """Check a request.
+@dataclass(frozen=True)
+class RequestCheck:
+    """What the requests of a model may be; made once, since requests are added while others are answered."""
 
-    Args:
-        model: of this rank.
-        prompt: token ids.
-        max_new_tokens: None: as many as there is room for.
+    rows: int | None
+    """Of the input embedding, global; None if it has none."""
+    limit: int | None
+    """See ``length_limit``."""
 
-    Raises:
-        ShardconvError: the prompt is empty, has ids that the model has not (with which other requests would
-            fail), or is so long that a rotary embedding changes.
-    """
-    if not len(prompt):
-        raise ShardconvError("a prompt without tokens cannot be continued")
-    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if rows is not None:
-        IdCheck(rows, "the model")(torch.tensor(list(prompt), dtype=torch.int64))
-    limit, num_new = length_limit(model.config), 1 if max_new_tokens is None else max_new_tokens
-    if limit is not None and len(prompt) + num_new - 1 > limit:  # the last token is not computed with
-        raise ShardconvError(
-            f"a request for {len(prompt)} tokens and {num_new} new ones exceeds {limit} tokens, from where "
-            "on the model's rotary embedding changes for all tokens of a call, those of other requests too; "
-            "ask for fewer, or use generate"
-        )
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """That of a loaded model."""
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        return cls(rows, length_limit(model.config))
+
+    def require(self, prompt: Sequence[int], max_new_tokens: int | None) -> None:
+        """Check a request.
+
+        Args:
+            prompt: token ids.
+            max_new_tokens: None: as many as there is room for.
+
+        Raises:
+            ShardconvError: the prompt is empty, has ids that the model has not (with which other requests
+                would fail), or is so long that a rotary embedding changes.
+        """
+        if not len(prompt):
+            raise ShardconvError("a prompt without tokens cannot be continued")
+        if self.rows is not None:
+            require_in_table(int(min(prompt)), int(max(prompt)), self.rows, "the model")
+        num_new = 1 if max_new_tokens is None else max_new_tokens
+        # The last new token is not computed with.
+        if self.limit is not None and len(prompt) + num_new - 1 > self.limit:
+            raise ShardconvError(
+                f"a request for {len(prompt)} tokens and {num_new} new ones exceeds {self.limit} tokens, "
+                "from where on the model's rotary embedding changes for all tokens of a call, those of "
+                "other requests too; ask for fewer, or use generate"
+            )

@@ -11,7 +11,7 @@ from ..format.plan import ModulePlan, ParameterPlan, Plan
 from .embeddings import attach_embeddings
 from .expert_products import GROUPED, keep_grouped
 from .inner_states import check_hidden_states
-from .refusals import refuse, refuse_implementations
+from .refusals import refuse, refuse_head_masks, refuse_implementations
 
 WHY_NO_ATTENTIONS = (
     "whose heads are sharded: each rank would return the weights of its own heads; run the unsharded model "
@@ -46,6 +46,7 @@ def attach_guards(
         comm: this rank.
     """
     refuse(model, "output_attentions", WHY_NO_ATTENTIONS)
+    refuse_head_masks(model)
     for argument in EMBEDDINGS:
         if argument not in plan.proven_arguments:
             refuse(model, argument, WHY_NO_EMBEDDINGS)

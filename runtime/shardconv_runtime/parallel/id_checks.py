@@ -78,12 +78,28 @@ class IdCheck:
 
     def _require(self, found: Tensor, which: str) -> None:
         least, most = found.tolist()
-        if least < 0 or most >= self._num_rows:
-            raise OutOfRangeError(
-                f"{self._table or 'an embedding'} was given the id {least if least < 0 else most}{which}, "
-                f"and its table has the rows 0 to {self._num_rows - 1}; check the tokenizer and its padding "
-                "id (token ids), or the length of the sequence (positions)"
-            )
+        require_in_table(least, most, self._num_rows, self._table or "an embedding", which)
+
+
+def require_in_table(least: int, most: int, num_rows: int, table: str, which: str = "") -> None:
+    """Check the smallest and the largest one of some ids.
+
+    Args:
+        least: the smallest.
+        most: the largest.
+        num_rows: of the table, global.
+        table: its name, or its owner's.
+        which: words for the call.
+
+    Raises:
+        OutOfRangeError: the table does not have them.
+    """
+    if least < 0 or most >= num_rows:
+        raise OutOfRangeError(
+            f"{table} was given the id {least if least < 0 else most}{which}, and its table has the rows 0 "
+            f"to {num_rows - 1}; check the tokenizer and its padding id (token ids), or the length of the "
+            "sequence (positions)"
+        )
 
 
 def is_on_host(x: Tensor) -> bool:

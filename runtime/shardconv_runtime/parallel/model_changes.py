@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PlanError
@@ -63,6 +66,7 @@ def _part(module: object) -> _Part | None:
 @cache
 def _watch_registrations() -> None:
     register_module_module_registration_hook(_check_registration)
+    register_module_parameter_registration_hook(_check_parameter)
 
 
 def refuse_changes(model: nn.Module, planned: Collection[str], ranks: Collection[int]) -> None:
@@ -108,6 +112,8 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     around = _part(parent)
     if around is None:
         return
+    if name == "parametrizations":
+        raise _of_part(parent)
     old = parent._modules.get(name)
     if old is None or old is new or _keeps(new, old):
         return
@@ -118,6 +124,19 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     raise PlanError(
         f"{name} of a {type(parent).__name__} was to be replaced by a {type(new).__name__}, in a model whose "
         f"parameters are sharded over ranks: the plan is for the modules that were converted; {remedy}"
+    )
+
+
+def _check_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    """Called by torch whenever a parameter is registered: pruning and norms keep ``weight`` in others."""
+    if _part(module) is not None and any(name.startswith(f"{old}_") for old in module._parameters):
+        raise _of_part(module)
+
+
+def _of_part(module: nn.Module) -> PlanError:
+    return PlanError(
+        f"the weights of a {type(module).__name__} were to be made of other tensors (a norm, a mask), in a "
+        f"model whose parameters are sharded over ranks: each rank would take those of its part; {_BEFORE}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,16 @@ def refuse_implementations(model: nn.Module, attribute: str, names: Collection[s
         part.register_forward_pre_hook(hook)
 
 
+def refuse_head_masks(model: nn.Module) -> None:
+    """Have a model and its base model refuse masks ``[B, H, Q, K]`` with several ``H``: one for each head.
+
+    Args:
+        model: all of it; a rank has some of the heads, and nothing says which of the masks are theirs.
+    """
+    for part in {model, getattr(model, "base_model", model)}:
+        part.register_forward_pre_hook(_RefusedHeadMask(forward_signature(part)), with_kwargs=True)
+
+
 def is_asked_for(model: nn.Module, argument: str, value: object) -> bool:
     """Whether an argument is set: by ``value``, or else by the model's config."""
     if value is None:
@@ -61,6 +71,24 @@ class _RefusedImplementation:
                 "than the unsharded model (`shardconv plan` says why); choose the one that the model was "
                 "converted with, by set_attn_implementation or set_experts_implementation"
             )
+
+
+class _RefusedHeadMask:
+    """Forward pre-hook: masks of full attention are for all heads, or for each."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self._names = list(signature.parameters)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
+            if not name.endswith("attention_mask"):
+                continue
+            for mask in value.values() if isinstance(value, Mapping) else (value,):
+                if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] != 1:
+                    raise PlanError(
+                        f"{name} {tuple(mask.shape)} has a mask for each of {mask.shape[1]} heads, and a "
+                        "rank has some of these; give one for all heads, [B, 1, Q, K]"
+                    )
 
 
 class _Refused:

@@ -29,6 +29,9 @@ from torch import Tensor, nn
 
 # Private, but nothing public leaves a note for other ranks without waiting for them.
 from torch.distributed.distributed_c10d import _get_default_store
+
+# Private as well, but nothing public keeps these comparisons out of the counts of CommDebugMode and its kin.
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
@@ -40,11 +43,14 @@ from .inner_states import are_alike, digest
 NOTE_TIMEOUT_S = 20
 """How long a rank waits for the others to register a hook that it has: they do so at about the same time."""
 
-_KNOWING = ("shardconv_runtime", "torch", "peft")
+_KNOWING = ("shardconv_runtime", "shardconv", "torch", "peft")
 """Packages whose hooks know that a rank has parts, or read no values."""
 
 _CAPTURING = "transformers.utils.output_capturing"
 """Hooks that collect hidden states, which are compared when they are returned."""
+
+_OF_WEIGHTS = "torch.nn.utils."
+"""Hooks that make a module's weights of other tensors: weight and spectral norms, pruning."""
 
 PLACED = "_shardconv_placed"
 """Attribute of an embedding that leaves less than full rows in a forward pass: a ``Placed``."""
@@ -133,6 +139,11 @@ class _Watch:
     ) -> RemovableHandle:
         """See ``nn.Module``; in front of the steps of the plan, even if it is not prepended."""
         register = type(self.module).register_forward_pre_hook
+        if _origin(hook).startswith(_OF_WEIGHTS):
+            raise PlanError(
+                f"{self.name}: a {type(hook).__name__} makes its weights of norms or sizes of elements, and "
+                "a rank has a part of them; do it to the unsharded model, save it, and convert it again"
+            )
         if _knows_parts(hook):
             return register(self.module, hook, prepend=prepend, with_kwargs=with_kwargs)
         wrapped = _BeforeForward(hook, with_kwargs, self._views())
@@ -254,10 +265,7 @@ class _Views:
             return
         if torch.compiler.is_compiling():
             if not self._num_compared:
-                raise PlanError(
-                    f"{self._watch.name} has a hook, and is compiled: it has to be seen once what the ranks "
-                    "have there; call the model once before it is compiled"
-                )
+                raise self._not_seen()
             return
         count = self._num_compared[place] = self._num_compared.get(place, 0) + 1
         if count & (count - 1) or not self.is_on_all():
@@ -265,14 +273,25 @@ class _Views:
         if self.axes_of_parts(x):
             raise PlanError(
                 f"a hook on {self._watch.name} would be given a part of a tensor {tuple(x.shape)}: each rank "
-                "has another one there; put it on a module around this one, or on the model"
+                "has another one there; put it on a module around this one, or on the model. For this rank's "
+                "part as it is, call torch.nn.Module.register_forward_hook(module, hook)"
             )
+
+    def _not_seen(self) -> PlanError:
+        return PlanError(
+            f"{self._watch.name} has a hook, and is compiled: it has to be seen once what the ranks have "
+            "there; call the model once before it is compiled"
+        )
 
     def axes_of_parts(self, x: Tensor) -> tuple[int, ...]:
         """Mesh axes along which ranks have other values of a tensor; a message between them."""
+        with _disable_current_modes():
+            return self._axes_of_parts(x.detach())
+
+    def _axes_of_parts(self, x: Tensor) -> tuple[int, ...]:
         comm = self._watch.comm
         axes = comm.real(range(len(comm.mesh)))
-        own = digest(x.detach())
+        own = digest(x)
         sizes = torch.tensor([float(size) for size in x.shape[-8:]], dtype=torch.float64, device=own.device)
         sizes = F.pad(sizes, (0, 8 - len(sizes)))
         ranks = comm.concatenate(torch.cat((own, sizes))[None], axes)
@@ -296,8 +315,8 @@ class _Views:
         return self._is_on_all
 
     def _require_on_all(self) -> None:
-        if torch.compiler.is_compiling() and self._is_on_all:
-            return
+        if torch.compiler.is_compiling() and self._is_on_all is None:
+            raise self._not_seen()
         if not self.is_on_all():
             raise LaunchError(
                 f"a hook on {self._watch.name} is not on all ranks of the model, and each has a part of what "
@@ -472,10 +491,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _knows_parts(hook: Any) -> bool:
     """Whether a hook is of code that knows of ranks."""
+    origin = _origin(hook)
+    return origin.partition(".")[0] in _KNOWING or origin == _CAPTURING
+
+
+def _origin(hook: Any) -> str:
+    """The name of the Python module of a hook's code."""
     while isinstance(hook, partial):
         hook = hook.func
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.partition(".")[0] in _KNOWING or origin == _CAPTURING
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def _put_own(hooks: Any, *, first: bool) -> None:

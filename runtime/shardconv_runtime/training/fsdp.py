@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,9 @@ from .replica_inputs import compare_replicas
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""
+
+_ZEROS = "set_reduce_scatter_unused_params"
+"""A method of FSDP2 in newer versions of torch: zeros are the gradients of parameters that nothing used."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,7 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
         fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
         if unit in units.layers and _may_leave_out(unit):
             # Replicas reduce the gradients that they have: without zeros, other ones on each of them.
-            zeros: Any = getattr(unit, "set_reduce_scatter_unused_params", None)
-            if zeros is None:
-                raise PlanError(
-                    f"a {type(unit).__name__} has modules of which some may run on one replica alone "
-                    "(experts that no token chose), so that replicas would wait for each other's gradients; "
-                    "this needs a newer version of torch (set_reduce_scatter_unused_params of FSDP2)"
-                )
-            zeros(True, recurse=False)
+            getattr(unit, _ZEROS)(True, recurse=False)
 
 
 def _may_leave_out(layer: nn.Module) -> bool:
@@ -201,6 +196,13 @@ def _units(model: nn.Module, plan: Plan) -> _Units:
         return bool(parameters) and all(times[p] == 1 and users[p] <= inside for p in parameters)
 
     units = _Units([*filter(is_closed, layers)], [*filter(is_closed, apart), model])
+    leaving_out = next(filter(_may_leave_out, units.layers), None)
+    if leaving_out is not None and not hasattr(FSDPModule, _ZEROS):
+        raise PlanError(
+            f"a {type(leaving_out).__name__} has modules of which some may run on one replica alone "
+            "(experts that no token chose), so that replicas would wait for each other's gradients; this "
+            f"needs a newer version of torch ({_ZEROS} of FSDP2)"
+        )
     _check_parameters(model, [*units.layers, *units.others[:-1]])
     return units
 

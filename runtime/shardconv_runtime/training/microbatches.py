@@ -11,7 +11,7 @@ from ..errors import PlanError
 from .model_losses import predicts_next
 
 IGNORED = -100
-"""The label of tokens without a loss, in transformers."""
+"""The label of tokens without a loss, in transformers, unless a call says another one."""
 
 
 def divide(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -67,4 +67,4 @@ def _forms(part: Mapping[str, Any]) -> tuple[Any, ...]:
 def count_labels(model: nn.Module, parts: Sequence[Mapping[str, Any]]) -> list[int]:
     """How many labels of each part have a loss."""
     first = 1 if predicts_next(getattr(model, "loss_type", None)) else 0
-    return [int((part["labels"][..., first:] != IGNORED).sum()) for part in parts]
+    return [int((p["labels"][..., first:] != p.get("ignore_index", IGNORED)).sum()) for p in parts]

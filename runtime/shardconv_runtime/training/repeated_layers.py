@@ -10,26 +10,18 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
     Children that are containers without a ``forward`` are replaced by their own children.
     """
-    return list(dict.fromkeys(layer for layers in lists_of_layers(model) for layer in layers))
-
-
-def lists_of_layers(model: nn.Module) -> list[list[nn.Module]]:
-    """The same, list by list."""
-    found: list[list[nn.Module]] = []
+    found: dict[nn.Module, None] = {}
     _collect(model, found)
-    return found
+    return list(found)
 
 
-def _collect(module: nn.Module, found: list[list[nn.Module]]) -> None:
+def _collect(module: nn.Module, found: dict[nn.Module, None]) -> None:
     for child in module.children():
         if not isinstance(child, nn.ModuleList):
             _collect(child, found)
             continue
-        layers: list[nn.Module] = []
         for layer in child:
             if type(layer).forward is nn.Module.forward:
                 _collect(nn.ModuleList([layer]) if isinstance(layer, nn.ModuleList) else layer, found)
             else:
-                layers.append(layer)
-        if layers:
-            found.append(layers)
+                found[layer] = None

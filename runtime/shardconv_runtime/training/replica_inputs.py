@@ -23,7 +23,6 @@ from ..comm.same_calls import CALL_TIMEOUT_S
 from ..errors import LaunchError, PlanError
 from ..loaded import loaded
 from ..parallel.boundary import forward_signature
-from .repeated_layers import lists_of_layers
 
 COMPARISON = "_shardconv_replicas"
 """Attribute of a model that is sharded over replicas and has optional parts: its ``ReplicaComparison``."""
@@ -37,7 +36,7 @@ def compare_replicas(model: nn.Module, everyone: Launch) -> None:
         everyone: all processes that train it.
     """
     modalities = getattr(model, "input_modalities", "text")
-    is_plain = modalities in ("text", ["text"], ("text",)) and len(lists_of_layers(model)) < 2
+    is_plain = modalities in ("text", ["text"], ("text",)) and _num_stacks(model) < 2
     if is_plain or everyone.control is None:
         return
     comparison = ReplicaComparison(model, everyone)
@@ -108,6 +107,11 @@ class ReplicaComparison:
             "forever. Give each replica's batch the same kinds of inputs, for example a small image whose "
             "tokens have the labels -100, or none in any of them"
         )
+
+
+def _num_stacks(module: nn.Module) -> int:
+    """The number of outermost lists of modules: an encoder and a decoder have one each."""
+    return sum(1 if isinstance(m, nn.ModuleList) and len(m) else _num_stacks(m) for m in module.children())
 
 
 def _may_choose(value: Any) -> bool:

@@ -28,7 +28,7 @@ from ..parallel.refusals import is_asked_for
 from .without_cache import without_cache
 
 IGNORED = -100
-"""The label that the losses of transformers ignore."""
+"""The label that the losses of transformers ignore unless a call says another one."""
 
 _PADDING: Mapping[str, int] = {
     "input_ids": 0,
@@ -261,7 +261,9 @@ class _Padding:
                 more = torch.arange(missing, device=value.device).expand(*value.shape[:-1], missing)
                 given[name] = torch.cat((value, more.to(value.dtype)), -1)
             elif name in _PADDING and value.dim() == 2 and value.shape[1] == length:
-                given[name] = F.pad(value, (0, missing), value=_PADDING[name])
+                ignored = given.get("ignore_index", IGNORED)
+                filling = ignored if name in _LABELS else _PADDING[name]
+                given[name] = F.pad(value, (0, missing), value=filling)
             elif length in value.shape[1:] or name in _OFFSETS:
                 raise PlanError(
                     f"{name} {tuple(value.shape)} cannot be padded from {length} to {length + missing} "
