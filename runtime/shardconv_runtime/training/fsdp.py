@@ -61,7 +61,8 @@ def data_parallel(
         param_dtype: in which layers compute, e.g. ``torch.bfloat16``; by default that of the parameters.
         reduce_dtype: in which gradients are averaged; float64 for float64 parameters without ``param_dtype``.
         reshard_after_forward: free a layer's gathered parameters after its forward pass, and gather them
-            again for the backward pass; False takes more memory and fewer collectives.
+            again for the backward pass; False takes more memory and fewer collectives. Without gradients all
+            are freed at the end of the model's forward pass.
 
     Returns:
         ``model``.
@@ -131,6 +132,20 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
         frees = settings.reshard_after_forward and unit in units.layers
         policy = MixedPrecisionPolicy(settings.param_dtype, _reduce_dtype(unit, settings))
         fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=frees)
+    units.others[-1].register_forward_hook(_free_without_backward)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _free_without_backward(model: nn.Module, args: object, output: object) -> None:
+    """Free gathered parameters after a forward pass that no backward pass follows, which would free them.
+
+    They would stay those of the modules, so that an optimizer that is made after an evaluation would step
+    tensors that nothing reads again.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
