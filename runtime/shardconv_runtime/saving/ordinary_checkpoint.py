@@ -23,7 +23,7 @@ from ..format.manifest import MANIFEST_NAME, PLAN_NAME
 from ..format.small_files import entry_of, plain_config
 from ..format.variants import stages_in
 from ..loaded import loaded, remember, unwrapped
-from ..parallel.model_config import CONFIG
+from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from .replicas import mesh_of, replicas_of
 from .save import save
 
@@ -146,7 +146,10 @@ def _write_configs(model: Any, class_name: str, directory: Path) -> None:
     config.save_pretrained(directory)
     path.write_text(plain_config(path.read_text(encoding="utf-8")), encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
+        try:
+            model.generation_config.save_pretrained(directory)
+        except ValueError:  # settings that contradict each other, with which the model was loaded
+            model.generation_config.to_json_file(directory / GENERATION_CONFIG)
 
 
 def _place(merged: Path, target: Path) -> None:
