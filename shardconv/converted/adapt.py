@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from shardconv_runtime.adapters.attaching import Adapter
     from shardconv_runtime.checkpoint.model_spec import ModelSpec
     from torch import Tensor
+
+_OUTERMOST = "base_model."
+"""What the names of tensors begin with in an adapter that peft saved."""
 
 COPIED = (CONFIG_NAME, WEIGHTS_NAME, "README.md")
 
@@ -84,16 +88,19 @@ def adapt(
     is_path = isinstance(adapter, str | os.PathLike)
     is_saved = is_path and Path(adapter).is_dir()
     config = read_config(adapter) if is_path else adapter
-    given = Adapter(config, os.fspath(adapter) if is_saved else None, seed)
     tell = (progress or Silent()).stage
-    plan = planned(directory, base, given, check=check, tell=tell)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
         scratch = Path(made) / target.name
         scratch.mkdir()
+        remarks = _copy(Path(adapter), scratch, config) if is_saved else ()
         if is_saved:
-            _copy(Path(adapter), scratch)
+            given = Adapter(config, os.fspath(scratch), seed, os.fspath(adapter))
         else:
+            given = Adapter(config, None, seed)
+        plan = planned(directory, base, given, check=check, tell=tell)
+        plan = replace(plan, notes=(*plan.notes, *remarks))
+        if not is_saved:
             tell("initializing the adapter")
             _initialize(root, directory, base, given, scratch, found.source.name)
         codec.write(plan, scratch / PLAN_NAME)
@@ -165,18 +172,49 @@ def _require_free(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target} is not empty; {remedy}")
 
 
-def _copy(source: Path, target: Path) -> None:
-    """The files of a saved adapter; one that is pickled becomes safetensors."""
+def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
+    """The files of a saved adapter, in the form that peft saves: safetensors, with the names that peft gives.
+
+    Returns:
+        Remarks for the user.
+    """
+    from peft.utils import load_peft_weights
+    from safetensors.torch import save_file
+    from shardconv_runtime.adapters.peft_package import naming_errors
+
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    if not (target / WEIGHTS_NAME).is_file():
-        from peft.utils import load_peft_weights
-        from safetensors.torch import save_file
-
+    with naming_errors(os.fspath(source)):
         tensors = load_peft_weights(os.fspath(source), device="cpu")
-        own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    names = _names_of_peft(tensors, config)
+    changed = next(((old, new) for old, new in names.items() if old != new), None)
+    if changed is not None or not (target / WEIGHTS_NAME).is_file():
+        own = {names[name]: tensor.clone().contiguous() for name, tensor in tensors.items()}
         save_file(own, target / WEIGHTS_NAME, metadata={"format": "pt"})
+    if changed is None:
+        return ()
+    return (f"the adapter's names are read as peft would have saved them: {changed[0]} is {changed[1]}",)
+
+
+def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
+    """Names of an adapter's tensors, without the parts of wrappers and without the adapter's own name.
+
+    Trainers that save a state dict of their own leave them in, and peft then takes the adapter for one
+    that is new, with a warning.
+    """
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from shardconv_runtime.checkpoint.wrapped_names import without_wrappers, wrapped_name
+
+    found: Mapping[str, str] = {name: name for name in names}
+    if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):
+        candidates = without_wrappers(names)
+        found = next((c for c in candidates if all(n.startswith(_OUTERMOST) for n in c.values())), found)
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type)
+    if not prefix:
+        return found
+    own_name = re.compile(rf"(\.{re.escape(prefix)}[^.]*)\.{DEFAULT}(?=\.|$)")
+    return {old: own_name.sub(r"\1", new) for old, new in found.items()}
 
 
 def _initialize(

@@ -446,5 +446,5 @@ def test_fewer_or_more_parameters(outs: Callable[[str, int], Path], tmp_path: Pa
     with pytest.raises(CheckpointError, match="of the saved state are missing from this optimizer"):
         shardconv_runtime.load_optimizer(model, fewer, tmp_path / "all")
     shardconv_runtime.save_optimizer(model, fewer, tmp_path / "fewer")
-    with pytest.raises(CheckpointError, match="of this optimizer are missing from the saved state"):
+    with pytest.warns(UserWarning, match="parameters start anew, of which"):
         shardconv_runtime.load_optimizer(model, optimizer, tmp_path / "fewer")

@@ -37,9 +37,12 @@ class Adapter:
     """With its saved tensors; None: it is new, and initialized."""
     seed: int = 0
     """Of the weights of a new one."""
+    name: str | None = None
+    """What messages call it; None: its directory."""
 
     def __str__(self) -> str:
-        return f"the new adapter ({type(self.config).__name__})" if self.directory is None else self.directory
+        new = f"the new adapter ({type(self.config).__name__})"
+        return self.name or self.directory or new
 
 
 @dataclass(frozen=True)

@@ -209,14 +209,24 @@ def fresh_groups(
     ]
 
 
-def install(held: HeldState, fresh: OptimizerState, groups: list[dict[str, Any]]) -> None:
-    """Load state and groups into the optimizer through its ``load_state_dict``."""
+def install(
+    held: HeldState, index: OptimizerIndex, fresh: OptimizerState, groups: list[dict[str, Any]]
+) -> None:
+    """Load state and groups into the optimizer through its ``load_state_dict``.
+
+    Tensors that had their parameter's dtype get the one that it has now: optimizers need them alike. Others
+    keep what the optimizer chose for them.
+    """
     numbers = {name: number for number, name in enumerate(held.parameters)}
     states = {numbers[name]: dict(state) for name, state in fresh.items()}
     held.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    entries = {entry.name: entry for entry in index.parameters}
     for name, state in fresh.items():  # load_state_dict has cast tensors to the parameter's dtype
         kept = held.optimizer.state[held.parameters[name]]
+        followed = () if entries[name].has_own_dtypes else entries[name].tensors
         for key, thing in state.items():
+            if key in followed:
+                continue
             if key != "step" and isinstance(thing, Tensor) and kept[key].dtype != thing.dtype:
                 kept[key] = thing.to(kept[key].device)
 
@@ -264,4 +274,5 @@ def _parameter_state(
                 f"{name}: the optimizer keeps {key}, a {type(thing).__name__}{shape}; only tensors of the "
                 f"parameter's shape {tuple(parameter.shape)} and numbers can be stored for other ranks"
             )
-    return ParameterState(name, global_shape(entry), tensors, scalars)
+    has_own_dtypes = any(state[key].dtype != parameter.dtype for key in tensors)
+    return ParameterState(name, global_shape(entry), tensors, scalars, has_own_dtypes)

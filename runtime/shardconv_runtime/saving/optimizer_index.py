@@ -50,6 +50,8 @@ class ParameterState:
     """Dtype of each tensor of this shape, by its key in the optimizer's state; the checkpoint has it under
     ``tensor_name``."""
     scalars: Mapping[str, StoredValue]
+    has_own_dtypes: bool = False
+    """Whether a tensor had another dtype than the parameter; if not, they follow the parameter's dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def load_optimizer(
         lambda: (fresh_state(held, index), fresh_groups(held, found.hyperparameters))
     )
     dcp_boxes.read(held.wanted(fresh, index), source, holders.launch)
-    holders.together(lambda: install(held, fresh, groups))
+    holders.together(lambda: install(held, index, fresh, groups))
     if found.new and holders.is_leader:
         what = f"{len(found.new)} parameters start" if len(found.new) > 1 else "1 parameter starts"
         warnings.warn(

@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from torch import nn
 
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..format.small_files import plain_config
-from ..loaded import loaded, unwrapped
-from ..parallel.model_config import CONFIG
+from ..format.manifest import MANIFEST_NAME, PLAN_NAME
+from ..format.small_files import entry_of, plain_config
+from ..format.variants import stages_in
+from ..loaded import loaded, remember, unwrapped
+from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from .replicas import mesh_of, replicas_of
 from .save import save
 
@@ -57,21 +60,33 @@ def save_pretrained(
         LaunchError: another process failed, or did not call it.
     """
     found = loaded(model)
+    target = Path(save_directory).expanduser().resolve()
     is_whole = found.plan.tp == 1 and found.plan.stages is None
     if is_whole and not found.packed and mesh_of(model) is None:
+        if (unfit := _unfit(target)) is not None:
+            raise unfit
         arguments = {"state_dict": state_dict, "push_to_hub": push_to_hub, "max_shard_size": max_shard_size}
         type(model).save_pretrained(model, save_directory, is_main_process, **arguments, **other)  # type: ignore[attr-defined]
+        _note_new_files(model, target)
         return
     _check_options(model, state_dict=state_dict, push_to_hub=push_to_hub, **other)
-    target = Path(save_directory).expanduser().resolve()
     sharded = _beside(target, "sharded")
     holders = replicas_of(model)
-    holders.agree(_not_a_directory(target))
+    holders.agree(_unfit(target))
     save(model, sharded, overwrite=True)
     error = None
     if holders.is_leader:
         error = _merge(model, sharded, target, max_shard_size)
     holders.agree(error, agreement.READ_TIMEOUT_S)
+    _note_new_files(model, target)
+
+
+def _note_new_files(model: nn.Module, target: Path) -> None:
+    """Take the files other than weights for those that the model came with, if it came from there."""
+    found = loaded(model)
+    if target == found.directory.resolve():
+        files = tuple(entry_of(target, Path(entry.path)) for entry in found.manifest.files)
+        remember(unwrapped(model), replace(found, manifest=replace(found.manifest, files=files)))
 
 
 def _check_options(model: nn.Module, **options: Any) -> None:
@@ -86,9 +101,14 @@ def _check_options(model: nn.Module, **options: Any) -> None:
         )
 
 
-def _not_a_directory(target: Path) -> Exception | None:
+def _unfit(target: Path) -> Exception | None:
     if target.exists() and not target.is_dir():
         return CheckpointError(f"{target} is a file; name a directory")
+    if all((target / name).is_file() for name in (MANIFEST_NAME, PLAN_NAME)) or stages_in(target):
+        return CheckpointError(
+            f"{target} is a converted directory, from which load would take its shards as before; name "
+            "another directory, or use shardconv_runtime.save"
+        )
     return None
 
 
@@ -126,7 +146,10 @@ def _write_configs(model: Any, class_name: str, directory: Path) -> None:
     config.save_pretrained(directory)
     path.write_text(plain_config(path.read_text(encoding="utf-8")), encoding="utf-8")
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(directory)
+        try:
+            model.generation_config.save_pretrained(directory)
+        except ValueError:  # settings that contradict each other, with which the model was loaded
+            model.generation_config.to_json_file(directory / GENERATION_CONFIG)
 
 
 def _place(merged: Path, target: Path) -> None:

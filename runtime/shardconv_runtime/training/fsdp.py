@@ -65,7 +65,8 @@ def data_parallel(
         param_dtype: in which layers compute, e.g. ``torch.bfloat16``; by default that of the parameters.
         reduce_dtype: in which gradients are averaged; float64 for float64 parameters without ``param_dtype``.
         reshard_after_forward: free a layer's gathered parameters after its forward pass, and gather them
-            again for the backward pass; False takes more memory and fewer collectives.
+            again for the backward pass; False takes more memory and fewer collectives. Without gradients all
+            are freed at the end of the model's forward pass.
 
     Returns:
         ``model``.
@@ -138,6 +139,7 @@ def _shard(units: _Units, mesh: DeviceMesh, settings: DataParallel) -> None:
         if unit in units.layers and _may_leave_out(unit):
             # Replicas reduce the gradients that they have: without zeros, other ones on each of them.
             getattr(unit, _ZEROS)(True, recurse=False)
+    units.others[-1].register_forward_hook(_free_without_backward)
 
 
 def _may_leave_out(layer: nn.Module) -> bool:
@@ -148,6 +150,19 @@ def _may_leave_out(layer: nn.Module) -> bool:
             if len(kinds) == 1 and any(p.requires_grad for p in modules.parameters()):
                 return True
     return False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _free_without_backward(model: nn.Module, args: object, output: object) -> None:
+    """Free gathered parameters after a forward pass that no backward pass follows, which would free them.
+
+    They would stay those of the modules, so that an optimizer that is made after an evaluation would step
+    tensors that nothing reads again.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _units_of_loaded(model: nn.Module, mesh: DeviceMesh) -> _Units:
