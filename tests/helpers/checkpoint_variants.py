@@ -129,12 +129,6 @@ def gamma_and_beta(tensors: Tensors) -> Tensors:
     return renamed(tensors, old)
 
 
-@variant("tied", "untied")
-@on_tensors
-def of_a_wrapper(tensors: Tensors) -> Tensors:
-    return renamed(tensors, lambda name: f"module.{name}")
-
-
 # Buffers and heads of other times and tasks.
 @variant("untied")
 @on_tensors
