@@ -73,6 +73,10 @@ class _RefusedImplementation:
             )
 
 
+TOKEN_MASKS = ("attention_mask", "decoder_attention_mask")
+"""Masks whose second of four dims counts heads; in those of images and cross attention it counts others."""
+
+
 class _RefusedHeadMask:
     """Forward pre-hook: masks of full attention are for all heads, or for each."""
 
@@ -81,7 +85,7 @@ class _RefusedHeadMask:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
-            if not name.endswith("attention_mask"):
+            if name not in TOKEN_MASKS:
                 continue
             for mask in value.values() if isinstance(value, Mapping) else (value,):
                 if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] != 1:
