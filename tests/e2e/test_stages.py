@@ -144,7 +144,8 @@ def cast_logits(source: str, plan: str) -> Tensor:
     model = shardconv_runtime.load(source, plan=plan, dtype=torch.float64)
     with torch.inference_mode():
         logits: Tensor = model(**prompts()).logits
-        assert torch.equal(copy.deepcopy(model)(**prompts()).logits, logits)
+        copied = copy.deepcopy(model)(**prompts()).logits
+        torch.testing.assert_close(copied, logits, rtol=1e-12, atol=1e-12)  # weights lie elsewhere in memory
     return logits
 
 
