@@ -151,7 +151,7 @@ def cast_logits(source: str, plan: str) -> Tensor:
 
 def test_parameters_are_cast_on_every_stage(tmp_path: Path) -> None:
     source = save_causal("llama", tmp_path / "llama")
-    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).double()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     with torch.inference_mode():
         want = whole.eval()(**prompts()).logits
     for logits in run_processes(PP, cast_logits, str(source), str(planned(source, 1, check=False))):
