@@ -46,8 +46,9 @@ NOTE_TIMEOUT_S = 20
 _KNOWING = ("shardconv_runtime", "shardconv", "torch", "peft")
 """Packages whose hooks know that a rank has parts, or read no values."""
 
-_CAPTURING = "transformers.utils.output_capturing"
-"""Hooks that collect hidden states, which are compared when they are returned."""
+_READ_NOTHING = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+"""Modules whose hooks collect hidden states, which are compared when they are returned, or let a tensor
+require a gradient (``enable_input_require_grads``). Nothing is gathered for them."""
 
 _OF_WEIGHTS = "torch.nn.utils."
 """Hooks that make a module's weights of other tensors: weight and spectral norms, pruning."""
@@ -492,7 +493,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _knows_parts(hook: Any) -> bool:
     """Whether a hook is of code that knows of ranks."""
     origin = _origin(hook)
-    return origin.partition(".")[0] in _KNOWING or origin == _CAPTURING
+    return origin.partition(".")[0] in _KNOWING or origin in _READ_NOTHING
 
 
 def _origin(hook: Any) -> str:
