@@ -20,7 +20,6 @@ from .errors import (
     SolveError,
     SourceError,
 )
-from .versions import __version__
 
 if TYPE_CHECKING:
     from .comm.rank_0 import from_rank_0
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from .training.clipping import clip_grad_norm, grad_norm
     from .training.fsdp import DataParallel, data_parallel
     from .training.stage_schedules import Pipeline
+    from .versions import __version__
 
 __all__ = [
     "CheckpointError",
@@ -58,6 +58,7 @@ __all__ = [
 
 
 _MODULES = {
+    "__version__": "versions",
     "add_adapter": "loading.adapted_models",
     "DataParallel": "training.fsdp",
     "Pipeline": "training.stage_schedules",

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..format.slices import Mesh, group_of
-from .host_gather import host_gather, needs_host
 
 _functional = torch.ops._c10d_functional
 
@@ -165,7 +164,11 @@ class ProcessCommunicator(Communicator):
         self.groups = dict(groups)
         self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
-        self._through_host = any(needs_host(group, device) for group in groups.values())
+        self._through_host = False
+        if device.type == "cuda":
+            from .host_gather import needs_host  # registers an operator, which jobs on CPUs never call
+
+            self._through_host = any(needs_host(group, device) for group in groups.values())
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:
@@ -183,7 +186,7 @@ class ProcessCommunicator(Communicator):
 
     def _gather(self, x: Tensor, num_ranks: int, axes: tuple[int, ...]) -> Tensor:
         if self._through_host:
-            gathered: Tensor = host_gather(x, num_ranks, self._names[axes])
+            gathered: Tensor = torch.ops.shardconv.host_gather(x, num_ranks, self._names[axes])
             return gathered
         return _wait(_functional.all_gather_into_tensor(x, num_ranks, self._names[axes]))
 

@@ -16,7 +16,6 @@ from distributed import free_port, torchrun_env
 import shardconv
 
 MODULES = """
-versions comm.host_gather
     shardconv_runtime errors hub_options loaded
     comm comm.agreement comm.collectives comm.mesh
     format format.dims format.fingerprint format.header format.manifest format.measured
@@ -28,7 +27,7 @@ versions comm.host_gather
 """
 """Of the runtime: those that one rank imports that loads a local directory, and generates."""
 
-MAX_MODULES, MAX_LINES = 37, 6000
+MAX_MODULES, MAX_LINES = 35, 6000
 FORBIDDEN = ("training", "saving", "hub", "tensors", "checkpoint")
 
 CODE = """
@@ -109,7 +108,7 @@ def test_what_one_rank_imports_is_small(imported: Imported) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "max_modules", "max_lines"), [(1, 40, 6000), (2, 70, 9000)])
+@pytest.mark.parametrize(("tp", "max_modules", "max_lines"), [(1, 38, 6000), (2, 68, 9000)])
 def test_what_ranks_of_a_conversion_import_is_small(
     tp: int, max_modules: int, max_lines: int, saved_llama: Path, tmp_path: Path
 ) -> None:
