@@ -98,7 +98,6 @@ def test_sections_run_from_a_clone_that_is_not_installed(tmp_path: Path) -> None
         ("training", "step of 1B, bfloat16, recomputed"),
     ):
         assert found[key]["status"] == "ok"
-    assert found["rank", "token of generate, CUDA graphs"]["number"] > 0
     assert found["rank", "recordings of steps, CUDA graphs"]["number"] == 1
     assert found["nccl", "all_reduce and all_gather in a CUDA graph"]["status"] == "not checked"
     for name in names:

@@ -3,7 +3,7 @@
 The plan is for the modules that were converted. A module that takes the place of one of them has the global
 sizes, or lacks the steps that were attached to the old one; either way the results would be wrong on every
 rank. Wrappers that keep the module and its parameters, as those of ``torch.compile``, are allowed, and so is
-what a model itself replaces in its forward pass, which the proof has run.
+what a model or an adapter itself replaces in its forward pass, which the proof has run.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _check_registration(parent: nn.Module, name: str, new: nn.Module | None) -> 
     if around is None:
         return
     if name == "parametrizations":
+        if _is_in_forward_pass():  # for this call: peft adds its factors to the weights of experts so
+            return
         raise _of_part(parent)
     old = parent._modules.get(name)
     if old is None or old is new or _keeps(new, old):
@@ -153,6 +155,11 @@ def _is_by_forward_pass(new: nn.Module, old: nn.Module) -> bool:
     part = _part(old)
     if part is None or part.is_planned or set(new.parameters()) != set(old.parameters()):
         return False
+    return _is_in_forward_pass()
+
+
+def _is_in_forward_pass() -> bool:
+    """Whether the caller was called by the forward pass of a module of a loaded model."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
