@@ -150,7 +150,7 @@ def _on_rank(path: Path, reference: Reference, forms: Sequence[str]) -> list[Out
     for form in forms:
         found: list[Any] = [None] * TP
         dist.all_gather_object(found, _try(model, reference, form), group=control)
-        out.append(_joined(found))
+        out.append(joined(found))
         if out[-1][0] == CRASH:
             break  # the ranks may be at different collectives
     return out
@@ -192,7 +192,7 @@ def _mean_error(got: list[Tensor], truth: list[Tensor]) -> float:
     return float((x - y).abs().nanmean() / y.abs().nanmean().clamp_min(1e-30))
 
 
-def _joined(ranks: Sequence[Outcome]) -> Outcome:
+def joined(ranks: Sequence[Outcome]) -> Outcome:
     """What the outcomes of the ranks amount to."""
     for status in (CRASH, WRONG):
         for rank, (found, text) in enumerate(ranks):

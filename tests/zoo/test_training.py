@@ -8,6 +8,7 @@ import pytest
 
 from zoo.fully_sharded import train_fully_sharded
 from zoo.models import build
+from zoo.trainer_habits import HABITS, try_habits
 from zoo.training import ADAPTER, FORMS, ROUTERS, Form, train
 from zoo.variants import grouped
 
@@ -75,6 +76,13 @@ def test_sharded_sequences_with_images_and_of_two_kinds(family: str, model_type:
 def test_an_adapter_in_replicas_that_hold_parts(model_type: str, tmp_path: Path) -> None:
     found = train_fully_sharded(build("causal", model_type), tmp_path)
     assert (found.status, found.message) == ("equal", found.message)
+
+
+@pytest.mark.parametrize("model_type", ["cohere", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_what_trainers_do(model_type: str) -> None:
+    found = try_habits(build("causal", model_type))
+    assert [(row.form, row.status, row.message) for row in found if row.status != "equal"] == []
+    assert len(found) == len(HABITS)
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ import copy
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from made_inputs import make_inputs
@@ -41,6 +42,8 @@ from shardconv.verifying.simulation.simulated_weights import fill, local_weights
 from .measure import random_weight
 from .models import ZooModel
 
+Module = TypeVar("Module", bound=nn.Module)
+
 TOLERANCE = 1e-9
 """Largest difference in float64 of a parameter's gradient, relative to its largest element."""
 FLOOR = 1e-4
@@ -68,6 +71,8 @@ ADAPTER_FEW = "adapter-grouped"
 """The same of a model with two key/value heads."""
 PROCESSES = "adapter-processes"
 """The same in real processes, see ``fully_sharded.py``."""
+TRAINERS = "trainers"
+"""What trainers do to a model, in real processes, see ``trainer_habits.py``."""
 WITH_ADAPTER = (ADAPTER, ADAPTER_FEW, PROCESSES)
 FORMS = tuple(Form(s, p, c) for s in (False, True) for p in (False, True) for c in (False, True))
 FORMS_OF_ADAPTERS = (Form(False, False, False), Form(False, True, True), Form(True, True, True))
@@ -291,9 +296,18 @@ def checkpoint(model: nn.Module) -> None:
     )
 
 
-def gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
-    """Of the loss, if there are labels, and of a random function of everything else that is returned."""
-    _without_dropout(model.train())
+def gradients(
+    model: nn.Module, inputs: TraceInputs, more: Callable[[], Tensor] | None = None, scale: float = 1.0
+) -> dict[str, Tensor]:
+    """Of the loss, if there are labels, and of a random function of everything else that is returned.
+
+    Args:
+        model: unsharded, or of one rank.
+        inputs: of a call.
+        more: another term, of what hooks found in the call.
+        scale: of all terms.
+    """
+    without_dropout(model.train())
     torch.manual_seed(0)
     with torch.enable_grad(), Float64():
         with WithoutNoise():
@@ -304,7 +318,9 @@ def gradients(model: nn.Module, inputs: TraceInputs) -> dict[str, Tensor]:
             for t in outputs
             if t.requires_grad and t.is_floating_point()
         ]
-        torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+        if more is not None:
+            terms.append(more())
+        (torch.stack(terms).sum() * scale).backward()  # type: ignore[no-untyped-call]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -315,15 +331,18 @@ def _recomputing() -> Iterator[None]:
         yield
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """Probabilities of 0, for which the ranks need no random numbers of their own: transformers may recompute
-    less than a layer, where they would be unknown."""
+def without_dropout(model: Module) -> Module:
+    """Set probabilities of 0, for which the ranks need no random numbers of their own.
+
+    transformers may recompute less than a layer, where they would be unknown.
+    """
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for name, value in list(vars(owner).items()) if owner is not None else ():
                 is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
                 if is_dropout and type(value) is float:
                     setattr(owner, name, 0.0)
+    return model
 
 
 def line(error: BaseException) -> str:
