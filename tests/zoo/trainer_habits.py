@@ -120,8 +120,11 @@ def try_habits(model: ZooModel) -> list[Trained]:
             is_sequence = _convert(model, folder)
         except Exception as error:
             return [Trained(*about, "", "refused", line(error))]
-        whole = _prepared(model.model_class.from_pretrained(folder / "model", dtype=torch.float64))
-        inputs = _inputs(model, is_sequence)
+        try:
+            whole = _load_unsharded(model, folder / "model")
+            inputs = _inputs(model, is_sequence)
+        except Exception as error:
+            return [Trained(*about, "", "not judged", line(error))]
         norms = [n for n, m in whole.named_modules() if "norm" in type(m).__name__.lower()]
         whole.config.last_norm_of_this_test = norms[-1] if norms else ""
         want: dict[str, Gradients | str] = {}
@@ -148,12 +151,28 @@ def _convert(model: ZooModel, folder: Path) -> bool:
         for parameter in whole.parameters():
             parameter.copy_(random_weight(parameter, generator))
     whole.save_pretrained(folder / "model")
-    try:
-        shardconv.convert(folder / "model", folder / "out", TP, sequence_parallel=True, check=False)
-    except SolveError:
-        shardconv.convert(folder / "model", folder / "out", TP, check=False)
-        return False
-    return True
+    for is_sequence in (True, False):
+        try:
+            plan = shardconv.convert(
+                folder / "model", folder / "out", TP, sequence_parallel=is_sequence, check=False
+            )
+        except SolveError:
+            if not is_sequence:
+                raise
+        else:
+            break
+    if plan.training is None:
+        raise SolveError(f"for inference only: {plan.inference_only}")
+    return is_sequence
+
+
+def _load_unsharded(model: ZooModel, path: Path) -> Any:
+    """Parameters that its code freezes are frozen, which ``from_pretrained`` forgets."""
+    whole = model.model_class.from_pretrained(path, dtype=torch.float64)
+    made = model.model_class._from_config(model.config, dtype=torch.float32)
+    for parameter, new in zip(whole.parameters(), made.parameters(), strict=True):
+        parameter.requires_grad_(new.requires_grad)
+    return _prepared(whole)
 
 
 def _prepared(model: Any) -> Any:

@@ -459,7 +459,12 @@ def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
             "not known which of them the ranks have parts of; give back as many, in their order"
         )
     remaining = iter(parts)
-    return _mapped(value, lambda x: next(remaining)(x))
+    return _mapped(value, lambda x: _writable(next(remaining)(x)))
+
+
+def _writable(x: Tensor) -> Tensor:
+    """A tensor that the model's code may write to, which autograd forbids for views of a custom function."""
+    return x.clone() if x.requires_grad else x
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
