@@ -30,11 +30,19 @@ from test_log import TestLog
 
 from shardconv.arguments import SolveOptions
 
+SLOW_TIMEOUT_S = 7200
+
 torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TestLog(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S), append=False)
 
 
 def pytest_collection_finish() -> None:

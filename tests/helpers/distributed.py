@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
 import pickle
 import pkgutil
+import signal
 import socket
 import sys
+import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier
-from typing import Any
+from typing import IO, Any
 
 TIMEOUT_S = 300
+"""How long ranks may take; then it is told where each of them waits."""
 
 
 class RankFailed(AssertionError):
@@ -89,24 +94,51 @@ def run_outcomes(
     context = multiprocessing.get_context("fork")
     port = free_port()
     joined = context.Barrier(num_processes) if start_group else None
-    processes, pipes = [], []
+    processes, pipes, stacks = [], [], []
     for rank in range(num_processes):
         reader, writer = context.Pipe(duplex=False)
         variables = {**torchrun_env(rank, num_processes, port), **(env or {})}
+        stacks.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         process = context.Process(
-            target=_child, args=(writer, variables, joined, function, args), daemon=True
+            target=_child, args=(writer, stacks[-1], variables, joined, function, args), daemon=True
         )
         process.start()
         writer.close()
         processes.append(process)
         pipes.append(reader)
+    limit = time.monotonic() + TIMEOUT_S
     try:
-        return [_receive(pipe) for pipe in pipes]
+        while (waiting := [pipe for pipe in pipes if not pipe.poll()]) and time.monotonic() < limit:
+            wait(waiting, limit - time.monotonic())
+        found = [_receive(pipe) if pipe.poll() else None for pipe in pipes]
+        if None in found:
+            where = _where_they_are(processes, stacks)
+            for process in processes:
+                process.kill()
+            missing = [rank for rank, each in enumerate(found) if each is None]
+            print(f"ranks {missing} gave no answer in {TIMEOUT_S} s", *where, sep="\n", file=sys.stderr)
+            return [
+                each or (None, f"no answer in {TIMEOUT_S} s; it was at\n{text}", TimeoutError())
+                for each, text in zip(found, where, strict=True)
+            ]
+        return [each for each in found if each is not None]
     finally:
-        for process in processes:
+        for process, file in zip(processes, stacks, strict=True):
             process.join(5)
             if process.is_alive():
                 process.kill()
+            file.close()
+
+
+def _where_they_are(processes: Sequence[Any], stacks: Sequence[IO[str]]) -> list[str]:
+    """The stacks of all threads of each rank that lives."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
+    for file in stacks:
+        file.seek(0)
+    return [file.read() for file in stacks]
 
 
 @cache
@@ -150,12 +182,14 @@ def _without_log_threads() -> None:
 
 def _child(
     writer: Connection,
+    stacks: IO[str],
     env: dict[str, str],
     joined: Barrier | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # a search for garbage would copy all memory of the parent
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.update(env)
     _without_log_threads()
     import torch
@@ -185,8 +219,6 @@ def _dumps(outcome: tuple[Any, str | None, Any]) -> bytes:
 
 
 def _receive(pipe: Connection) -> tuple[Any, str | None, BaseException | None]:
-    if not wait([pipe], TIMEOUT_S):
-        return None, f"no answer in {TIMEOUT_S} s", TimeoutError()
     try:
         outcome: tuple[Any, str | None, BaseException | None] = pickle.loads(pipe.recv_bytes())
     except EOFError:
