@@ -340,6 +340,10 @@ class _Gradient:
         self._comm = comm
         self._axes = axes
         self._place = place
+        self._left: tuple[Tensor, int] | None = None
+        """What the model's code got, and how often it had been written to."""
+        self._of_the_model: Tensor | None = None
+        """The full gradient of the model's code."""
 
     def enter(self, x: Tensor) -> Tensor:
         """For the hook; the gradient that comes back is that of all ranks."""
@@ -349,13 +353,19 @@ class _Gradient:
         """For the model's code, whose gradient comes back."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        return _Passing.apply(x, self._full)  # type: ignore[no-untyped-call, no-any-return]
+        left: Tensor = _Passing.apply(x, self._full)  # type: ignore[no-untyped-call]
+        self._left = left.detach(), left._version
+        return left
 
     def refused(self, x: Tensor) -> Tensor:
         """For a hook from which nothing goes back."""
         return _Passing.apply(x, self._refuse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _full(self, gradient: Tensor) -> Tensor:
+        self._of_the_model = self._summed(gradient)
+        return self._of_the_model
+
+    def _summed(self, gradient: Tensor) -> Tensor:
         known = self._views.partial_axes
         if self._place not in known and not torch.compiler.is_compiling() and self._views.is_on_all():
             partial_axes = self._views.axes_of_parts(gradient)
@@ -375,6 +385,14 @@ class _Gradient:
                 f"a hook on {self._views.name} gives a loss of its own, and no other loss needs what the "
                 "module returns, so that it is not known how its gradients are sharded; use the model's "
                 "outputs, or add the model's own loss in the first step"
+            )
+        is_written_to = self._left is not None and self._left[0]._version > self._left[1]
+        if is_written_to and not (
+            self._of_the_model is not None and torch.equal(gradient, self._of_the_model)
+        ):
+            raise PlanError(
+                f"a hook on {self._views.name} made a loss of what it was given, to which the model writes "
+                "later, and the hook has it as it was; put it on a module behind this one"
             )
         return gradient / self._comm.num_ranks(known.get(self._place, ()))
 
@@ -464,7 +482,7 @@ def _in_parts(value: Any, parts: Sequence[Part], name: str) -> Any:
 
 def _writable(x: Tensor) -> Tensor:
     """A tensor that the model's code may write to, which autograd forbids for views of a custom function."""
-    return x.clone() if x.requires_grad else x
+    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
