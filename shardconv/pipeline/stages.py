@@ -16,6 +16,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_forms import of_sequence
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
+from torch.distributions import Distribution
 
 from ..arguments import SolveOptions
 from ..dim_analysis.analyze import analyze, with_parts
@@ -64,7 +65,7 @@ def solve_plan(
         SolveError: the model cannot be traced, its plan failed the check, or memory ran out.
     """
     try:
-        with _no_collection():
+        with _no_collection(), _without_validation():
             return _solved(spec, options, steps or {}, progress or (lambda _: None), adaptation)
     except ShardconvError:
         raise
@@ -94,6 +95,20 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _without_validation() -> Iterator[None]:
+    """Without checks of what distributions are given: torch turns them off when it first compiles something.
+
+    Attention may compile itself, and traces from before and after would differ by the operators of a check.
+    """
+    before = Distribution._validate_args  # nothing public reads it
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _solved(
