@@ -239,6 +239,24 @@ def read(results: Path) -> Iterator[dict[str, Any]]:
     yield from {(row["family"], row["type"]): row for row in map(json.loads, lines)}.values()
 
 
+def keep(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the last row of each type, without the calls that were right."""
+    kept = {(row["family"], row["type"]): row for row in rows}
+    lines = []
+    for _, row in sorted(kept.items()):
+        calls = {form: found for form, found in row.get("calls", {}).items() if found[0] != RIGHT}
+        lines.append(json.dumps({**row, "seconds": round(row["seconds"], 1), "calls": calls}) + "\n")
+    path.write_text("".join(lines))
+
+
+def read_kept(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file that ``keep`` wrote."""
+    for row in read(path):
+        if "error" not in row:
+            row["calls"] = {form: row["calls"].get(form, (RIGHT, "")) for form in FORMS}
+        yield row
+
+
 def _one(family: str, model_type: str, results: Path) -> None:
     started = time.perf_counter()
     row: dict[str, Any] = {"family": family, "type": model_type}

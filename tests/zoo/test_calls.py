@@ -9,7 +9,7 @@ import pytest
 
 from .calls import FORMS
 from .calls_page import ABOUT, write_page
-from .calls_run import ABSENT, REFUSED, RIGHT, try_calls
+from .calls_run import ABSENT, CRASH, REFUSED, RIGHT, WRONG, keep, read, read_kept, try_calls
 
 ATTENTIONS = "output_attentions"
 TYPES = [
@@ -45,3 +45,15 @@ def test_page(tmp_path: Path) -> None:
     assert "| 1 | 0 | 0 | 0 | 0 | 100.0% |" in text
     assert "- refused, one (output_attentions): PlanError: no" in text
     assert "- two: SolveError: none" in text
+
+
+def test_rows_that_are_kept(tmp_path: Path) -> None:
+    """Of each type the last one, whole again when it is read; those of the repository have no wrong call."""
+    calls = {form: [RIGHT, ""] for form in FORMS} | {ATTENTIONS: [REFUSED, "PlanError: no"]}
+    rows = [{"family": "causal", "type": "one", "calls": calls, "seconds": seconds} for seconds in (2.0, 1.0)]
+    keep(rows, tmp_path / "rows.jsonl")
+    assert json.loads(json.dumps(list(read_kept(tmp_path / "rows.jsonl")))) == rows[1:]
+    assert len(json.loads((tmp_path / "rows.jsonl").read_text())["calls"]) == 1
+    kept = list(read(Path(__file__).with_name("calls_rows.jsonl")))
+    assert len(kept) > 270
+    assert not [row for row in kept if {status for status, _ in row["calls"].values()} & {WRONG, CRASH}]

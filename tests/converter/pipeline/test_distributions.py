@@ -1,14 +1,14 @@
-"""A model that makes distributions: what torch does to their checks in the meantime does not change its plan."""
+"""A model that makes distributions: torch may turn their checks off while its plan is made."""
 
 from __future__ import annotations
 
 import pytest
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from torch.distributions import Distribution
+from zoo.models import build
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from zoo.models import build
 
 
 def test_checks_that_are_turned_off_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
