@@ -20,10 +20,12 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
 # An error in an operator's rule fails the test; users get a plan that replicates what the call touches.
 os.environ["SHARDCONV_STRICT_RULES"] = "1"
 
+import longest_first
 import pytest
 import quick_calls  # noqa: F401  (before the code that is tested)
 import torch
 import transformers
+from longest_first import LongestFirst
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 from test_log import TestLog
@@ -31,6 +33,7 @@ from test_log import TestLog
 from shardconv.arguments import SolveOptions
 
 SLOW_TIMEOUT_S = 7200
+SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
 torch.set_num_threads(1)
 
@@ -39,10 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TestLog(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="only tests that are quick and start no process")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst:
+    return LongestFirst(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S), append=False)
+    if config.getoption("--fast"):
+        items[:] = [item for item in items if _is_fast(item)]
+
+
+def _is_fast(item: pytest.Item) -> bool:
+    """Whether the whole file of a test takes little time, and starts no process."""
+    assert isinstance(item, pytest.Function)
+    file = item.nodeid.partition("::")[0]
+    starts = ("run_processes", "run_outcomes", "run_errors", "Forked", "run_forked", "subprocess")
+    return (
+        not file.startswith(SEVERAL_PROCESSES)
+        and file not in longest_first.seconds()
+        and not any(name in vars(item.module) for name in starts)
+    )
 
 
 def pytest_collection_finish() -> None:

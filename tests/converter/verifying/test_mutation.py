@@ -48,7 +48,9 @@ from shardconv.verifying.simulation.float64 import Float64
 from shardconv.verifying.simulation.rank_threads import run_ranks
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "8"))
-"""Corrupted plans of each model; many more for a long search."""
+"""Corrupted plans of each model in the slow tests; many more for a long search."""
+FEW = 4
+"""The same in the default run, of the models that are in ``EVERY_DAY``."""
 TOLERANCE = 1e-9
 
 
@@ -119,6 +121,14 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "an embedding of its own class": (lambda: odd(PlacedModel), 2),
     "an encoder": (encoder, 2),
 }
+EVERY_DAY = (
+    "fused projections, uneven",
+    "tied head",
+    "rms norm over a sharded dim",
+    "grouped heads, a mesh of two axes",
+    "experts",
+    "an embedding of its own class",
+)
 
 
 # What stands between the solver and the disk ---------------------------------------------------------
@@ -288,8 +298,14 @@ class Tally:
 TALLY = Tally()
 
 
-@pytest.mark.parametrize("count", [MUTANTS, pytest.param(10 * MUTANTS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [
+        *((case, FEW) for case in EVERY_DAY),
+        *(pytest.param(case, MUTANTS, marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, 10 * MUTANTS, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_no_corruption_escapes(case: str, count: int) -> None:
     TALLY.cases.add(case)
     count += 4 * ("norm" in case)  # some kinds of corruptions are possible there alone
@@ -321,13 +337,15 @@ WIDE_CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     ),
 }
 """Wide enough that a smaller model stands for them."""
-SHOWN_BY_OTHERS = ("transposed fused", "experts")
-"""Slow tests: fused weights and experts are made smaller in other cases, too."""
 
 
-@pytest.mark.parametrize("count", [MUTANTS // 2, pytest.param(40 * MUTANTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SHOWN_BY_OTHERS)) for c in WIDE_CASES]
+    ("case", "count"),
+    [
+        ("dense, uneven", FEW),
+        *(pytest.param(case, MUTANTS // 2, marks=pytest.mark.slow) for case in WIDE_CASES),
+        *(pytest.param(case, 40 * MUTANTS, marks=pytest.mark.slow) for case in WIDE_CASES),
+    ],
 )
 def test_no_corruption_of_a_wide_model_escapes_the_smaller_one(
     case: str, count: int, monkeypatch: pytest.MonkeyPatch
@@ -386,6 +404,7 @@ def changes(right: Plan, wrong: Plan) -> str:
     return "; ".join(parts)
 
 
+@pytest.mark.slow
 def test_most_corruptions_matter_and_each_check_is_needed() -> None:
     """Of a few hundred corruptions, few are harmless."""
     for case in CASES.keys() - TALLY.cases:  # those that another worker has run, or nobody
