@@ -38,8 +38,8 @@ EVERY_DAY = {
     "other": """clip granite_speech5_ctc idefics instructblip internvl pi0 pix2struct qwen2_vl segformer
         siglip2 videoprism wav2vec2""",
 }
-"""48 types, with those of ``OTHER_HEADS``: they take 99.2% of the branches of the packages' code that all types
-take (measured with coverage.py, then picked one by one for the most new branches in a second)."""
+"""48 types, with ``OTHER_HEADS``: they take 99.2% of the branches of the packages that all types take (measured
+with coverage.py, then picked one by one for the most new branches in a second)."""
 OTHER_HEADS = ("albert/question answering", "bart/no head", "t5/sequence classification")
 
 
