@@ -32,6 +32,7 @@ from test_log import TestLog
 
 from shardconv.arguments import SolveOptions
 
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 SLOW_TIMEOUT_S = 7200
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
@@ -50,12 +51,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst
     return LongestFirst(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that ``-m`` leaves out are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = slow_tests()
     for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S), append=False)
     if config.getoption("--fast"):
         items[:] = [item for item in items if _is_fast(item)]
+
+
+def slow_tests() -> tuple[str, ...]:
+    """The beginnings of the ids of tests that are listed as slow."""
+    lines = SLOW_TESTS.read_text().splitlines()
+    return tuple(line for line in lines if not line.startswith("#"))
 
 
 def _is_fast(item: pytest.Item) -> bool:

@@ -15,7 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 
 SECONDS = Path(__file__).resolve().parents[1] / "seconds.json"
 SECONDS_PER_TEST = 0.2
-LEAST_S = 3.0
+LEAST_S = 1.5
 """Files that take less are not listed."""
 SPLIT = ("tests/zoo/test_planned.py",)
 
