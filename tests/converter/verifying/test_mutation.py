@@ -49,7 +49,7 @@ from shardconv.verifying.simulation.rank_threads import run_ranks
 
 MUTANTS = int(os.environ.get("SHARDCONV_MUTANTS", "8"))
 """Corrupted plans of each model in the slow tests; many more for a long search."""
-FEW = 4
+FEW = 3
 """The same in the default run, of the models that are in ``EVERY_DAY``."""
 TOLERANCE = 1e-9
 
