@@ -37,6 +37,7 @@ SLOW_TIMEOUT_S = 7200
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 50, 100)  # as it is by default, it takes an eighth of the time
 
 
 def pytest_configure(config: pytest.Config) -> None:

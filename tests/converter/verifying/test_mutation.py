@@ -121,14 +121,7 @@ CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
     "an embedding of its own class": (lambda: odd(PlacedModel), 2),
     "an encoder": (encoder, 2),
 }
-EVERY_DAY = (
-    "fused projections, uneven",
-    "tied head",
-    "rms norm over a sharded dim",
-    "grouped heads, a mesh of two axes",
-    "experts",
-    "an embedding of its own class",
-)
+EVERY_DAY = ("rms norm over a sharded dim", "grouped heads, a mesh of two axes", "experts")
 
 
 # What stands between the solver and the disk ---------------------------------------------------------
@@ -342,7 +335,6 @@ WIDE_CASES: dict[str, tuple[Callable[[], ModelSpec], int]] = {
 @pytest.mark.parametrize(
     ("case", "count"),
     [
-        ("dense, uneven", FEW),
         *(pytest.param(case, MUTANTS // 2, marks=pytest.mark.slow) for case in WIDE_CASES),
         *(pytest.param(case, 40 * MUTANTS, marks=pytest.mark.slow) for case in WIDE_CASES),
     ],
