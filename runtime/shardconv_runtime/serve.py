@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import logging
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from .errors import ShardconvError
-from .serving.client_requests import Sampling
 
 WATCH_S = 0.5
-"""How often the server looks whether the ranks still answer."""
+"""How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
+DRAIN_S = 20
+"""How long requests may take that are answered when the server is told to end."""
+PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -31,13 +37,33 @@ def parse_arguments() -> argparse.Namespace:
         "--num-blocks", type=int, metavar="N", help="of the cache, of 256 tokens each; default: as fit"
     )
     parser.add_argument("--max-batch-tokens", type=int, metavar="N", help="most tokens of a step")
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=256,
+        metavar="N",
+        help="answered or waiting at a time; more are told to come again (429); default: %(default)s",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("SHARDCONV_API_KEY"),
+        metavar="KEY",
+        help="what clients have to send; default: the environment's SHARDCONV_API_KEY, or nothing",
+    )
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="FIELD",
+        help="fields of generation_config.json that the server cannot grant, to serve without",
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     """Serve until the process is interrupted; the exit code."""
     arguments = parse_arguments()
-    for package in ("starlette", "uvicorn"):
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             print(f"error: serving needs {package}: pip install 'shardconv[serve]'", file=sys.stderr)
             return 2
@@ -59,9 +85,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
     from .loaded import loaded
     from .loading.load import load
+    from .serving.request_sampling import default_sampling, serving_config
 
+    end_with_launcher()
     model = load(arguments.out)
     directory = loaded(model).directory
+    default_sampling(model.generation_config, frozenset(arguments.ignore))  # on all ranks, before they wait
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
@@ -80,33 +109,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
             serve(manager, model, tokenizer, arguments)
 
 
-def serving_config(own: Any) -> Any:
-    """A generation config with which each request says how its tokens are drawn.
-
-    The values are no one's: those that ask for nothing would leave out the step, for all requests.
-
-    Args:
-        own: the generation config of the model.
-    """
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        do_sample=True, temperature=0.5, top_k=1, top_p=0.5, eos_token_id=own.eos_token_id or -1
-    )
-
-
-def default_sampling(own: Any) -> Sampling:
-    """What the generation config of a model says, or else the API: all tokens, as they are likely."""
-    temperature = 1.0 if own.temperature is None else own.temperature
-    return Sampling(temperature, 1.0 if own.top_p is None else own.top_p, own.top_k or 0)
-
-
 def serve(manager: Any, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
     """Listen, on rank 0, until the process is interrupted or the ranks fail."""
     import uvicorn
 
     from .serving.answers import Served
     from .serving.endpoints import application
+    from .serving.request_sampling import default_sampling
 
     text_config = model.config.get_text_config(decoder=True)
     own = model.generation_config
@@ -117,18 +126,36 @@ def serve(manager: Any, model: Any, tokenizer: Any, arguments: argparse.Namespac
         text_config.vocab_size,
         getattr(text_config, "max_position_embeddings", None),
         own.eos_token_id,
+        arguments.max_requests,
     )
-    app = application(served, default_sampling(own))
-    config = uvicorn.Config(app, arguments.host, arguments.port, log_level="warning")
+    defaults = default_sampling(own, frozenset(arguments.ignore))
+    app = application(served, defaults, arguments.api_key)
+    config = uvicorn.Config(
+        app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
+    )
     server = uvicorn.Server(config)
 
     async def run() -> None:
+        await warm_up(served)
+        print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
         watching = asyncio.create_task(watch(manager, server))
         await server.serve()
         watching.cancel()
 
-    print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("shardconv_runtime.serving").setLevel(logging.INFO)
     asyncio.run(run())
+    if any_left := served.metrics.num_running:
+        print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)
+
+
+async def warm_up(served: Any) -> None:
+    """Answer a request, so that the first client does not wait for what is made once."""
+    from .serving.answers import Wanted, answer
+    from .serving.schemas import Sampling
+
+    async for _ in answer(served, [0], Wanted(1, Sampling(temperature=0.0))):
+        pass
 
 
 async def watch(manager: Any, server: Any) -> None:
@@ -136,6 +163,19 @@ async def watch(manager: Any, server: Any) -> None:
     while manager.is_running():
         await asyncio.sleep(WATCH_S)
     server.should_exit = True
+
+
+def end_with_launcher() -> None:
+    """End this process soon after the one that started it, which else would tell it to end."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        print("error: the launcher of this rank is gone; it ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
 
 
 def leave_signals_to_rank_0() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from transformers import PreTrainedTokenizerFast
 import shardconv
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("starlette")
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
 START_S = 120
@@ -43,6 +45,7 @@ def save_words(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    fast.add_tokens(["added"])  # beyond the model's rows
     fast.chat_template = TEMPLATE
     fast.save_pretrained(path)
 
@@ -196,20 +199,127 @@ def leave(client: Any, max_tokens: int) -> None:
     [
         ({"model": "other"}, "not served"),
         ({"n": 2}, "n is not supported"),
-        ({"seed": 3}, "seed is not supported"),
-        ({"temperature": -1}, "temperature should be a number"),
+        ({"seed": 3}, "seed"),
+        ({"temperature": -1}, "temperature: Input should be greater"),
+        ({"temperature": "hot"}, "temperature: Input should be a valid number"),
+        ({"max_tokens": 2.9}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 5000}, "the model's context has 128 tokens"),
         ({"prompt": ["a", "b"]}, "prompt should be one text"),
-        ({"prompt": [VOCAB]}, "token ids"),
+        ({"prompt": [VOCAB]}, f"the prompt has the id {VOCAB}"),
+        ({"prompt": "w5 added"}, f"the prompt has the id {VOCAB}"),
         ({"prompt": ""}, "without tokens"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(serving: Serving, changes: dict[str, Any], message: str) -> None:
     options = {"model": "tiny", "prompt": "w5", "max_tokens": 2} | changes
-    with pytest.raises(openai.APIStatusError, match=message):
-        serving.client.completions.create(**options)
-    with pytest.raises(openai.APIStatusError, match=message):
-        list(serving.client.completions.create(**options, stream=True))
+    known = {name: options.pop(name) for name in ("model", "prompt", "max_tokens")}
+    for streams in ({}, {"stream": True}):
+        with pytest.raises(openai.APIStatusError, match=message) as error:
+            list(serving.client.completions.create(**known, **streams, extra_body=options))
+        assert 400 <= error.value.status_code < 500
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 1, "top_p": 1},
+        {"temperature": 2},
+        {"temperature": 1e-40},
+        {"temperature": 1e-7, "top_p": 0},
+        {"temperature": 100, "min_p": 1},
+        {"top_k": -1, "min_p": 0},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "n": 1, "echo": False},
+    ],
+)
+def test_numbers_of_any_kind(serving: Serving, changes: dict[str, Any]) -> None:
+    answer = serving.client.completions.create(
+        model="tiny", prompt=PROMPTS[0], max_tokens=4, extra_body={"temperature": 0} | changes
+    )
+    assert answer.usage.completion_tokens == 4
+    if changes.get("temperature", 0) < 1 or changes.get("min_p") == 1:
+        assert answer.choices[0].text.split() == serving.continued(PROMPTS[0], 4).split()
+
+
+def test_the_default_of_a_chat_is_what_is_left(serving: Serving) -> None:
+    messages = [{"role": "user", "content": " ".join(["w5"] * 60)}]
+    options = {"model": "tiny", "extra_body": {"ignore_eos": True}}
+    answer = serving.client.chat.completions.create(messages=messages, **options)
+    assert answer.usage.total_tokens == 128
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_messages_with_calls_of_tools(serving: Serving) -> None:
+    """The template of this model shows what has content; that it gets all is tested with the schemas."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "w8"},
+    ]
+    options = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+    assert serving.client.chat.completions.create(messages=messages, **options).usage.completion_tokens == 3
+
+
+def test_stops_that_are_tokens(serving: Serving) -> None:
+    """A special token, which the text does not show, and the id of a word."""
+    words = serving.continued(PROMPTS[1], 8).split()
+    token = serving.tokenizer.convert_tokens_to_ids(words[3])
+    options = {"model": "tiny", "prompt": PROMPTS[1], "max_tokens": 8, "temperature": 0}
+    stop = words.index(words[3])
+    answer = serving.client.completions.create(**options, extra_body={"stop_token_ids": [token]})
+    assert answer.choices[0].text.split() == words[:stop]
+    assert answer.choices[0].finish_reason == "stop"
+    answer = serving.client.completions.create(**options, stop=["w2"])
+    assert answer.choices[0].text.split() == words[: words.index("w2") if "w2" in words else 8]
+
+
+def post(serving: Serving, path: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    """The status and the JSON of an answer."""
+    url = f"http://127.0.0.1:{serving.port}{path}"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": NaN}',
+        b'{"prompt": "w5", "temperature": NaN}',
+        b"\xff\xfe",
+        b"null",
+        b"",
+    ],
+)
+def test_nonsense_is_the_clients_fault(serving: Serving, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, found = post(serving, path, body)
+        assert status == 400
+        assert found["error"]["type"] == "invalid_request_error"
+
+
+def test_other_paths(serving: Serving) -> None:
+    assert serving.client.models.retrieve("tiny").id == "tiny"
+    for name in ("other", "a/b"):
+        with pytest.raises(openai.NotFoundError, match="not served"):
+            serving.client.models.retrieve(name)
+    assert post(serving, "/v1/embeddings", b"{}")[0] == 404
+    assert post(serving, "/v1/models", b"{}")[0] == 405
+
+
+def test_metrics(serving: Serving) -> None:
+    serving.client.completions.create(model="tiny", prompt=PROMPTS[0], max_tokens=3, temperature=0)
+    text = urllib.request.urlopen(f"http://127.0.0.1:{serving.port}/metrics", timeout=5).read().decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["shardconv_new_tokens_total"]) >= 3
+    assert float(values["shardconv_first_token_seconds_count"]) >= 1
+    assert float(values["shardconv_requests_running"]) == 0
 
 
 # A server of its own --------------------------------------------------------------------------------
@@ -262,6 +372,13 @@ def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path:
         time.sleep(3)
         assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
 
+        with pytest.raises(openai.APITimeoutError):  # it asked for all in one piece, and hangs up
+            client.completions.create(**options, max_tokens=8000, timeout=1)
+        time.sleep(1)
+        before = cpu_s(pids)
+        time.sleep(3)
+        assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
+
         stream = client.completions.create(**options, max_tokens=8000, stream=True)
         next(stream)
         begin = time.monotonic()
@@ -277,3 +394,46 @@ def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path:
                 os.kill(pid, signal.SIGKILL)
         printed, _ = process.communicate(timeout=60)
     assert "another rank" in printed or "rank 1" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM to all", "SIGTERM to the launcher", "the launcher is killed"])
+def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path) -> None:
+    shardconv.convert(endless(tmp_path / "llama"), tmp_path / "out", tp=2, check=False)
+    port = free_port()
+    process = start(tmp_path / "out", port, 2)
+    pids: list[int] = []
+    try:
+        wait_until_healthy(port, process)
+        pids = ranks_of(process)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(model="tiny", prompt="w5", max_tokens=8000, stream=True)
+        next(stream)
+        begin = time.monotonic()
+        if how == "the launcher is killed":
+            process.kill()
+        else:
+            for pid in pids if how == "SIGTERM to all" else []:
+                os.kill(pid, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() - begin < 60
+            time.sleep(0.1)
+        assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 40)
+    finally:
+        for pid in (process.pid, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
+def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_path: Path) -> None:
+    source = endless(tmp_path / "llama")
+    found = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps({**found, "repetition_penalty": 1.05}))
+    shardconv.convert(source, tmp_path / "out", tp=1, check=False)
+    process = start(tmp_path / "out", free_port(), 1)
+    printed, _ = process.communicate(timeout=START_S)
+    assert process.returncode != 0
+    assert "--ignore repetition_penalty" in printed

@@ -141,6 +141,12 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             max_new_tokens = room - len(input_ids)
         return super().add_request(input_ids, request_id, max_new_tokens, **options)
 
+    @property
+    def room(self) -> int | None:
+        """For how many tokens of one request there is room, with the tokens to come."""
+        limits = [limit for limit in (self._room, self._check.limit) if limit is not None]
+        return min(limits, default=None)
+
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""
         if isinstance(self.output_router, _NoAnswers):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ShardconvError
-from .client_requests import BadRequest, Wanted
+from .metrics import Metrics
+from .schemas import BadRequest, Sampling
 from .text_stream import TextStream
+
+RETRY_AFTER_S = 2
+"""What a client is told to wait for when too many are answered."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Served:
         name: of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
+        max_requests: answered or waiting at a time; more are told to come again.
+        metrics: counts of this server.
     """
 
     manager: Any
@@ -30,6 +37,27 @@ class Served:
     vocabulary_size: int
     context: int | None
     eos_token_id: int | list[int] | None
+    max_requests: int = 256
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        given = self.eos_token_id
+        return frozenset(given if isinstance(given, list) else [] if given is None else [given])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a client asks for, beside the prompt."""
+
+    max_new_tokens: int | None
+    """None: what is left of the context."""
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignores_end: bool = False
+    shows_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,57 +84,100 @@ async def answer(served: Served, prompt: list[int], wanted: Wanted) -> AsyncGene
         wanted: by the client.
 
     Raises:
-        BadRequest: the request does not fit the model or its cache.
+        BadRequest: the request does not fit the model or its cache, or too many are answered.
         AnswerFailed: the loop failed.
     """
+    metrics = served.metrics
+    if metrics.num_running >= served.max_requests:
+        raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)
+    stops, stop_tokens = _special_stops(served, wanted)
+    ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
+    max_new_tokens = _limit(served, prompt, wanted)
     name, outputs = f"cmpl-{uuid.uuid4().hex}", asyncio.Queue[Any]()
-    _add(served, name, prompt, wanted, outputs)
-    stream, is_finished = TextStream(served.tokenizer, wanted.stops), False
-    try:
-        while not is_finished:
-            output = await outputs.get()
-            if output.error is not None:
-                is_finished = True
-                raise AnswerFailed(output.error)
-            tokens, is_finished = output.generated_tokens, output.is_finished()
-            text = stream.push(tokens, is_finished)
-            if stream.is_stopped or is_finished:
-                is_full = len(tokens) >= wanted.max_new_tokens and not _ends(served, tokens)
-                yield Piece(text, len(tokens), "length" if is_full and not stream.is_stopped else "stop")
-                return
-            if text:
-                yield Piece(text, len(tokens))
-    finally:
-        if not is_finished:
-            served.manager.cancel_request(name)
-        served.manager.output_router.result_handlers.pop(name, None)
+    loop = asyncio.get_running_loop()
+    _add(served, name, prompt, max_new_tokens, ends, wanted, lambda x: loop.call_soon(outputs.put_nowait, x))
+    stream = TextStream(served.tokenizer, stops, skip_special_tokens=not wanted.shows_special_tokens)
+    is_finished, num_told, last_at = False, 0, time.perf_counter()
+    with metrics.running(len(prompt)):
+        try:
+            while not is_finished:
+                output = await outputs.get()
+                if output.error is not None:
+                    is_finished = True
+                    raise AnswerFailed(output.error)
+                tokens, is_finished = output.generated_tokens, output.is_finished()
+                now = time.perf_counter()
+                metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
+                num_told, last_at = len(tokens), now
+                has_end = bool(tokens) and tokens[-1] in ends
+                # A stop that is a token of its own is not a part of the answer.
+                shown = tokens[:-1] if has_end and tokens[-1] in stop_tokens else tokens
+                text = stream.push(shown, is_finished)
+                if stream.is_stopped or is_finished:
+                    is_cut = len(tokens) >= max_new_tokens and not has_end and not stream.is_stopped
+                    yield Piece(text, len(tokens), "length" if is_cut else "stop")
+                    return
+                if text:
+                    yield Piece(text, len(tokens))
+        finally:
+            if not is_finished:
+                served.manager.cancel_request(name)
+            served.manager.output_router.result_handlers.pop(name, None)
 
 
-def _add(served: Served, name: str, prompt: list[int], wanted: Wanted, outputs: Any) -> None:
-    num_tokens = len(prompt) + wanted.max_new_tokens
-    if served.context is not None and num_tokens > served.context:
+def _special_stops(served: Served, wanted: Wanted) -> tuple[list[str], frozenset[int]]:
+    """Stop strings, and ids to stop at: of those strings that are special tokens, which the text lacks."""
+    special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
+    tokens = {special[stop] for stop in wanted.stops if stop in special}
+    return [stop for stop in wanted.stops if stop not in special], wanted.stop_token_ids | tokens
+
+
+def _limit(served: Served, prompt: list[int], wanted: Wanted) -> int:
+    """The most new tokens of an answer."""
+    limits = [limit for limit in (served.context, served.manager.room) if limit is not None]
+    if not prompt:
+        raise BadRequest("a prompt without tokens cannot be continued", "prompt")
+    if outside := [token for token in prompt if not 0 <= token < served.vocabulary_size]:
         raise BadRequest(
-            f"the model's context has {served.context} tokens; {len(prompt)} of the prompt and "
-            f"{wanted.max_new_tokens} new ones were asked for"
+            f"the model has {served.vocabulary_size} tokens, and the prompt has the id {outside[0]}", "prompt"
         )
+    if wanted.max_new_tokens is None:
+        left = min(limits, default=len(prompt) + 2**20) - len(prompt)
+        if left < 1:
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens, and there is room for {min(limits)}", "prompt"
+            )
+        return left
+    if limits and len(prompt) + wanted.max_new_tokens > min(limits):
+        raise BadRequest(
+            f"the model's context has {min(limits)} tokens; {len(prompt)} of the prompt and "
+            f"{wanted.max_new_tokens} new ones were asked for",
+            "max_tokens",
+        )
+    return wanted.max_new_tokens
+
+
+def _add(
+    served: Served,
+    name: str,
+    prompt: list[int],
+    max_new_tokens: int,
+    ends: frozenset[int],
+    wanted: Wanted,
+    tell: Any,
+) -> None:
     if served.manager.failure is not None:
         raise AnswerFailed(str(served.manager.failure))
-    served.manager.register_result_handler(name, outputs.put_nowait)
+    served.manager.register_result_handler(name, tell)
     try:
         served.manager.add_request(
             prompt,
             request_id=name,
-            max_new_tokens=wanted.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             streaming=True,
-            eos_token_id=served.eos_token_id,
+            eos_token_id=sorted(ends) or -1,
             **wanted.sampling.options(served.vocabulary_size),
         )
     except ShardconvError as error:
         served.manager.output_router.result_handlers.pop(name, None)
         raise BadRequest(str(error)) from error
-
-
-def _ends(served: Served, tokens: list[int]) -> bool:
-    """Whether an answer ends with the token for it."""
-    ends = served.eos_token_id
-    return bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])

@@ -7,6 +7,8 @@ from typing import Any
 
 INCOMPLETE = "\ufffd"
 """What decoding gives for a part of a character's bytes."""
+LONGEST_CHARACTER = 8
+"""Tokens after which bytes that are no character yet will be none: a character has four bytes."""
 
 
 class TextStream:
@@ -15,11 +17,15 @@ class TextStream:
     Args:
         tokenizer: of transformers.
         stops: texts before which the answer ends.
+        skip_special_tokens: leave them out of the text.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
+        self._skip_special_tokens = skip_special_tokens
         self._window = (0, 0)
         """Tokens with which the next ones are decoded, for spaces and joined bytes: start and stop."""
         self._held = ""
@@ -47,13 +53,20 @@ class TextStream:
     def _decoded(self, tokens: Sequence[int], is_last: bool) -> str:
         begin, end = self._window
         before, text = self._decode(tokens[begin:end]), self._decode(tokens[begin:])
-        if text.endswith(INCOMPLETE) and not is_last:
+        if text.endswith(INCOMPLETE) and not is_last and len(tokens) - end < LONGEST_CHARACTER:
             return ""
         self._window = (end, len(tokens))
         return text[len(before) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        # Spaces are cleaned up by what follows them, so that pieces would not join to the text of all.
+        return str(
+            self._tokenizer.decode(
+                list(tokens),
+                skip_special_tokens=self._skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from shardconv_runtime.serving.text_stream import TextStream
 
@@ -9,7 +11,7 @@ from shardconv_runtime.serving.text_stream import TextStream
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[int], **options: Any) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -29,6 +31,20 @@ def test_characters_are_not_divided(text: str) -> None:
 def test_a_part_of_a_character_at_the_end_is_shown() -> None:
     stream = TextStream(Bytes())
     assert stream.push([65, 0xE6], True) == "A\ufffd"
+
+
+def test_bytes_that_are_no_character_are_decoded_a_few_times_only() -> None:
+    decoded: list[int] = []
+
+    class Counting(Bytes):
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            decoded.append(len(tokens))
+            return super().decode(tokens, **options)
+
+    stream, tokens = TextStream(Counting()), [0xFF] * 1000
+    text = "".join(stream.push(tokens[:n], n == len(tokens)) for n in range(1, len(tokens) + 1))
+    assert text == "\ufffd" * 1000
+    assert max(decoded) < 20
 
 
 @pytest.mark.parametrize(
