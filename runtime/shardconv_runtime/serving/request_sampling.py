@@ -40,7 +40,6 @@ ONE_ASKS_FOR_NOTHING = (
     "guidance_scale",
     "length_penalty",
     "num_beams",
-    "num_beam_groups",
     "num_return_sequences",
 )
 """Fields whose value 1 is that of a config that does not say."""
