@@ -166,7 +166,9 @@ async def watch(manager: Any, server: Any) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process soon after the one that started it, which else would tell it to end."""
+    """End this process soon after torchrun, which else would tell it to end."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return  # started by hand: it may outlive its shell
     parent = os.getppid()
 
     def look() -> None:
