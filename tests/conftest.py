@@ -20,12 +20,10 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
 # An error in an operator's rule fails the test; users get a plan that replicates what the call touches.
 os.environ["SHARDCONV_STRICT_RULES"] = "1"
 
-import longest_first
 import pytest
 import quick_calls  # noqa: F401  (before the code that is tested)
 import torch
 import transformers
-from longest_first import LongestFirst
 from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 from test_log import TestLog
@@ -48,7 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="only tests that are quick and start no process")
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst:
+@pytest.hookimpl(optionalhook=True)  # there is no xdist in the environment with vLLM
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from longest_first import LongestFirst
+
     return LongestFirst(config, log)
 
 
@@ -72,12 +73,14 @@ def slow_tests() -> tuple[str, ...]:
 
 def _is_fast(item: pytest.Item) -> bool:
     """Whether the whole file of a test takes little time, and starts no process."""
+    from longest_first import seconds
+
     assert isinstance(item, pytest.Function)
     file = item.nodeid.partition("::")[0]
     starts = ("run_processes", "run_outcomes", "run_errors", "Forked", "run_forked", "subprocess")
     return (
         not file.startswith(SEVERAL_PROCESSES)
-        and file not in longest_first.seconds()
+        and file not in seconds()
         and not any(name in vars(item.module) for name in starts)
     )
 
