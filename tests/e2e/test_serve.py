@@ -233,7 +233,10 @@ def test_what_cannot_be_answered_is_refused(serving: Serving, changes: dict[str,
 )
 def test_numbers_of_any_kind(serving: Serving, changes: dict[str, Any]) -> None:
     answer = serving.client.completions.create(
-        model="tiny", prompt=PROMPTS[0], max_tokens=4, extra_body={"temperature": 0} | changes
+        model="tiny",
+        prompt=PROMPTS[0],
+        max_tokens=4,
+        extra_body={"temperature": 0, "ignore_eos": True} | changes,
     )
     assert answer.usage.completion_tokens == 4
     if changes.get("temperature", 0) < 1 or changes.get("min_p") == 1:
