@@ -127,10 +127,8 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if max_new_tokens is None:
             max_new_tokens = self.generation_config.max_new_tokens
         num_tokens = len(input_ids) + (1 if max_new_tokens is None else max_new_tokens)
-        room, limit = self._room, self._check.limit
         self._check.require(input_ids, max_new_tokens)
-        if limit is not None and max_new_tokens is None:
-            room = limit + 1 if room is None else min(room, limit + 1)
+        room = self.room if max_new_tokens is None else self._room
         if room is not None and num_tokens > room:
             raise ShardconvError(
                 f"a request for {len(input_ids)} tokens and {max_new_tokens or 1} new ones does not fit in "
@@ -143,9 +141,10 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def room(self) -> int | None:
-        """For how many tokens of one request there is room, with the tokens to come."""
-        limits = [limit for limit in (self._room, self._check.limit) if limit is not None]
-        return min(limits, default=None)
+        """The most tokens of one request, with those to come; None if nothing limits them."""
+        limit = self._check.limit  # of those that are computed with, as the last new one is not
+        limits = (self._room, None if limit is None else limit + 1)
+        return min((each for each in limits if each is not None), default=None)
 
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""
