@@ -12,9 +12,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ShardconvError
+
+if TYPE_CHECKING:
+    from .serving.schemas import Sampling
 
 WATCH_S = 0.5
 """How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
@@ -90,7 +93,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     end_with_launcher()
     model = load(arguments.out)
     directory = loaded(model).directory
-    default_sampling(model.generation_config, frozenset(arguments.ignore))  # on all ranks, before they wait
+    # On all ranks, before they wait: a config that cannot be granted ends each of them.
+    defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError) as error:
@@ -106,29 +110,28 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with managing as manager:
         leave_signals_to_rank_0()
         if manager.is_tp_driver:
-            serve(manager, model, tokenizer, arguments)
+            serve(manager, model, tokenizer, defaults, arguments)
 
 
-def serve(manager: Any, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+def serve(
+    manager: Any, model: Any, tokenizer: Any, defaults: Sampling, arguments: argparse.Namespace
+) -> None:
     """Listen, on rank 0, until the process is interrupted or the ranks fail."""
     import uvicorn
 
     from .serving.answers import Served
     from .serving.endpoints import application
-    from .serving.request_sampling import default_sampling
 
     text_config = model.config.get_text_config(decoder=True)
-    own = model.generation_config
     served = Served(
         manager,
         tokenizer,
         arguments.name or Path(arguments.out).resolve().name,
         text_config.vocab_size,
         getattr(text_config, "max_position_embeddings", None),
-        own.eos_token_id,
+        model.generation_config.eos_token_id,
         arguments.max_requests,
     )
-    defaults = default_sampling(own, frozenset(arguments.ignore))
     app = application(served, defaults, arguments.api_key)
     config = uvicorn.Config(
         app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S

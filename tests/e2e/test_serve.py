@@ -354,33 +354,59 @@ def cpu_s(pids: list[int]) -> float:
     return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.slow
-def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path: Path) -> None:
-    shardconv.convert(endless(tmp_path / "llama"), tmp_path / "out", tp=2, check=False)
+@dataclass
+class Endless:
+    """A running server of an endless model."""
+
+    process: subprocess.Popen[str]
+    pids: list[int]
+    """Of its ranks."""
+    client: Any
+    printed: str = ""
+    """All of it, at the end."""
+
+
+@contextlib.contextmanager
+def serving_endless(path: Path) -> Iterator[Endless]:
+    """At two ranks; whatever is left of it in the end is killed."""
+    shardconv.convert(endless(path / "llama"), path / "out", tp=2, check=False)
     port = free_port()
-    process = start(tmp_path / "out", port, 2)
-    pids: list[int] = []
+    process = start(path / "out", port, 2)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    server = Endless(process, [], client)
     try:
         wait_until_healthy(port, process)
-        pids = ranks_of(process)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        server.pids = ranks_of(process)
+        yield server
+    finally:
+        process.kill()
+        for pid in server.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        server.printed, _ = process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path: Path) -> None:
+    with serving_endless(tmp_path) as server:
+        client, pids = server.client, server.pids
         options = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0}
         begin, before = time.monotonic(), cpu_s(pids)
         client.completions.create(**options, max_tokens=200)
         busy = (cpu_s(pids) - before) / (time.monotonic() - begin)
+
+        def require_idle() -> None:
+            time.sleep(1)
+            before = cpu_s(pids)
+            time.sleep(3)
+            assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
+
         leave(client, 8000)
         assert client.completions.create(**options, max_tokens=3).usage.completion_tokens == 3
-        time.sleep(1)
-        before = cpu_s(pids)
-        time.sleep(3)
-        assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
-
+        require_idle()
         with pytest.raises(openai.APITimeoutError):  # it asked for all in one piece, and hangs up
             client.completions.create(**options, max_tokens=8000, timeout=1)
-        time.sleep(1)
-        before = cpu_s(pids)
-        time.sleep(3)
-        assert (cpu_s(pids) - before) / 3 < busy / 3, "nobody waits for an answer"
+        require_idle()
 
         stream = client.completions.create(**options, max_tokens=8000, stream=True)
         next(stream)
@@ -388,47 +414,29 @@ def test_requests_end_with_their_clients_and_the_server_with_its_ranks(tmp_path:
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(openai.OpenAIError):
             list(stream)
-        assert process.wait(timeout=SOON_S) != 0
+        assert server.process.wait(timeout=SOON_S) != 0
         assert time.monotonic() - begin < SOON_S
-    finally:
-        process.kill()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=60)
-    assert "another rank" in printed or "rank 1" in printed, printed
+    assert "another rank" in server.printed or "rank 1" in server.printed, server.printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM to all", "SIGTERM to the launcher", "the launcher is killed"])
 def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path) -> None:
-    shardconv.convert(endless(tmp_path / "llama"), tmp_path / "out", tp=2, check=False)
-    port = free_port()
-    process = start(tmp_path / "out", port, 2)
-    pids: list[int] = []
-    try:
-        wait_until_healthy(port, process)
-        pids = ranks_of(process)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(model="tiny", prompt="w5", max_tokens=8000, stream=True)
+    with serving_endless(tmp_path) as server:
+        stream = server.client.completions.create(model="tiny", prompt="w5", max_tokens=8000, stream=True)
         next(stream)
         begin = time.monotonic()
         if how == "the launcher is killed":
-            process.kill()
+            server.process.kill()
         else:
-            for pid in pids if how == "SIGTERM to all" else []:
+            for pid in server.pids if how == "SIGTERM to all" else []:
                 os.kill(pid, signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            server.process.send_signal(signal.SIGTERM)
+        server.process.wait(timeout=60)
+        while any(Path(f"/proc/{pid}").exists() for pid in server.pids):
             assert time.monotonic() - begin < 60
             time.sleep(0.1)
         assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 40)
-    finally:
-        for pid in (process.pid, *pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
 
 
 def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def run_outcomes(
                 each or (None, f"no answer in {TIMEOUT_S} s; it was at\n{text}", TimeoutError())
                 for each, text in zip(found, where, strict=True)
             ]
-        return [each for each in found if each is not None]
+        return found
     finally:
         for process, file in zip(processes, stacks, strict=True):
             process.join(5)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -335,6 +336,13 @@ def _ids_are_refused(token: Callable[[int], int]) -> Form:
 def _hook_on_embedding(model: Any, given: Given) -> list[Tensor]:
     """Noise that is added by a hook, as trainers install it; all outputs are compared."""
     _has(given.embeds, "embedding")
+    with noisy_embeddings(model):
+        return call(model, given)
+
+
+@contextmanager
+def noisy_embeddings(model: Any) -> Iterator[None]:
+    """With a hook that adds noise to the embeddings, as NEFTune; the same noise in each call."""
 
     def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
         rng = torch.Generator().manual_seed(9)
@@ -342,7 +350,7 @@ def _hook_on_embedding(model: Any, given: Given) -> list[Tensor]:
 
     handle = model.get_input_embeddings().register_forward_hook(add_noise)
     try:
-        return call(model, given)
+        yield
     finally:
         handle.remove()
 

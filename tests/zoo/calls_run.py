@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import shardconv_runtime
 import torch
@@ -39,6 +39,7 @@ COLLECTIVE_S = 20
 TYPE_S = 420
 """Limit for one type."""
 
+T = TypeVar("T")
 Outcome = tuple[str, str]
 """What became of a form, and what is to be said of it."""
 Wanted = list[Tensor] | str
@@ -135,38 +136,60 @@ def _line(error: BaseException) -> str:
 
 def _from_ranks(path: Path, reference: Reference, forms: Sequence[str]) -> dict[str, Outcome]:
     """The outcomes of the forms, up to the first after which the ranks cannot go on; at least one."""
-    outcomes = run_outcomes(TP, _on_rank, path, reference, forms)
+    return from_ranks(forms, _on_rank, path, reference, forms)
+
+
+def from_ranks(names: Sequence[str], on_rank: Callable[..., list[Outcome]], *args: Any) -> dict[str, Outcome]:
+    """The outcomes of ranks that try one after another, up to the first after which they cannot go on."""
+    outcomes = run_outcomes(TP, on_rank, *args)
     failed = [text for _, text, _ in outcomes if text is not None]
     if failed:
-        return {forms[0]: (CRASH, failed[0].strip().splitlines()[-1])}
-    return dict(zip(forms, outcomes[0][0], strict=False))
+        return {names[0]: (CRASH, failed[0].strip().splitlines()[-1])}
+    return dict(zip(names, outcomes[0][0], strict=False))
 
 
 def _on_rank(path: Path, reference: Reference, forms: Sequence[str]) -> list[Outcome]:
     model = shardconv_runtime.load(path, timeout_s=COLLECTIVE_S)
-    control = dist.new_group(backend="gloo")
     _prepared(model, reference.dtype)
+    return in_step(forms, lambda form: _try(model, reference, form))
+
+
+def in_step(names: Sequence[str], attempt: Callable[[str], Outcome]) -> list[Outcome]:
+    """What became of each attempt on all ranks, up to the first after which they cannot go on."""
+    control = dist.new_group(backend="gloo")
     out: list[Outcome] = []
-    for form in forms:
+    for name in names:
         found: list[Any] = [None] * TP
-        dist.all_gather_object(found, _try(model, reference, form), group=control)
+        dist.all_gather_object(found, attempt(name), group=control)
         out.append(joined(found))
         if out[-1][0] == CRASH:
             break  # the ranks may be at different collectives
     return out
 
 
-def _try(model: Any, reference: Reference, form: str) -> Outcome:
-    want = reference.want[form]
-    assert not isinstance(want, str)
+def judged(run: Callable[[], T], judge: Callable[[T], Outcome]) -> Outcome:
+    """What is to be said of a result, or of the error that came in its place."""
     try:
-        got = _call(model, reference.given, form, reference.is_exact)
+        got = run()
     except LaunchError as error:
         return CRASH, _line(error)
     except ShardconvError as error:
         return REFUSED, _line(error)
     except Exception as error:
         return CRASH, _line(error)
+    return judge(got)
+
+
+def _try(model: Any, reference: Reference, form: str) -> Outcome:
+    return judged(
+        lambda: _call(model, reference.given, form, reference.is_exact),
+        lambda got: _judge(got, reference, form),
+    )
+
+
+def _judge(got: list[Tensor], reference: Reference, form: str) -> Outcome:
+    want = reference.want[form]
+    assert not isinstance(want, str)
     if form in CASTS:
         return _judge_cast(got, want, reference)
     error = difference(got, want)

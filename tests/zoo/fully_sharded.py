@@ -18,16 +18,14 @@ from made_inputs import make_inputs
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
-from shardconv_runtime.errors import SolveError
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
-from torch import nn
 from training_runs import cpu_mesh
 
 import shardconv
 from shardconv.tracing.inputs import TraceInputs
 
-from .measure import random_weight
 from .models import ZooModel
+from .saved import draw
 from .training import (
     FLOOR,
     PROCESSES,
@@ -39,6 +37,8 @@ from .training import (
     line,
     low_rank,
     unadapted,
+    with_eager_experts,
+    with_sequence,
 )
 
 TP, REPLICAS = 2, 2
@@ -85,36 +85,28 @@ def _save(model: ZooModel, config: Any, folder: Path) -> None:
     """Write a checkpoint and an adapter of it, all random."""
     whole = model.model_class._from_config(model.config, dtype=torch.float64)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(random_weight(parameter, generator))
-        whole.save_pretrained(folder / "model")
-        adapted = get_peft_model(whole, config)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(random_weight(parameter, generator))
+    draw(whole.parameters(), generator)
+    whole.save_pretrained(folder / "model")
+    adapted = get_peft_model(whole, config)
+    draw((p for p in adapted.parameters() if p.requires_grad), generator)
     adapted.save_pretrained(folder / "adapter")
 
 
 def _convert(folder: Path) -> bool:
     """Convert both, where possible for training with a sharded sequence; whether that was possible."""
-    for is_sequence in (True, False):
-        try:
-            shardconv.convert(
-                folder / "model",
-                folder / "out",
-                tp=TP,
-                sequence_parallel=is_sequence,
-                check=False,
-                overwrite=True,
-            )
-            shardconv.adapt(folder / "out", folder / "adapter", folder / "adapted", check=False)
-        except SolveError:
-            if not is_sequence:
-                raise
-        else:
-            return is_sequence
-    raise AssertionError
+
+    def convert(is_sequence: bool) -> None:
+        shardconv.convert(
+            folder / "model",
+            folder / "out",
+            tp=TP,
+            sequence_parallel=is_sequence,
+            check=False,
+            overwrite=True,
+        )
+        shardconv.adapt(folder / "out", folder / "adapter", folder / "adapted", check=False)
+
+    return with_sequence(convert)[1]
 
 
 def _inputs(model: ZooModel, seed: int) -> TraceInputs:
@@ -127,13 +119,8 @@ def _inputs(model: ZooModel, seed: int) -> TraceInputs:
 
 def _load_unsharded(model: ZooModel, folder: Path) -> Any:
     base = model.model_class.from_pretrained(folder / "model", dtype=torch.float64)
-    _with_eager_experts(base)
+    with_eager_experts(base)
     return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
-
-
-def _with_eager_experts(model: nn.Module) -> None:
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
 
 
 def _runs_checkpointed(whole: Any, inputs: TraceInputs) -> bool:
@@ -162,7 +149,7 @@ def _train(folder: Path, inputs: list[TraceInputs], is_sequence: bool, recompute
         data_parallel=True,
         gather_logits=True,
     )
-    _with_eager_experts(model.get_base_model())
+    with_eager_experts(model.get_base_model())
     if recomputes:
         checkpoint(model.get_base_model())
     own = inputs[mesh.get_local_rank(0)]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .measure import random_weight
 from .models import build
+
+
+def draw(parameters: Iterable[nn.Parameter], generator: torch.Generator) -> None:
+    """Make parameters random, in place."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(random_weight(parameter, generator))
 
 
 def save_random(family: str, model_type: str, path: Path, dtype: torch.dtype = torch.float64) -> Any:
@@ -22,9 +31,6 @@ def save_random(family: str, model_type: str, path: Path, dtype: torch.dtype = t
     """
     zoo = build(family, model_type)
     model = zoo.model_class._from_config(zoo.config, dtype=dtype).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(random_weight(parameter, generator))
+    draw(model.parameters(), torch.Generator().manual_seed(1))
     model.save_pretrained(path)
     return zoo.model_class.from_pretrained(path, dtype=dtype).eval()

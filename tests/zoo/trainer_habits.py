@@ -16,9 +16,8 @@ from typing import Any
 import shardconv_runtime
 import torch
 import torch.distributed as dist
-from distributed import run_outcomes
 from made_inputs import make_inputs
-from shardconv_runtime.errors import LaunchError, ShardconvError, SolveError
+from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.loaded import loaded
 from shardconv_runtime.parallel.boundary import forward_signature
@@ -30,12 +29,35 @@ import shardconv
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.simulation.simulated_weights import local_weights
 
-from .calls_run import ABSENT, COLLECTIVE_S, CRASH, REFUSED, RIGHT, WRONG, Outcome, joined
-from .measure import random_weight
+from .calls import noisy_embeddings
+from .calls_run import (
+    ABSENT,
+    COLLECTIVE_S,
+    CRASH,
+    REFUSED,
+    RIGHT,
+    TP,
+    WRONG,
+    Outcome,
+    from_ranks,
+    in_step,
+    judged,
+)
 from .models import ZooModel
-from .training import FLOOR, TOLERANCE, TRAINERS, Trained, cut, gradients, line, without_dropout
+from .saved import draw
+from .training import (
+    FLOOR,
+    TOLERANCE,
+    TRAINERS,
+    Trained,
+    cut,
+    gradients,
+    line,
+    with_eager_experts,
+    with_sequence,
+    without_dropout,
+)
 
-TP = 2
 STATUS = {RIGHT: "equal", REFUSED: "refused", WRONG: "wrong", CRASH: "wrong", ABSENT: "not judged"}
 SCALE = 2.0**16
 
@@ -45,17 +67,9 @@ Habit = Callable[[Any, TraceInputs], Gradients]
 
 
 def _with_noise(model: Any, inputs: TraceInputs) -> Gradients:
-    """As NEFTune: a hook that adds noise to the embeddings."""
-
-    def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(9)
-        return output + torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
+    """As NEFTune."""
+    with noisy_embeddings(model):
         return gradients(model, inputs)
-    finally:
-        handle.remove()
 
 
 def _with_loss_of_last_norm(model: Any, inputs: TraceInputs) -> Gradients:
@@ -127,18 +141,14 @@ def try_habits(model: ZooModel) -> list[Trained]:
             return [Trained(*about, "", "not judged", line(error))]
         norms = [n for n, m in whole.named_modules() if "norm" in type(m).__name__.lower()]
         whole.config.last_norm_of_this_test = norms[-1] if norms else ""
-        want: dict[str, Gradients | str] = {}
-        for habit in HABITS:
-            want[habit] = _of_one(whole, inputs, habit)
+        want = {habit: _of_one(whole, inputs, habit) for habit in HABITS}
         rows = {h: (ABSENT, w, 0.0) for h, w in want.items() if isinstance(w, str)}
         while left := [habit for habit in HABITS if habit not in rows]:
             started = time.perf_counter()
             given = (folder / "out", whole.config.last_norm_of_this_test, is_sequence, inputs, want, left)
-            outcomes = run_outcomes(TP, _on_rank, *given)
-            failed = [text for _, text, _ in outcomes if text is not None]
-            found = [(CRASH, failed[0].strip().splitlines()[-1])] if failed else outcomes[0][0]
+            found = from_ranks(left, _on_rank, *given)
             seconds = (time.perf_counter() - started) / len(found)
-            rows |= {habit: (*each, seconds) for habit, each in zip(left, found, strict=False)}
+            rows |= {habit: (*outcome, seconds) for habit, outcome in found.items()}
     form = " over a sharded sequence" if is_sequence else ""
     return [Trained(*about, h + form, STATUS[rows[h][0]], rows[h][1], seconds=rows[h][2]) for h in HABITS]
 
@@ -146,21 +156,12 @@ def try_habits(model: ZooModel) -> list[Trained]:
 def _convert(model: ZooModel, folder: Path) -> bool:
     """Write a random checkpoint and convert it; whether it can be trained over a sharded sequence."""
     whole = model.model_class._from_config(model.config, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(random_weight(parameter, generator))
+    draw(whole.parameters(), torch.Generator().manual_seed(1))
     whole.save_pretrained(folder / "model")
-    for is_sequence in (True, False):
-        try:
-            plan = shardconv.convert(
-                folder / "model", folder / "out", TP, sequence_parallel=is_sequence, check=False
-            )
-        except SolveError:
-            if not is_sequence:
-                raise
-        else:
-            break
+    options = {"tp": TP, "check": False}
+    plan, is_sequence = with_sequence(
+        lambda seq: shardconv.convert(folder / "model", folder / "out", sequence_parallel=seq, **options)
+    )
     if plan.training is None:
         raise SolveError(f"for inference only: {plan.inference_only}")
     return is_sequence
@@ -176,8 +177,7 @@ def _load_unsharded(model: ZooModel, path: Path) -> Any:
 
 
 def _prepared(model: Any) -> Any:
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    with_eager_experts(model)
     return without_dropout(model.train())
 
 
@@ -214,29 +214,16 @@ def _on_rank(
         path, training=True, sequence_parallel=is_sequence, gather_logits=True, timeout_s=COLLECTIVE_S
     )
     _prepared(model).config.last_norm_of_this_test = last_norm
-    control = dist.new_group(backend="gloo")
-    out: list[Outcome] = []
-    for habit in left:
-        model.zero_grad()
-        found: list[Any] = [None] * TP
-        dist.all_gather_object(found, _judged(model, inputs, habit, want[habit]), group=control)
-        out.append(joined(found))
-        if out[-1][0] == CRASH:
-            break  # the ranks may be at different collectives
-    return out
+    return in_step(left, lambda habit: _try(model, inputs, habit, want[habit]))
 
 
-def _judged(model: Any, inputs: TraceInputs, habit: str, want: Gradients) -> Outcome:
-    try:
-        got = HABITS[habit](model, inputs)
-    except LaunchError as error:
-        return CRASH, line(error)
-    except ShardconvError as error:
-        return REFUSED, line(error)
-    except Exception as error:
-        return CRASH, line(error)
-    worst, name = _difference(got, want, loaded(model).plan)
-    return (RIGHT, "") if worst <= TOLERANCE else (WRONG, f"{name} differs by {worst:.1e}")
+def _try(model: Any, inputs: TraceInputs, habit: str, want: Gradients) -> Outcome:
+    def judge(got: Gradients) -> Outcome:
+        worst, name = _difference(got, want, loaded(model).plan)
+        return (RIGHT, "") if worst <= TOLERANCE else (WRONG, f"{name} differs by {worst:.1e}")
+
+    model.zero_grad()
+    return judged(lambda: HABITS[habit](model, inputs), judge)
 
 
 def _difference(got: Gradients, want: Gradients, plan: Plan) -> tuple[float, str]:

@@ -43,6 +43,7 @@ from .measure import random_weight
 from .models import ZooModel
 
 Module = TypeVar("Module", bound=nn.Module)
+Made = TypeVar("Made")
 
 TOLERANCE = 1e-9
 """Largest difference in float64 of a parameter's gradient, relative to its largest element."""
@@ -139,6 +140,20 @@ def train(model: ZooModel, tp: int, variant: str = "", forms: tuple[Form, ...] =
                 yield Trained(*about, str(form), status, "" if refused else line(problem))
 
 
+def with_sequence(make: Callable[[bool], Made]) -> tuple[Made, bool]:
+    """What is made for a sharded sequence, or else for a full one; whether it is for a sharded one."""
+    try:
+        return make(True), True
+    except SolveError:
+        return make(False), False
+
+
+def with_eager_experts(model: nn.Module) -> None:
+    """Have experts computed one by one, if there are any: torch's grouped product has no float64 on CPUs."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+
+
 def low_rank(spec: ModelSpec) -> Adapter:
     """An adapter of all linear layers of a model that peft can adapt in one process."""
     from peft import LoraConfig
@@ -191,8 +206,7 @@ class _Trial:
         self.plan = plan
         entries = parameter_plans(plan)
         self.whole = build_model(model.model_class, copy.deepcopy(model.config), torch.float64)
-        if hasattr(self.whole, "set_experts_implementation"):
-            self.whole.set_experts_implementation("eager")
+        with_eager_experts(self.whole)
         if adapter is not None:
             attach(self.whole, {ANY_NAME: adapter}, trainable=True)
         generator = torch.Generator().manual_seed(seed)

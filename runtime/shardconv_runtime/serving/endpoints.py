@@ -23,6 +23,7 @@ from .schemas import (
     BadRequest,
     ChatRequest,
     CompletionRequest,
+    ErrorBody,
     ErrorResponse,
     GenerationRequest,
     Sampling,
@@ -255,5 +256,5 @@ def _error(
 ) -> Response:
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    error = {"message": message, "type": kind, "param": parameter, "code": None}
-    return JSONResponse({"error": error}, status, dict(headers or {}))
+    body = ErrorResponse(error=ErrorBody(message=message, type=kind, param=parameter))
+    return JSONResponse(body.model_dump(), status, dict(headers or {}))

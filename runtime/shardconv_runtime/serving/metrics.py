@@ -15,12 +15,14 @@ class Metrics:
     """Counts of one server."""
 
     def __init__(self) -> None:
+        self.num_running = 0
         self._registry = CollectorRegistry()
 
         def made(kind: Any, name: str, about: str, **options: Any) -> Any:
             return kind(f"shardconv_{name}", about, registry=self._registry, **options)
 
-        self._running = made(Gauge, "requests_running", "Requests that are answered or wait")
+        running = made(Gauge, "requests_running", "Requests that are answered or wait")
+        running.set_function(lambda: self.num_running)
         self._requests = made(Counter, "requests", "Requests that were taken")
         self._prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts")
         self._new_tokens = made(Counter, "new_tokens", "Tokens of answers")
@@ -28,7 +30,6 @@ class Metrics:
             Histogram, "first_token_seconds", "From a request to its first token", buckets=_SECONDS
         )
         self._next = made(Histogram, "next_token_seconds", "From one token to the next", buckets=_SECONDS)
-        self.num_running = 0
 
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -36,12 +37,10 @@ class Metrics:
         self._requests.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self.num_running += 1
-        self._running.set(self.num_running)
         try:
             yield
         finally:
             self.num_running -= 1
-            self._running.set(self.num_running)
 
     def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
         """Tokens of an answer, and the time since those before them or since the request."""

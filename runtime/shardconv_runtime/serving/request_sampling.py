@@ -15,9 +15,9 @@ from transformers import GenerationConfig, MinPLogitsWarper
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
-from .schemas import Sampling
+from .schemas import SAMPLING_FIELDS, Sampling
 
-HONORED = ("temperature", "top_p", "top_k", "min_p", "do_sample", "eos_token_id")
+HONORED = (*SAMPLING_FIELDS, "do_sample", "eos_token_id")
 NOT_OF_TOKENS = (
     "bos_token_id",
     "pad_token_id",
@@ -63,7 +63,7 @@ def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Samplin
             "its answers would be others than those of generate; to serve without, say "
             f"--ignore {' '.join(refused)}"
         )
-    found = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    found = {name: getattr(own, name) for name in SAMPLING_FIELDS}
     return Sampling(**{n: value for n, value in found.items() if value is not None and n not in ignored})
 
 

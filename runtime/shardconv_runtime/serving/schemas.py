@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -72,6 +72,8 @@ class Sampling:
         }
 
 
+SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
+
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -130,8 +132,8 @@ class GenerationRequest(_Fields):
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """How tokens are drawn; what is not said is as in ``defaults``."""
-        said = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return Sampling(**{n: getattr(defaults, n) if v is None else v for n, v in said.items()})
+        said = {n: v for n in SAMPLING_FIELDS if (v := getattr(self, n)) is not None}
+        return replace(defaults, **said)
 
 
 class CompletionRequest(GenerationRequest):
@@ -151,26 +153,26 @@ class CompletionRequest(GenerationRequest):
         raise BadRequest("prompt should be one text or one list of token ids", "prompt")
 
 
-class Part(_Fields):
+class TextPart(_Fields):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a chat. The chat template gets all of it, other fields too (calls of tools)."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[TextPart] | None = None
 
 
 class ChatRequest(GenerationRequest):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     """For the template; what the model says of them is text."""
     chat_template_kwargs: dict[str, Any] = {}
