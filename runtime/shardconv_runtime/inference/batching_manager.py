@@ -189,8 +189,9 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             except LaunchError as lost:
                 error = lost
         status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
-        self._fail_all_remaining_requests(error, batch_processor)
+        # Recorded first: whoever reads the answer of a failed request looks for the error of the loop then.
         status.record_fatal_error(error)
+        self._fail_all_remaining_requests(error, batch_processor)
         if isinstance(self.distributed_helper, StepCoordinator):
             self.distributed_helper.tell_failure()
 
