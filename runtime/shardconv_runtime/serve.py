@@ -68,7 +68,7 @@ def main() -> int:
     arguments = parse_arguments()
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            print(f"error: serving needs {package}: pip install 'shardconv[serve]'", file=sys.stderr)
+            print(f"error: serving needs {package}: pip install 'shardconv-runtime[serve]'", file=sys.stderr)
             return 2
     try:
         run_rank(arguments)

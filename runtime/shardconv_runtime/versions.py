@@ -1,12 +1,38 @@
-"""The version of both packages, and of the libraries that a manifest records.
+"""The version of both packages and of the libraries that a manifest records; what the converter offers.
 
 The packages also run from a clone that is not installed, which has no metadata to ask. So the version is a
-constant here, and ``pyproject.toml`` takes it from this file.
+constant here, and both ``pyproject.toml`` take it from this file.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+from typing import Any
+
+from .errors import LaunchError
+
 __version__ = "0.1.0"
+
+CONVERTER = "shardconv_runtime.converter"
+"""The group of entry points under which the converter declares what calls of the runtime need it for."""
+
+
+def converter_function(name: str, purpose: str, remedy: str = "") -> Any:
+    """A function of the converter, which is a distribution of its own and may be missing.
+
+    Args:
+        name: of its entry point.
+        purpose: what it is needed for, as the beginning of a sentence.
+        remedy: what else the user can do.
+
+    Raises:
+        LaunchError: the converter is not installed.
+    """
+    for found in entry_points(group=CONVERTER, name=name):
+        return found.load()
+    raise LaunchError(
+        f"{purpose}, which the package shardconv does; install it beside shardconv-runtime{remedy}"
+    )
 
 
 def tool_versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ def peft() -> Any:
         import peft as package
     except ImportError as error:
         raise PlanError(
-            f"adapters need the peft library ({error}); run `pip install shardconv[peft]`"
+            f"adapters need the peft library ({error}); run `pip install shardconv-runtime[peft]`"
         ) from error
     return package
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -28,6 +27,7 @@ from ..format.slices import coordinates
 from ..loaded import Loaded, loaded, unwrapped
 from ..saving.saved_adapters import save_adapters
 from ..saving.stored_model import named_tensors
+from ..versions import converter_function
 from .building import Building, Stored, unsharded
 
 _REFUSED = {
@@ -63,6 +63,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         PlanError: the model has an adapter of this name, or FSDP has sharded it.
         SourceError: peft refuses the config for this model, or the adapter begins with its weights.
         SolveError: the model cannot be planned with the adapter and these shards.
+        LaunchError: the converter, which plans, is not installed for rank 0.
 
     Example:
         >>> model = shardconv_runtime.load("out/", training=True)
@@ -89,7 +90,7 @@ def _planned_by_rank_0(building: Building, adapter: Adapter) -> str:
     def plan() -> str:
         if building.start.rank:
             return ""
-        planned = import_module("shardconv.converted.adapt").planned  # the converter, which plans
+        planned = converter_function("plan_adapter", "a new adapter needs a plan with its layers")
         return plan_json.dumps(planned(building.checked.directory, building.checked.plan, adapter))
 
     text: str = agreement.together(building.start, plan, agreement.READ_TIMEOUT_S)

@@ -10,8 +10,8 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..format.small_files import entry_of, plain_config
 from ..format.variants import stages_in
 from ..loaded import loaded, remember, unwrapped
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
+from ..versions import converter_function
 from .replicas import mesh_of, replicas_of
 from .save import save
 
@@ -57,7 +58,7 @@ def save_pretrained(
     Raises:
         PlanError: an option is not supported, or the model is not as it was loaded; on all processes.
         CheckpointError: a file cannot be written; on all processes.
-        LaunchError: another process failed, or did not call it.
+        LaunchError: another process failed, or did not call it; or the converter, which merges, is missing.
     """
     found = loaded(model)
     target = Path(save_directory).expanduser().resolve()
@@ -72,11 +73,12 @@ def save_pretrained(
     _check_options(model, state_dict=state_dict, push_to_hub=push_to_hub, **other)
     sharded = _beside(target, "sharded")
     holders = replicas_of(model)
+    merge = holders.together(_merging)
     holders.agree(_unfit(target))
     save(model, sharded, overwrite=True)
     error = None
     if holders.is_leader:
-        error = _merge(model, sharded, target, max_shard_size)
+        error = _merge(merge, model, sharded, target, max_shard_size)
     holders.agree(error, agreement.READ_TIMEOUT_S)
     _note_new_files(model, target)
 
@@ -116,13 +118,22 @@ def _beside(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}")
 
 
-def _merge(model: nn.Module, sharded: Path, target: Path, max_shard_size: int | str) -> Exception | None:
+def _merging() -> Callable[..., object]:
+    """The converter's ``merge``."""
+    remedy = ", or call shardconv_runtime.save and run `shardconv merge` elsewhere"
+    merge: Callable[..., object] = converter_function(
+        "merge", "save_pretrained merges the shards of all ranks", remedy
+    )
+    return merge
+
+
+def _merge(
+    merge: Callable[..., object], model: nn.Module, sharded: Path, target: Path, max_shard_size: int | str
+) -> Exception | None:
     """Merge the converted directory into ``target``, and remove it; return the error, if any."""
     merged, plan = _beside(target, "merged"), loaded(model).plan
     try:
         shutil.rmtree(merged, ignore_errors=True)
-        # The converter is imported here alone, as no other call of the runtime needs it.
-        merge = import_module("shardconv.converted.merge").merge
         trust = plan.model.trust_remote_code
         merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
         _write_configs(unwrapped(model), plan.model.class_name.rpartition(":")[2], merged)
