@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.plan import Plan
 
-from .reporting.fits import Load, Needs, fits, needs, tightest
+from .reporting.fits import Needs, Workload, fits, needs, tightest
 from .reporting.human_numbers import human_bytes, percent
 from .reporting.summary import Summary, summarize
 
@@ -19,7 +19,7 @@ Solve = Callable[[int], Plan]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TriedRanks:
     """A number of ranks that was tried."""
 
     tp: int
@@ -31,17 +31,17 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FewestRanks:
     """The smallest number of ranks that is enough, and its neighbors."""
 
     plan: Plan
     """Of the chosen one."""
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    chosen: TriedRanks
+    candidates: tuple[TriedRanks, ...]
     """Ascending, with the chosen one among them."""
 
 
-def smallest_tp(solve: Solve, load: Load) -> Choice:
+def smallest_tp(solve: Solve, load: Workload) -> FewestRanks:
     """The smallest power of two of ranks on which the model does what it is to do.
 
     Args:
@@ -51,33 +51,33 @@ def smallest_tp(solve: Solve, load: Load) -> Choice:
     Raises:
         ShardconvError: none up to ``MAX_TP`` is enough; or the model cannot be planned at all.
     """
-    found = [_candidate(solve, 1, load)]
+    found = [_tried(solve, 1, load)]
     tp = max(2, _fewest(found[0], load))
     while not found[-1].is_enough and tp <= MAX_TP:
-        found.append(_candidate(solve, tp, load))
+        found.append(_tried(solve, tp, load))
         tp *= 2
     chosen = found[-1]
     if chosen.plan is None or not chosen.is_enough:
         raise ShardconvError(_nothing_fits(found, load))
     tried = {each.tp: each for each in found}
     neighbors = [n for n in (chosen.tp // 2, chosen.tp, 2 * chosen.tp) if 1 <= n <= MAX_TP]
-    return Choice(chosen.plan, chosen, tuple(tried.get(n) or _candidate(solve, n, load) for n in neighbors))
+    return FewestRanks(chosen.plan, chosen, tuple(tried.get(n) or _tried(solve, n, load) for n in neighbors))
 
 
-def _candidate(solve: Solve, tp: int, load: Load) -> Candidate:
+def _tried(solve: Solve, tp: int, load: Workload) -> TriedRanks:
     try:
         plan = solve(tp)
     except SolveError as error:
-        return Candidate(tp, None, str(error))
+        return TriedRanks(tp, None, str(error))
     part = tightest(plan, load)
     if part.memory is None:
         problem = "its cache and activations could not be measured"
-        return Candidate(tp, plan, problem)
+        return TriedRanks(tp, plan, problem)
     needed = needs(part, part.memory, load.batch, load.context or 1)
-    return Candidate(tp, plan, needs=needed, is_enough=fits(part, part.memory, load))
+    return TriedRanks(tp, plan, needs=needed, is_enough=fits(part, part.memory, load))
 
 
-def _fewest(first: Candidate, load: Load) -> int:
+def _fewest(first: TriedRanks, load: Workload) -> int:
     """The least power of two on which weights that are sharded evenly fit."""
     if first.needs is None:
         return 1
@@ -87,7 +87,7 @@ def _fewest(first: Candidate, load: Load) -> int:
     return tp
 
 
-def _nothing_fits(found: list[Candidate], load: Load) -> str:
+def _nothing_fits(found: list[TriedRanks], load: Workload) -> str:
     last = found[-1]
     free = human_bytes(load.device_bytes - load.reserve_bytes)
     if last.needs is None:
@@ -103,7 +103,7 @@ def _nothing_fits(found: list[Candidate], load: Load) -> str:
 HEAD = ("tp", "weights", "cache", "activations", "together", "collectives", "per token", "replicated")
 
 
-def table(choice: Choice) -> list[tuple[str, ...]]:
+def table(choice: FewestRanks) -> list[tuple[str, ...]]:
     """A row for each candidate, under ``HEAD``; the chosen one has a star."""
     rows: list[tuple[str, ...]] = [HEAD]
     for candidate in choice.candidates:

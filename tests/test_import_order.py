@@ -149,6 +149,16 @@ def test_no_two_modules_share_a_name() -> None:
     assert not {name for name in names if names.count(name) > 1}
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    names = [
+        node.name
+        for file in (*FILES.values(), *RUNTIME.values())
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_the_runtime_imports_nothing_of_the_converter() -> None:
     names = {full.split(".")[0] for name, file in RUNTIME.items() for full in imports(name, file)}
     assert "torch" in names

@@ -154,10 +154,10 @@ def serve(
 
 async def warm_up(served: Any) -> None:
     """Answer a request, so that the first client does not wait for what is made once."""
-    from .serving.answers import Wanted, answer
+    from .serving.answers import AnswerOptions, answer
     from .serving.schemas import Sampling
 
-    async for _ in answer(served, [0], Wanted(1, Sampling(temperature=0.0))):
+    async for _ in answer(served, [0], AnswerOptions(1, Sampling(temperature=0.0))):
         pass
 
 

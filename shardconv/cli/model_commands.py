@@ -12,7 +12,7 @@ from shardconv_runtime.format.plan import Plan
 
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
-from ..reporting.fits import RESERVE, Load
+from ..reporting.fits import RESERVE, Workload
 from .options import (
     auto_tp_option,
     device_options,
@@ -179,7 +179,7 @@ def plan_command(
 
 def _load(
     tp: int | str, device_memory: str | None, reserve: str | None, context: int | None, batch: int | None
-) -> Load | None:
+) -> Workload | None:
     """What the model is to do on which device; None if no device was named.
 
     Raises:
@@ -196,11 +196,11 @@ def _load(
     size = parse_size(device_memory)
     if kept >= size:
         raise click.UsageError(f"--reserve {kept:,} bytes leaves nothing of --device-memory {size:,} bytes")
-    return Load(size, kept, context, batch or 1)
+    return Workload(size, kept, context, batch or 1)
 
 
 def _smallest(
-    model: str, load: Load | None, check: bool, progress: Any, options: dict[str, Any]
+    model: str, load: Workload | None, check: bool, progress: Any, options: dict[str, Any]
 ) -> tuple[Plan, str]:
     """The plan for the fewest ranks that fit, and a table of their neighbors as text."""
     from ..fitting import smallest_tp, table
@@ -222,7 +222,7 @@ def _smallest(
 
 
 def _plan_text(
-    solved: Plan, chosen: str, tokens: int, load: Load | None, model: str, options: dict[str, Any]
+    solved: Plan, chosen: str, tokens: int, load: Workload | None, model: str, options: dict[str, Any]
 ) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":

@@ -10,7 +10,7 @@ from shardconv_runtime.errors import ShardconvError
 
 
 @dataclass(frozen=True)
-class Load:
+class StageLoad:
     """What lies between two borders."""
 
     num_bytes: int
@@ -18,14 +18,14 @@ class Load:
     work: float
     """Multiplications for a token."""
 
-    def __add__(self, other: Load) -> Load:
-        return Load(self.num_bytes + other.num_bytes, self.work + other.work)
+    def __add__(self, other: StageLoad) -> StageLoad:
+        return StageLoad(self.num_bytes + other.num_bytes, self.work + other.work)
 
 
-NOTHING = Load(0, 0.0)
+NOTHING = StageLoad(0, 0.0)
 
 
-def balanced(loads: Sequence[Load], allowed: Sequence[bool], num_stages: int) -> list[int]:
+def balanced(loads: Sequence[StageLoad], allowed: Sequence[bool], num_stages: int) -> list[int]:
     """The cuts for which the largest load of a stage, relative to the mean, is smallest.
 
     The load of a stage is the larger one of its shares of all bytes and of all work. Of cuts that are equal

@@ -15,10 +15,10 @@ from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, Stage
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
-from .balance import NOTHING, Load, balanced, parse_stages
+from .balance import NOTHING, StageLoad, balanced, parse_stages
 from .crossings import Crossings, Value
 from .second_call import SecondCall
-from .stand_in_forms import StandInForms
+from .stand_in_forms import UnitForms
 from .tape_units import TapeUnits, Unit
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "_grouped_mm", "grouped_mm", "einsum", "baddbmm")
@@ -60,7 +60,7 @@ def stages_plan(
     """
     names = {name: name for name in parameters} | dict(tied)
     units = TapeUnits(tape, names)
-    forms = StandInForms(units, layouts, folded, second)
+    forms = UnitForms(units, layouts, folded, second)
     units = TapeUnits(tape, names, _everywhere(units, forms))
     crossings = Crossings(units)
     if not units.borders:
@@ -72,7 +72,7 @@ def stages_plan(
     return _Stages(units, forms, crossings, positions, layouts).plan()
 
 
-def _everywhere(units: TapeUnits, forms: StandInForms) -> frozenset[str]:
+def _everywhere(units: TapeUnits, forms: UnitForms) -> frozenset[str]:
     """Units that nothing can stand in for, and that every stage can run: tables of positions, looked up by
     the length of a sequence."""
     layers = {units.tape.calls[call].fqn for call in units.layers}
@@ -106,24 +106,24 @@ def _cuts(
     return balanced(_loads(units, parameters), [not o for o in obstacles], options.count)
 
 
-def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[Load]:
+def _loads(units: TapeUnits, parameters: Mapping[str, int]) -> list[StageLoad]:
     """Of the stretches between borders; the last border closes no stretch."""
     positions = [border.position for border in units.borders[:-1]]
     loads = [NOTHING] * (len(positions) + 1)
 
-    def add(position: int, load: Load) -> None:
+    def add(position: int, load: StageLoad) -> None:
         index = sum(1 for p in positions if p <= position)
         loads[index] += load
 
     for unit in units.units.values():
-        add(unit.starts[0], Load(sum(parameters[name] for name in unit.parameters), 0.0))
+        add(unit.starts[0], StageLoad(sum(parameters[name] for name in unit.parameters), 0.0))
     weights = {t for t, info in enumerate(units.tape.tensors) if info.kind == "parameter"}
     for position, event in enumerate(units.tape.events):
         inputs, outputs = reads_and_writes(event)
         if inputs and weights.issuperset(inputs):
             weights.update(outputs)
         elif isinstance(event, Op) and outputs:
-            add(position, Load(0, _work(units.tape, event, weights)))
+            add(position, StageLoad(0, _work(units.tape, event, weights)))
     return loads
 
 
@@ -145,7 +145,7 @@ class _Stages:
     def __init__(
         self,
         units: TapeUnits,
-        forms: StandInForms,
+        forms: UnitForms,
         crossings: Crossings,
         positions: Sequence[int],
         layouts: Layouts,

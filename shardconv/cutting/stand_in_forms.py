@@ -48,7 +48,7 @@ class _Sizes:
     second: int | None
 
 
-class StandInForms:
+class UnitForms:
     """The forms of the units of one tape.
 
     Args:

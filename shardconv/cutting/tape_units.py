@@ -29,7 +29,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Border:
+class CutPoint:
     """A place where the tape may be cut."""
 
     position: int
@@ -73,9 +73,9 @@ class TapeUnits:
         return sorted(found, key=lambda call: self._spans[call][1])
 
     @cached_property
-    def borders(self) -> Sequence[Border]:
+    def borders(self) -> Sequence[CutPoint]:
         """Behind each layer."""
-        return [Border(self._spans[call][1] + 1, self.tape.calls[call].fqn) for call in self.layers]
+        return [CutPoint(self._spans[call][1] + 1, self.tape.calls[call].fqn) for call in self.layers]
 
     @cached_property
     def units(self) -> Mapping[str, Unit]:

@@ -25,7 +25,7 @@ EXPERTS = "shardconv.experts"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ExpertCall:
     """A module call with the inputs of experts."""
 
     call: int
@@ -61,11 +61,11 @@ class ExpertSharding:
 class ExpertSite:
     """A call of a module that is a sum over its experts, proven."""
 
-    where: Candidate
+    where: ExpertCall
     sharding: ExpertSharding
 
 
-def find_experts(tape: Tape) -> list[Candidate]:
+def find_experts(tape: Tape) -> list[ExpertCall]:
     """All module calls that are given activations, ids and weights of one shape, and hold parameters.
 
     A module that only holds another candidate does not count, and neither does one whose inner values are
@@ -80,7 +80,7 @@ def find_experts(tape: Tape) -> list[Candidate]:
     return [c for c in found if c.call not in outer]
 
 
-def _candidate(tape: Tape, call: int, marks: list[Mark]) -> Candidate | None:
+def _candidate(tape: Tape, call: int, marks: list[Mark]) -> ExpertCall | None:
     entries = [m for m in marks if not m.is_output]
     exits = [m for m in marks if m.is_output]
     plain = all(len(m.slots) == 1 for m in marks) and all(m.slots[0].count(".") == 1 for m in entries)
@@ -97,7 +97,7 @@ def _candidate(tape: Tape, call: int, marks: list[Mark]) -> Candidate | None:
         return None
     x, ids, weights = roles
     inputs = x.target, ids.target, weights.target
-    return Candidate(
+    return ExpertCall(
         call, fqn, x.slots[0], ids.slots[0], weights.slots[0], inputs, exits[0].source, parameters
     )
 

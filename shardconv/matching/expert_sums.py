@@ -25,7 +25,7 @@ from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
-from ..dim_analysis.expert_sites import Candidate, ExpertSharding
+from ..dim_analysis.expert_sites import ExpertCall, ExpertSharding
 from ..tracing.tape import Tape
 from ..verifying.simulation.float64 import Float64
 
@@ -47,7 +47,7 @@ class NotProven(Exception):
     """No way to shard the module was found; the message has the last failure."""
 
 
-def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> ExpertSharding:
+def prove_experts(module: nn.Module, where: ExpertCall, tape: Tape) -> ExpertSharding:
     """How a module of experts is made one of fewer experts, proven on numbers.
 
     Args:
@@ -76,7 +76,7 @@ def prove_experts(module: nn.Module, where: Candidate, tape: Tape) -> ExpertShar
     raise NotProven(problem)
 
 
-def _first_trial(module: nn.Module, where: Candidate, tape: Tape, num_experts: int) -> _Trial:
+def _first_trial(module: nn.Module, where: ExpertCall, tape: Tape, num_experts: int) -> _Trial:
     """Of the module as it is if it is small, else of the first narrower one that runs."""
     problem = _Failed("it is too large to be tried, and could not be made narrower")
     width = tape.tensors[where.inputs[0]].shape[-1]
@@ -168,7 +168,9 @@ class _Call:
 class _Trial:
     """The full module on random numbers, to compare sums of shards with."""
 
-    def __init__(self, module: nn.Module, where: Candidate, tape: Tape, num_experts: int, width: int) -> None:
+    def __init__(
+        self, module: nn.Module, where: ExpertCall, tape: Tape, num_experts: int, width: int
+    ) -> None:
         self.module = module
         self.width = width
         self.where = where

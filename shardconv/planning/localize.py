@@ -21,7 +21,7 @@ from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import leaves
 from ..tracing.fold import NUMBERED
 from ..tracing.ints import Expr, evaluate, sources, traced_ints
-from ..tracing.tape import Ref, Replay, Tape, prefixes
+from ..tracing.tape import Ref, Tape, TracedIntCall, prefixes
 from .layout import Layouts, Shapes
 from .obstacle import Obstacle, joined
 
@@ -80,7 +80,7 @@ class Change(NamedTuple):
 class _Call:
     """A recorded call that shards concern, and the attributes that its arguments came from."""
 
-    replay: Replay
+    replay: TracedIntCall
     attributes: Mapping[Attribute, int]
     """With their global values."""
 
@@ -124,11 +124,11 @@ class _Localizer:
                 out |= {a: Change(self.values[a], v) for a, v in chosen.items() if v != self.values[a]}
         return _of_several_layers(obstacles) or out
 
-    def _is_known(self, replay: Replay) -> bool:
+    def _is_known(self, replay: TracedIntCall) -> bool:
         """Whether the dims of all tensors are known: those made inside of norms have none."""
         return all(t in self.analysis.dims for t in (*replay.outputs, *_refs(replay)))
 
-    def _matters(self, replay: Replay) -> bool:
+    def _matters(self, replay: TracedIntCall) -> bool:
         known = self.analysis.dims
         touched = [t for t in (*replay.outputs, *_refs(replay), *_sized(replay)) if t in known]
         return any(self.shapes.is_changed(t) for t in touched)
@@ -191,7 +191,7 @@ class _Localizer:
             known = self.memo[key] = self._run(call.replay, edits)
         return known
 
-    def _run(self, replay: Replay, edits: Mapping[Attribute, int]) -> bool:
+    def _run(self, replay: TracedIntCall, edits: Mapping[Attribute, int]) -> bool:
         def lookup(source: Expr) -> int:
             if source[0] == "attr":
                 attribute = (source[1], source[2])
@@ -243,22 +243,22 @@ def _trials(candidates: Mapping[Attribute, Sequence[int]]) -> Iterator[dict[Attr
                 yield dict(zip(subset, values, strict=True))
 
 
-def _attributes(replay: Replay, given: Collection[Attribute]) -> dict[Attribute, int]:
+def _attributes(replay: TracedIntCall, given: Collection[Attribute]) -> dict[Attribute, int]:
     """The attributes that the ints of a call came from and that are not given, with their global values."""
     numbers = traced_ints((replay.args, replay.kwargs))
     found = [source for number in numbers for source in sources(number.expr) if source[0] == "attr"]
     return {(fqn, name): value for _, fqn, name, value in found if (fqn, name) not in given}
 
 
-def _name(replay: Replay) -> str:
+def _name(replay: TracedIntCall) -> str:
     return getattr(replay.function, "__name__", str(replay.function))
 
 
-def _refs(replay: Replay) -> Iterable[int]:
+def _refs(replay: TracedIntCall) -> Iterable[int]:
     return [r.tid for r in pytree.tree_leaves((replay.args, replay.kwargs)) if isinstance(r, Ref)]
 
 
-def _sized(replay: Replay) -> Iterable[int]:
+def _sized(replay: TracedIntCall) -> Iterable[int]:
     """The tensors whose sizes the call was given."""
     numbers = traced_ints((replay.args, replay.kwargs))
     return [source[1] for number in numbers for source in sources(number.expr) if source[0] == "size"]

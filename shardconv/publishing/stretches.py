@@ -24,7 +24,7 @@ Coordinates = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class HeldSegment:
     """Neighboring positions of a dim that the same ranks hold."""
 
     start: float
@@ -43,7 +43,7 @@ class Holders:
     count: int
 
 
-def stretches(dim: Dim, mesh: Mesh) -> tuple[Stretch, ...]:
+def stretches(dim: Dim, mesh: Mesh) -> tuple[HeldSegment, ...]:
     """The stretches of a dim in order; one without coordinates if the dim is replicated.
 
     With many shards or repetitions a few stretches stand for all, and the widths are not to scale.
@@ -55,7 +55,7 @@ def stretches(dim: Dim, mesh: Mesh) -> tuple[Stretch, ...]:
     total = math.fsum(width for width, _ in runs) or 1.0
     out, done = [], 0.0
     for width, coordinates in runs:
-        out.append(Stretch(done / total, (done + width) / total, coordinates))
+        out.append(HeldSegment(done / total, (done + width) / total, coordinates))
         done += width
     return tuple(out)
 

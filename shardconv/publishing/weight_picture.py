@@ -9,7 +9,7 @@ from shardconv_runtime.format.dims import Dim, axes_of, size
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 
 from .lanes import Cell
-from .stretches import Coordinates, Holders, Stretch, holders, stretches
+from .stretches import Coordinates, HeldSegment, Holders, holders, stretches
 from .svg import RANK_COLORS, TIMES, element, rect, text
 
 LONGEST = 92.0
@@ -156,7 +156,7 @@ def _sheets(dim: Dim, paint: Paint) -> list[tuple[str, Coordinates]]:
         return [("", {})] * min(3, size(dim))
     found = stretches(dim, paint.plan.mesh)
     if len(found) > MAX_SHEETS:
-        found = (*found[:3], Stretch(0, 1, None), found[-1])
+        found = (*found[:3], HeldSegment(0, 1, None), found[-1])
     return [("gap" if sheet.coordinates is None else "", sheet.coordinates or {}) for sheet in found]
 
 
@@ -244,7 +244,7 @@ def _strip(
 
 def _sharded_vector(vector: ParameterPlan, frame: _Frame, paint: Paint, *, is_row: bool) -> Iterator[str]:
     x, y, width, height = frame
-    found = stretches(vector.dims[0], paint.plan.mesh) if vector.dims else (Stretch(0.0, 1.0, {}),)
+    found = stretches(vector.dims[0], paint.plan.mesh) if vector.dims else (HeldSegment(0.0, 1.0, {}),)
     for stretch in found:
         along = stretch.stop - stretch.start
         if is_row:

@@ -22,7 +22,7 @@ MAX_TOKENS = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """A device, and what it is to do."""
 
     device_bytes: int
@@ -58,7 +58,7 @@ def parts(plan: Plan) -> list[Plan]:
     return [replace(of_stage(plan, k), stages=None, memory=memory[k]) for k in shown_stages(plan)]
 
 
-def tightest(plan: Plan, load: Load) -> Plan:
+def tightest(plan: Plan, load: Workload) -> Plan:
     """That of ``parts`` on whose ranks least is left."""
 
     def left(part: Plan) -> int:
@@ -93,19 +93,19 @@ def needs(plan: Plan, memory: MemoryPlan, batch: int, length: int) -> Needs:
     )
 
 
-def fits(plan: Plan, memory: MemoryPlan, load: Load) -> bool:
+def fits(plan: Plan, memory: MemoryPlan, load: Workload) -> bool:
     """Whether a rank can do this; without a context, whether it can hold the weights and one token."""
     needed = needs(plan, memory, load.batch, load.context or 1)
     return needed.total + load.reserve_bytes <= load.device_bytes
 
 
-def cached_tokens(plan: Plan, memory: MemoryPlan, load: Load) -> int:
+def cached_tokens(plan: Plan, memory: MemoryPlan, load: Workload) -> int:
     """Most tokens of one sequence whose cache fits beside the weights; at most ``MAX_TOKENS``."""
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan)
     return _largest(lambda length: cache_bytes(memory, 1, length, length) <= free)
 
 
-def sequences(plan: Plan, memory: MemoryPlan, load: Load) -> int:
+def sequences(plan: Plan, memory: MemoryPlan, load: Workload) -> int:
     """Most sequences of the context that fit, prompts read one after another; at most ``MAX_TOKENS``."""
     length = load.context or 1
     free = load.device_bytes - load.reserve_bytes - weight_bytes(plan) - prefill_bytes(memory, 1, length)

@@ -8,7 +8,7 @@ from shardconv_runtime.format.measured import LiveBytes, MemoryPlan
 from shardconv_runtime.format.memory_sizes import moment_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
 
-from .fits import MAX_TOKENS, Load, cached_tokens, needs, parts, sequences, tightest, weight_bytes
+from .fits import MAX_TOKENS, Workload, cached_tokens, needs, parts, sequences, tightest, weight_bytes
 from .human_numbers import human_bytes
 from .summary import shown_stages
 
@@ -78,7 +78,7 @@ def _moment_texts(moment: LiveBytes) -> list[str]:
     return texts + ([f"{human_bytes(pair)} for each pair of tokens (scores, masks)"] if pair > 0 else [])
 
 
-def device_lines(plan: Plan, load: Load) -> Iterator[str]:
+def device_lines(plan: Plan, load: Workload) -> Iterator[str]:
     """The section about a device."""
     reserve = human_bytes(load.reserve_bytes)
     yield f"DEVICE  {human_bytes(load.device_bytes)}, of which {reserve} are kept free"
@@ -86,7 +86,7 @@ def device_lines(plan: Plan, load: Load) -> Iterator[str]:
         yield _line(head, text)
 
 
-def device_facts(plan: Plan, load: Load) -> Iterator[tuple[str, str]]:
+def device_facts(plan: Plan, load: Workload) -> Iterator[tuple[str, str]]:
     """(what, text) for each thing that can be said about the device."""
     if plan.stages is not None:
         worst = tightest(plan, load)

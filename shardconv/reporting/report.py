@@ -10,7 +10,7 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
-from .fits import Load
+from .fits import Workload
 from .fused_lines import fused_lines
 from .human_numbers import human_bytes, human_count, percent
 from .memory_lines import device_lines, memory_lines
@@ -31,7 +31,7 @@ TOKENS = 2048
 """Default length of the forward pass whose bytes are shown."""
 
 
-def report(plan: Plan, *, num_tokens: int = TOKENS, load: Load | None = None) -> str:
+def report(plan: Plan, *, num_tokens: int = TOKENS, load: Workload | None = None) -> str:
     """Describe a plan: its layers, what is replicated and why, its collectives and its totals.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any
 
 from .ints import TracedInt
 from .layer_kinds import Segment, classify, made_alike, segments_of
-from .tape import Event, Mark, Ref, Replay, Tape, prefixes
+from .tape import Event, Mark, Ref, Tape, TracedIntCall, prefixes
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
 """The FQN of a layer of a stack: that of the stack, and its number."""
@@ -245,7 +245,7 @@ def _renamed(event: Event, rename: Mapping[int, int]) -> Event:
     )
 
 
-def _renamed_replay(replay: Replay, rename: Mapping[int, int]) -> Replay:
+def _renamed_replay(replay: TracedIntCall, rename: Mapping[int, int]) -> TracedIntCall:
     return replace(
         replay,
         args=_renamed_value(replay.args, rename),

@@ -1,7 +1,7 @@
 """Ints that remember where they came from, while a model is traced.
 
 A ``TorchFunctionMode`` answers sizes with ``TracedInt``, int attributes of modules and of their configs are
-wrapped as well, and every torch call that is given some is recorded as a ``Replay``: that is how the
+wrapped as well, and every torch call that is given some is recorded as a ``TracedIntCall``: that is how the
 attributes are found that must shrink with the parameters.
 """
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from .ints import TracedInt
 from .recorder import Recorder
-from .tape import Ref, Replay
+from .tape import Ref, TracedIntCall
 
 
 class Functions(TorchFunctionMode):
@@ -52,7 +52,7 @@ class Functions(TorchFunctionMode):
         leaves = result if isinstance(result, (tuple, list)) else (result,)
         outputs = tuple(self.recorder.identities.tid(t) for t in leaves if isinstance(t, torch.Tensor))
         self.recorder.tape.replays.append(
-            Replay(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
+            TracedIntCall(func, refs[0], refs[1], outputs, self.recorder.current_fqn())
         )
         return result
 

@@ -34,7 +34,7 @@ STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class InputForm:
     """One way of giving a model one kind of input."""
 
     kind: str

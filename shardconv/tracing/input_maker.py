@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
 from .free_sizes import free_sizes
-from .input_forms import FORMED, Asked, Form
+from .input_forms import FORMED, Asked, InputForm
 from .lazy_products import Once, combined
 from .modalities import FormMaker
 from .tape import Mark, Tape
@@ -54,10 +54,10 @@ class NotReadError(SolveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class InputChoice:
     """Which inputs to call the model with."""
 
-    forms: tuple[Form, ...] = ()
+    forms: tuple[InputForm, ...] = ()
     placeholders: tuple[tuple[str, int], ...] = ()
     """(kind of input, placeholders in each row)."""
     length: int | None = None
@@ -104,7 +104,7 @@ class InputMaker:
         self.batch = batch or self.batch
         self.token_maker = TokenMaker(model, self.parameters, self.tokens, self.batch, seed)
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[InputChoice]:
         """Combinations of the forms of the inputs beside tokens: all kinds, one.
 
         There are as many placeholders as the model makes features of a form.
@@ -116,7 +116,7 @@ class InputMaker:
         for subset in subsets if kinds else ():
             for counted in combined([forms[kind] for kind in subset]):
                 placeholders = tuple((c.form.kind, c.placeholders) for c in counted if c.placeholders)
-                yield Choice(tuple(c.form for c in counted), placeholders)
+                yield InputChoice(tuple(c.form for c in counted), placeholders)
 
     @cached_property
     def _form_maker(self) -> FormMaker:
@@ -124,17 +124,17 @@ class InputMaker:
         call = list(self.parameters), self.config, _dtype(self.model), self.batch, self.seed
         return FormMaker(Asked(*call, sizes, self.offers_states))
 
-    def plain_choices(self) -> list[Choice]:
+    def plain_choices(self) -> list[InputChoice]:
         """Those without forms, where the model can be called without."""
         required = self._required(())
         needs_forms = any(name in required for name in FORMED)
         if needs_forms or not (self.tokens or required):
             return []
         has_decoder = self.tokens and DECODER_IDS in self.parameters
-        others = [Choice(repeats=True)] if has_decoder else []
-        return [Choice(), *others, *([Choice(alternatives=2)] if self.tokens else [])]
+        others = [InputChoice(repeats=True)] if has_decoder else []
+        return [InputChoice(), *others, *([InputChoice(alternatives=2)] if self.tokens else [])]
 
-    def resized(self, choice: Choice, error: Exception) -> Iterator[Choice]:
+    def resized(self, choice: InputChoice, error: Exception) -> Iterator[InputChoice]:
         """The same with other sizes: numbers of placeholders, lengths of the text, ids at each position.
 
         They are those that the model's error names and, if it complains of tokens, the rows of the forms and
@@ -172,7 +172,7 @@ class InputMaker:
             if not with_placeholders and n != self.length:
                 yield replace(choice, length=n)
 
-    def widened(self, choice: Choice, error: Exception, of_forms: bool) -> Choice | None:
+    def widened(self, choice: InputChoice, error: Exception, of_forms: bool) -> InputChoice | None:
         """The same with an input of the width that the model's error asks for; None if it asks for none.
 
         Args:
@@ -190,7 +190,7 @@ class InputMaker:
         found = needed_width(error, {n: t for n, t in tensors.items() if n in names})
         return None if found is None else replace(choice, widths=(*choice.widths, found))
 
-    def counted(self, choice: Choice, error: Exception) -> Choice | None:
+    def counted(self, choice: InputChoice, error: Exception) -> InputChoice | None:
         """The same with as many placeholders as the model's error says that there are features.
 
         Code may look for the first one before it reads an input: then it gets one.
@@ -209,7 +209,7 @@ class InputMaker:
                 return replace(choice, placeholders=tuple(counts.items()))
         return None
 
-    def lengthened(self, choice: Choice, error: Exception) -> Choice | None:
+    def lengthened(self, choice: InputChoice, error: Exception) -> InputChoice | None:
         """The same with a form of a length that the model's error asks for; None if it asks for none.
 
         Args:
@@ -231,7 +231,7 @@ class InputMaker:
         length = multiple * next(n for n in itertools.count(shortest) if not {n, n * multiple} & sizes)
         return replace(choice, widths=(*choice.widths, *((name, length) for name in names)))
 
-    def tensors(self, choice: Choice) -> dict[str, Tensor]:
+    def tensors(self, choice: InputChoice) -> dict[str, Tensor]:
         """Tokens, the chosen forms, whose placeholders are among the tokens, and what else is required.
 
         Raises:
@@ -243,11 +243,11 @@ class InputMaker:
             raise self.refusal(self.parameters)
         return tensors | {name: self._of_width(tensors[name], width) for name, width in choice.widths}
 
-    def unknown(self, choice: Choice) -> list[str]:
+    def unknown(self, choice: InputChoice) -> list[str]:
         """The required parameters of which no more is known than that they are tensors."""
         return self._required(self._known(choice))
 
-    def _known(self, choice: Choice) -> dict[str, Tensor]:
+    def _known(self, choice: InputChoice) -> dict[str, Tensor]:
         tensors = {name: t for form in choice.forms for name, t in form.tensors.items()}
         if self.tokens:
             length = choice.length or self._text_length(choice)
@@ -303,7 +303,7 @@ class InputMaker:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(shape, generator=generator).to(_dtype(self.model))
 
-    def _text_length(self, choice: Choice) -> int:
+    def _text_length(self, choice: InputChoice) -> int:
         """So many tokens that there is a multiple of them, with the placeholders."""
         return self.length + -(self.length + sum(count for _, count in choice.placeholders)) % self.multiple
 
@@ -336,7 +336,7 @@ class InputMaker:
             "ids, images or sounds can be converted so far"
         )
 
-    def run(self, tensors: Mapping[str, Tensor], forms: Sequence[Form], on_numbers: bool) -> Tape:
+    def run(self, tensors: Mapping[str, Tensor], forms: Sequence[InputForm], on_numbers: bool) -> Tape:
         """Trace the forward pass.
 
         Raises:
@@ -350,14 +350,14 @@ class InputMaker:
                 raise NotReadError(f"{name} is not read")
         return tape
 
-    def num_placeholders(self, form: Form) -> int:
+    def num_placeholders(self, form: InputForm) -> int:
         """In each row; as the config says where the model does not tell. 0 if it is unknown."""
         if not self.token_maker.has_placeholders(form.kind):
             return 0
         known = self._num_features(form) // self.batch
         return known or (first_int(self.config, _NUM_PLACEHOLDERS) if form.kind in ("image", "video") else 0)
 
-    def _num_features(self, form: Form) -> int:
+    def _num_features(self, form: InputForm) -> int:
         """Number of features that the model makes of a form: the product of all dims but the last.
 
         0 if it is unknown: the model may lack such a method, or want more than the form has.
@@ -385,7 +385,7 @@ class _CountedForm:
     """A form, and how many placeholders of it every row has: as many as the model makes features."""
 
     maker: InputMaker
-    form: Form
+    form: InputForm
 
     @cached_property
     def placeholders(self) -> int:

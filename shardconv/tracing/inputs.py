@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .input_forms import NAMES, STATES
-from .input_maker import DECODER_IDS, Choice, InputMaker, NotReadError
+from .input_maker import DECODER_IDS, InputChoice, InputMaker, NotReadError
 from .left_out_experts import left_out_experts
 from .tape import Tape, tensors_read
 from .trace_errors import is_about_tokens, release
@@ -102,7 +102,7 @@ def _traced(
         for cache in dict.fromkeys((maker.cache, False))
     ]
     lone = InputMaker(model, keep, seed, multiple, batch=1, cache=False, extras=())
-    problems: list[tuple[Choice, Exception]] = []
+    problems: list[tuple[InputChoice, Exception]] = []
     attempts = itertools.chain(
         ((choice, makers) for choice in maker.choices()),
         ((choice, makers) for choice in _widened(maker, problems)),
@@ -127,7 +127,7 @@ def _may_be_offered_states(model: nn.Module, inputs: TraceInputs, tape: Tape) ->
     return any(p.dim() > 1 and name not in read for name, p in model.named_parameters())
 
 
-def _widened(maker: InputMaker, problems: Sequence[tuple[Choice, Exception]]) -> Iterator[Choice]:
+def _widened(maker: InputMaker, problems: Sequence[tuple[InputChoice, Exception]]) -> Iterator[InputChoice]:
     """Once all forms have failed: those of which a layer told a width that it could take."""
     for choice, error in {str(error): (choice, error) for choice, error in reversed(problems)}.values():
         wider = maker.widened(choice, error, of_forms=True)
@@ -135,7 +135,7 @@ def _widened(maker: InputMaker, problems: Sequence[tuple[Choice, Exception]]) ->
             yield wider
 
 
-def _why(maker: InputMaker, problems: Sequence[tuple[Choice, Exception]]) -> Exception:
+def _why(maker: InputMaker, problems: Sequence[tuple[InputChoice, Exception]]) -> Exception:
     """The error to raise: that nothing is known of an input, or what the model said first of the fewest."""
     plain = [(choice, error) for choice, error in problems if not choice.forms]
     for choice, error in plain or problems:
@@ -155,7 +155,10 @@ class _Seen:
 
 
 def _attempt(
-    makers: Sequence[InputMaker], choice: Choice, seen: _Seen, problems: list[tuple[Choice, Exception]]
+    makers: Sequence[InputMaker],
+    choice: InputChoice,
+    seen: _Seen,
+    problems: list[tuple[InputChoice, Exception]],
 ) -> tuple[TraceInputs, Tape] | None:
     """What the first of some makers, with other options each, can call the model with.
 
@@ -164,12 +167,12 @@ def _attempt(
     """
     texts: list[set[str]] = []
     for maker in makers:
-        failed: list[tuple[Choice, Exception]] = []
+        failed: list[tuple[InputChoice, Exception]] = []
         found = _first(maker, [choice], (), failed, on_numbers=False)
         texts.append({str(e) for _, e in failed})
         again = [c for c, e in failed if str(e) not in seen.on_numbers and not _is_certain(c, e)]
         if found is None and again:
-            on_numbers: list[tuple[Choice, Exception]] = []
+            on_numbers: list[tuple[InputChoice, Exception]] = []
             found = _first(maker, again, texts[-1], on_numbers, on_numbers=True)
             seen.on_numbers.update(texts[-1] & {str(e) for _, e in on_numbers})
             failed += on_numbers
@@ -184,9 +187,9 @@ def _attempt(
 
 def _first(
     maker: InputMaker,
-    choices: Sequence[Choice],
+    choices: Sequence[InputChoice],
     known: Collection[str],
-    failed: list[tuple[Choice, Exception]],
+    failed: list[tuple[InputChoice, Exception]],
     *,
     on_numbers: bool,
 ) -> tuple[TraceInputs, Tape] | None:
@@ -226,13 +229,13 @@ def _first(
     return None
 
 
-def _is_certain(choice: Choice, error: Exception) -> bool:
+def _is_certain(choice: InputChoice, error: Exception) -> bool:
     """Whether the error would be the same on numbers: there are more or fewer tokens than features."""
     return isinstance(error, NotReadError) or (bool(choice.forms) and is_about_tokens(error))
 
 
 def _left_out(
-    maker: InputMaker, choice: Choice, problems: Sequence[tuple[Choice, Exception]]
+    maker: InputMaker, choice: InputChoice, problems: Sequence[tuple[InputChoice, Exception]]
 ) -> dict[str, str]:
     """The inputs of the kinds that others than the chosen inputs have, and how the model failed with them."""
     given = {form.kind for form in choice.forms}

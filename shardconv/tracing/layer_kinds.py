@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .ints import Expr, TracedInt
-from .tape import Event, Mark, Op, Ref, Replay, Tape, TensorInfo, last_calls, prefixes, reads_and_writes
+from .tape import (
+    Event,
+    Mark,
+    Op,
+    Ref,
+    Tape,
+    TensorInfo,
+    TracedIntCall,
+    last_calls,
+    prefixes,
+    reads_and_writes,
+)
 
 _FILLED = frozenset({"aten.zeros", "aten.ones", "aten.full"})
 """Operators that make a tensor of one number."""
@@ -111,7 +122,7 @@ def alike(tape: Tape, segments: list[Segment]) -> list[list[Segment]]:
 
 def _signatures(tape: Tape, segments: list[Segment]) -> list[int]:
     """A number for each layer, equal for those that do the same; fills the segments' tensors."""
-    replays: dict[str, list[Replay]] = {}
+    replays: dict[str, list[TracedIntCall]] = {}
     names = {s.fqn for s in segments}
     for replay in tape.replays:
         layer = next((p for p in prefixes(replay.fqn) if p in names), None)
@@ -161,7 +172,7 @@ class _LayerSignature:
         self.position: dict[int, int] = {}
         self.outside: dict[int, int] = {}
 
-    def compute(self, replays: Sequence[Replay]) -> tuple[Any, ...]:
+    def compute(self, replays: Sequence[TracedIntCall]) -> tuple[Any, ...]:
         """A hashable value; fills the segment's tensors."""
         parts = [self._event(e) for e in self.tape.events[self.segment.start : self.segment.stop]]
         parts += [self._replay(r) for r in replays]
@@ -179,7 +190,7 @@ class _LayerSignature:
         kwargs = tuple((k, self._value(v)) for k, v in event.kwargs.items())
         return (fqn, event.name, args, kwargs, tuple(self._make(t) for t in event.outputs))
 
-    def _replay(self, replay: Replay) -> tuple[Any, ...]:
+    def _replay(self, replay: TracedIntCall) -> tuple[Any, ...]:
         values = self._value((replay.args, tuple(replay.kwargs.items())))
         return (self._relative(replay.fqn), replay.function, values)
 

@@ -18,7 +18,7 @@ from .crop_forms import crops
 from .entity_forms import entities
 from .image_forms import PATCHES_WITH_GRID, ImageForms
 from .image_sizes import ImageSizes
-from .input_forms import ENTITIES, IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, Form
+from .input_forms import ENTITIES, IMAGES, SERIES, SOUNDS, STATES, VIDEOS, Asked, InputForm
 from .patch_forms import GRIDS, PLACES
 from .sound_forms import SoundForms
 from .tile_forms import SEEN_TILES
@@ -47,7 +47,7 @@ class FormMaker:
             kinds.append("video")
         return kinds + (["states"] if self._takes_states() else [])
 
-    def forms(self, kind: str) -> Iterator[Form]:
+    def forms(self, kind: str) -> Iterator[InputForm]:
         """The forms of one kind, likelier ones first; images are ``[B, C, H, W]`` or lists of patches."""
         makers = {
             "image": lambda: chain(crops(self.asked), ImageForms(self.asked).images()),
@@ -60,11 +60,11 @@ class FormMaker:
         for tensors in makers[kind]():
             seen = self._seen(tensors) if kind == "image" else {}
             if not any(name in SEEN_TILES for name in seen):
-                yield Form(kind, tensors)
+                yield InputForm(kind, tensors)
             if seen:
-                yield Form(kind, tensors, seen)
+                yield InputForm(kind, tensors, seen)
 
-    def resized(self, form: Form, sizes: Sequence[int]) -> Iterator[Form]:
+    def resized(self, form: InputForm, sizes: Sequence[int]) -> Iterator[InputForm]:
         """The same with images ``[B, C, H, W]`` of other numbers of patches.
 
         Args:
@@ -79,7 +79,7 @@ class FormMaker:
         sides = [math.isqrt(n) for n in sizes if n != count and math.isqrt(n) ** 2 == n > 1]
         for side in sides if count in sizes else ():
             other = self.asked.random(*pixels.shape[:2], side * image.patch[0], side * image.patch[1])
-            yield Form(form.kind, {**form.tensors, name: other}, form.seen)
+            yield InputForm(form.kind, {**form.tensors, name: other}, form.seen)
 
     def _seen(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The parameters that say which of images ``[B, *dims, C, H, W]`` a token sees, and the dims."""

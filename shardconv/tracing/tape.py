@@ -113,7 +113,7 @@ class CacheUpdate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Replay:
+class TracedIntCall:
     """A torch function that was given traced ints: attribute edits must keep its result right."""
 
     function: Callable[..., Any]
@@ -172,7 +172,7 @@ class Tape:
     tensors: list[TensorInfo] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
-    replays: list[Replay] = field(default_factory=list)
+    replays: list[TracedIntCall] = field(default_factory=list)
     comparisons: list[tuple[Any, Any]] = field(default_factory=list)
     """Both sides, as ``ints.Expr``, wherever code asked which of two ints is larger."""
     inputs: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
-from .input_forms import IMAGES, SOUNDS, STATES, VIDEOS, Form
+from .input_forms import IMAGES, SOUNDS, STATES, VIDEOS, InputForm
 
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
 """Type of the placeholders of an image, a video or a sound."""
@@ -107,7 +107,7 @@ class TokenMaker:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(min(3, rows - 1), rows, (self.batch, length), generator=generator)
 
-    def seen(self, form: Form, ids: Tensor) -> dict[str, Tensor]:
+    def seen(self, form: InputForm, ids: Tensor) -> dict[str, Tensor]:
         """Which images of a form each token of ``ids`` ``[B, S]`` sees: all, but for the first token.
 
         Returns:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
+from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor
 
 from ..reporting.progress import Progress
@@ -52,21 +52,21 @@ def fill(workspace: Workspace, sources: Iterable[LazyTensor], *, memory: int, pr
             if HEADER not in written.get(index, {}):
                 advance(target.begin(index))
 
-        def finished(unit: Unit, sink: _Sink) -> None:
+        def finished(unit: CopyUnit, sink: _Sink) -> None:
             target.journal(unit.key, sink.extents)
             advance(sum(extent.num_bytes for extents in sink.extents.values() for extent in extents))
 
         run(units, lambda: _Sink(target), finished)
 
 
-def _placed(workspace: Workspace) -> Iterator[Placed]:
+def _placed(workspace: Workspace) -> Iterator[PlacedTensor]:
     for index in workspace.mine():
         file = workspace.files[index]
         for name, offset in file.offsets.items():
-            yield Placed(file.tensor(name), index, offset)
+            yield PlacedTensor(file.tensor(name), index, offset)
 
 
-def _remaining(units: Iterable[Unit], written: dict[int, Written]) -> Iterator[Unit]:
+def _remaining(units: Iterable[CopyUnit], written: dict[int, Written]) -> Iterator[CopyUnit]:
     """The units without the moves that an earlier run finished."""
     for unit in units:
         moves = tuple(move for move in unit.moves if unit.key not in written.get(move.file, {}))

@@ -16,7 +16,7 @@ from shardconv_runtime.format.plan import PackedTensor
 from shardconv_runtime.packed import dequantize as dequantizing
 from shardconv_runtime.packed.checkpoint_view import Found, Info
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held, stored_positions
+from shardconv_runtime.packed.held import WeightSlice, stored_positions
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,14 +43,14 @@ class MemoryCheckpoint:
 
     def stored(self, found: Found) -> Tensors:
         """The stored tensors of a parameter, in the shape of their dims."""
-        whole, out = Held.whole(found.shape), {}
+        whole, out = WeightSlice.whole(found.shape), {}
         for stored in found.packing.tensors:
             shape = [len(stored_positions(dim, whole)) for dim in stored.dims]
             out[stored.name] = self.values[found.tensors[stored.name]].reshape(shape)
         return out
 
 
-def part(tensor: torch.Tensor, stored: PackedTensor, held: Held) -> torch.Tensor:
+def part(tensor: torch.Tensor, stored: PackedTensor, held: WeightSlice) -> torch.Tensor:
     """What a rank's file has of a stored tensor: out of the ranges and the steps, one element at a time."""
     for place, dim in enumerate(stored.dims):
         if dim.of is not None:
@@ -62,10 +62,10 @@ def part(tensor: torch.Tensor, stored: PackedTensor, held: Held) -> torch.Tensor
 def few_at_once(found: Found, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """The weight, a third or fewer of its values computed at a time."""
     with mock.patch.object(dequantizing, "VALUES_AT_ONCE", math.prod(found.shape) // 3):
-        return dequantize(found.packing, tensors, Held.whole(found.shape), dtype)
+        return dequantize(found.packing, tensors, WeightSlice.whole(found.shape), dtype)
 
 
-def positions(held: Held, dim: int) -> list[int]:
+def positions(held: WeightSlice, dim: int) -> list[int]:
     """The global positions that are held."""
     return [position for a, b in held.ranges[dim] for position in range(a, b)]
 
@@ -75,12 +75,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def require_equal_parts(found: Found, tensors: Tensors, held: Held) -> None:
+def require_equal_parts(found: Found, tensors: Tensors, held: WeightSlice) -> None:
     """dequantize(part) is part(dequantize), bit for bit, in the dtype of the format and in bfloat16."""
     parts = {stored.name: part(tensors[stored.name], stored, held) for stored in found.packing.tensors}
     check_values(found.packing, parts, held, "weight")
     for dtype in (torch.float32, torch.bfloat16):
-        expected = dequantize(found.packing, tensors, Held.whole(found.shape), dtype)
+        expected = dequantize(found.packing, tensors, WeightSlice.whole(found.shape), dtype)
         assert torch.equal(few_at_once(found, tensors, dtype), expected)
         for dim in range(len(held.shape)):
             kept = torch.tensor(positions(held, dim), dtype=torch.long)
@@ -96,7 +96,7 @@ def granularity(found: Found, dim: int) -> int:
 
 
 @st.composite
-def helds(draw: st.DrawFn, found: Found) -> Held:
+def helds(draw: st.DrawFn, found: Found) -> WeightSlice:
     """A rank's part: uneven shares of one dim, of segments of it, or of two dims; perhaps nothing."""
     ranges = []
     for dim, size in enumerate(found.shape):
@@ -105,10 +105,10 @@ def helds(draw: st.DrawFn, found: Found) -> Held:
         cuts = sorted(draw(st.sets(st.integers(0, count), max_size=4)))
         spans = [(cuts[i] * step, min(cuts[i + 1] * step, size)) for i in range(0, len(cuts) - 1, 2)]
         ranges.append(tuple(spans) if draw(st.booleans()) else ((0, size),))
-    return Held(found.shape, tuple(ranges))
+    return WeightSlice(found.shape, tuple(ranges))
 
 
-def even_parts(found: Found, ranks: int) -> Iterator[Held]:
+def even_parts(found: Found, ranks: int) -> Iterator[WeightSlice]:
     """For each dim, the parts of some ranks that share it as evenly as it may be cut, the first ones more."""
     for dim, size in enumerate(found.shape):
         step = granularity(found, dim)
@@ -119,4 +119,4 @@ def even_parts(found: Found, ranks: int) -> Iterator[Held]:
             spans = [((0, other),) for other in found.shape]
             spans[dim] = ((start, stop),) if start < stop else ()
             start = stop
-            yield Held(found.shape, tuple(spans))
+            yield WeightSlice(found.shape, tuple(spans))

@@ -16,7 +16,7 @@ from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.packed.checkpoint_view import Found
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 from shardconv_runtime.parallel.build import parallelize, retie
 from shardconv_runtime.parallel.meta_model import build_model
@@ -85,7 +85,9 @@ class Checkpoint:
             else:
                 module._buffers[attribute] = local
             return local.nbytes
-        held = Held(global_shape(entry), tuple(ranges(dim, comm.mesh, comm.rank) for dim in entry.dims))
+        held = WeightSlice(
+            global_shape(entry), tuple(ranges(dim, comm.mesh, comm.rank) for dim in entry.dims)
+        )
         full = self.stored.stored(self.found[name])
         tensors = {t.name: part(full[t.name], t, held) for t in entry.packing.tensors}
         packed.fill(name, tensors, held)

@@ -19,7 +19,7 @@ from ..format.plan import PackedDim, PackedTensor, Packing
 from ..format.slices import Range
 from ..packed.checkpoint_view import Found, Info, global_size
 from ..packed.dequantize import dequantize
-from ..packed.held import Held
+from ..packed.held import WeightSlice
 from ..packed.schemes import scheme_of
 from ..tensors import lazy_tensor as lazy
 from ..tensors.copying import read_tensor
@@ -192,7 +192,7 @@ class PackedWeights:
 
     def _part(self, name: str, found: Found, dtype: str, span: Range) -> ComputedLeaf:
         """Some positions of the first dim of a weight."""
-        held = Held.whole(found.shape).rows(*span)
+        held = WeightSlice.whole(found.shape).rows(*span)
 
         def compute() -> torch.Tensor:
             stored = self._stored(found)

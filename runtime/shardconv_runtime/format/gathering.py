@@ -15,7 +15,7 @@ from .dims import Dim, axes_of, shown
 from .slices import Mesh, Range, group_of, local_size, merged, ranges
 
 
-class Piece(NamedTuple):
+class MemberPiece(NamedTuple):
     """Local positions ``[start, stop)`` of one member of a group."""
 
     member: int
@@ -29,7 +29,7 @@ class GatherIndex:
 
     sizes: tuple[int, ...]
     """Local size of each member, in coordinate order."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MemberPiece, ...]
     """Laid end to end they are the global dim. A position that several members hold is taken from one."""
 
     def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
@@ -78,11 +78,11 @@ def _held(dim: Dim, mesh: Mesh, rank: int, member: int) -> Iterator[_Held]:
         local += stop - start
 
 
-def _cover(held: Iterable[_Held]) -> Iterator[Piece]:
+def _cover(held: Iterable[_Held]) -> Iterator[MemberPiece]:
     """Take each global position once, from the first range that reaches it."""
     done = 0
     for start, stop, member, local in held:
         if stop > done:
             assert start <= done, "the ranks of a group hold every position"
-            yield Piece(member, local + done - start, local + stop - start)
+            yield MemberPiece(member, local + done - start, local + stop - start)
             done = stop

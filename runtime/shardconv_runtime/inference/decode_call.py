@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria
 
 from .decode_state import MOST_STOP_TOKENS
-from .sampling import Choice, choice_of
+from .sampling import SamplingMode, choice_of
 
 CACHE_NAMES = ("past_key_values", "cache_params")
 OTHER_WAYS = (
@@ -78,7 +78,7 @@ class Call:
     arguments: dict[str, Any]
     cache_name: str
     most_new: int
-    choice: Choice
+    choice: SamplingMode
     numbers: dict[str, float]
     pad: Tensor | None
     stop_ids: Tensor | None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .buffers import Buffers, repeat_first
 from .decode_cache import OneTokenCache
-from .sampling import INTEGERS, SMALLEST, Choice, History
+from .sampling import INTEGERS, SMALLEST, History, SamplingMode
 
 MOST_STOP_TOKENS = 32
 
@@ -38,7 +38,7 @@ class Bucket:
     rings: bool
     inputs: tuple[tuple[str, torch.dtype], ...]
     constants: tuple[tuple[str, Any], ...]
-    choice: Choice
+    choice: SamplingMode
     stops: bool
 
 

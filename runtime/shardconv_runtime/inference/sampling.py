@@ -42,7 +42,7 @@ _DEFAULTS = {"filter_value": -float("inf"), "min_tokens_to_keep": 1, "prompt_ign
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingMode:
     """How tokens are chosen: what differs between graphs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Choice:
 
 def choice_of(
     processors: Sequence[Any], samples: bool, prompt_length: int
-) -> tuple[Choice, dict[str, float]] | None:
+) -> tuple[SamplingMode, dict[str, float]] | None:
     """How ``generate`` would choose, with the numbers; None if the graph has no such processor."""
     found: dict[str, float] = {}
     for processor in processors:
@@ -72,7 +72,7 @@ def choice_of(
             number -= prompt_length
         found[name] = number
     most = 1 << (int(found.get("top_k", 0)) - 1).bit_length() if "top_k" in found else 0
-    return Choice(samples, tuple(found), most), found
+    return SamplingMode(samples, tuple(found), most), found
 
 
 def _is_default(processor: Any) -> bool:
@@ -95,7 +95,7 @@ class History:
     stops: Tensor | None
 
 
-def choose(choice: Choice, logits: Tensor, numbers: dict[str, Tensor], history: History) -> Tensor:
+def choose(choice: SamplingMode, logits: Tensor, numbers: dict[str, Tensor], history: History) -> Tensor:
     """The next token of each row.
 
     Args:
@@ -114,7 +114,7 @@ def choose(choice: Choice, logits: Tensor, numbers: dict[str, Tensor], history: 
     return torch.multinomial(logits.softmax(-1), 1).squeeze(1)
 
 
-def _processed(name: str, choice: Choice, logits: Tensor, number: Tensor, history: History) -> Tensor:
+def _processed(name: str, choice: SamplingMode, logits: Tensor, number: Tensor, history: History) -> Tensor:
     if name == "temperature":
         return logits / number
     if name == "penalty":

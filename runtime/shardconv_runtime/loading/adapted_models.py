@@ -28,7 +28,7 @@ from ..loaded import Loaded, loaded, unwrapped
 from ..saving.saved_adapters import save_adapters
 from ..saving.stored_model import named_tensors
 from ..versions import converter_function
-from .building import Building, Stored, unsharded
+from .building import ModelBuilder, Stored, unsharded
 
 _REFUSED = {
     "add_adapter": "call shardconv_runtime.add_adapter(model, config), which returns a model with both",
@@ -69,7 +69,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
         >>> model = shardconv_runtime.load("out/", training=True)
         >>> model = shardconv_runtime.add_adapter(model, LoraConfig(target_modules="all-linear"))
     """
-    building: Building = loaded(model).building
+    building: ModelBuilder = loaded(model).building
     known = {} if building.checked.adapters is None else building.checked.adapters.adapters
     _require_unsplit(model, "add_adapter")
     require_name(name)
@@ -84,7 +84,7 @@ def add_adapter(model: nn.Module, config: Any, name: str = DEFAULT, *, seed: int
     return guard_adapters(building.with_adapters(adapters).model(stored))
 
 
-def _planned_by_rank_0(building: Building, adapter: Adapter) -> str:
+def _planned_by_rank_0(building: ModelBuilder, adapter: Adapter) -> str:
     """The plan of the model with an adapter, as JSON."""
 
     def plan() -> str:
@@ -97,7 +97,7 @@ def _planned_by_rank_0(building: Building, adapter: Adapter) -> str:
     return agreement.exchange(building.start, text)[0]
 
 
-def _with_present(model: nn.Module, adapters: AdapterSet, building: Building) -> Stored:
+def _with_present(model: nn.Module, adapters: AdapterSet, building: ModelBuilder) -> Stored:
     """The tensors of a model with more adapters: those of the present one are shared."""
     present, base = named_tensors(model), _base_tensors(model)
     known = building.checked.adapters.adapters if building.checked.adapters is not None else {}
@@ -119,7 +119,7 @@ def _each(tensors: Mapping[str, Tensor]) -> Generator[tuple[str, Tensor]]:
 def _base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """A model's local tensors by their names without adapters, laid out as without; every rank calls it."""
     source = loaded(model)
-    building: Building = source.building
+    building: ModelBuilder = source.building
     before, entries = parameter_plans(building.checked.plan), parameter_plans(source.plan)
     names = source.attached.base_names if source.attached is not None else {}
     found = {}
@@ -220,7 +220,7 @@ def _unload(wrapper: Any) -> Any:
 def _rebuilt(wrapper: Any) -> Any:
     """The model without adapters, but for the active ones' copies of modules, which stay, as peft has it."""
     source = loaded(wrapper)
-    building: Building = source.building
+    building: ModelBuilder = source.building
     _require_unsplit(wrapper, "unloading")
     copied = _active_copies(source.attached, wrapper.active_adapters)
     if source.packed:
@@ -267,7 +267,7 @@ def _active_copies(attached: Attached, active: Collection[str]) -> dict[str, str
     return found
 
 
-def _require_separable(building: Building, first: str, name: str) -> None:
+def _require_separable(building: ModelBuilder, first: str, name: str) -> None:
     """Raises ``PlanError`` if the plan sums a gradient of tied parameters, which it does for both at once."""
     plan = building.checked.plan
     sequence = plan.training and plan.training.sequence

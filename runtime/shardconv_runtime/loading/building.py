@@ -48,7 +48,7 @@ Stored = Callable[["Attached | None"], Generator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadOptions:
     """The arguments of the caller."""
 
     path: str
@@ -94,7 +94,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedSource:
     """A model that passed the checks so far."""
 
     directory: Path
@@ -110,7 +110,7 @@ class Checked:
     in_wanted_dtypes: bool = False
     """The weights of ``checkpoint`` have the dtypes in which the model is loaded, not those of the plan."""
     adapters: AdapterSet | None = None
-    more: tuple[Checked, ...] = ()
+    more: tuple[CheckedSource, ...] = ()
     """The directories of further stages of this process."""
 
     @property
@@ -146,11 +146,11 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Building:
+class ModelBuilder:
     """All that the model of a rank is made of, at first, and again with other adapters."""
 
-    checked: Checked
-    wanted: Wanted
+    checked: CheckedSource
+    wanted: LoadOptions
     start: Launch
     everyone: Launch
     """All processes that build the model together."""
@@ -158,7 +158,7 @@ class Building:
     compiled: bool
     check_inputs: bool
 
-    def with_adapters(self, adapters: AdapterSet | None) -> Building:
+    def with_adapters(self, adapters: AdapterSet | None) -> ModelBuilder:
         """The same model with other adapters."""
         return replace(self, checked=replace(self.checked, adapters=adapters))
 
@@ -312,7 +312,7 @@ class Building:
         return (model if attached is None else attached.wrapper).eval()
 
 
-def unsharded(checked: Checked, wanted: Wanted) -> nn.Module:
+def unsharded(checked: CheckedSource, wanted: LoadOptions) -> nn.Module:
     """The model with global shapes, on meta.
 
     Raises:
@@ -321,7 +321,7 @@ def unsharded(checked: Checked, wanted: Wanted) -> nn.Module:
     return _unsharded(checked, wanted)[1]
 
 
-def _unsharded(checked: Checked, wanted: Wanted) -> tuple[Any, nn.Module]:
+def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Module]:
     """The config as it was stored, and the unquantized model."""
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
@@ -336,13 +336,13 @@ def _unsharded(checked: Checked, wanted: Wanted) -> tuple[Any, nn.Module]:
         raise building_failed(directory, error) from error
 
 
-def stays_packed(plan: Plan, wanted: Wanted) -> bool:
+def stays_packed(plan: Plan, wanted: LoadOptions) -> bool:
     """Whether packed parameters are computed with as they are stored."""
     return not wanted.dequantize and any(entry.packing is not None for entry in plan.parameters)
 
 
 def _connect(
-    plan: Plan, wanted: Wanted, start: Launch, all_reduce: AllReduce | str | None
+    plan: Plan, wanted: LoadOptions, start: Launch, all_reduce: AllReduce | str | None
 ) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
     if isinstance(all_reduce, str):
@@ -356,7 +356,7 @@ def _connect(
     return connect(plan, start, all_reduce, **wanted.form)
 
 
-def _stored(checked: Checked, plan: Plan, start: Launch, rows: Rows) -> Generator[tuple[str, Tensor]]:
+def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Generator[tuple[str, Tensor]]:
     """Local tensors of this rank by name, from its own files or sliced from an ordinary checkpoint.
 
     Of the tensors in ``rows``, these positions of the first dim.

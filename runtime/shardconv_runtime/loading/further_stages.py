@@ -8,10 +8,10 @@ from ..errors import CheckpointError
 from ..format import manifest
 from ..format.staged_names import num_stages, stages_of
 from ..format.variants import stage_directory
-from .building import Checked
+from .building import CheckedSource
 
 
-def with_further(found: Checked, per_process: int) -> Checked:
+def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
     """The directory of a process's first stage with those of its others, beside it.
 
     Args:
@@ -29,7 +29,7 @@ def with_further(found: Checked, per_process: int) -> Checked:
     return replace(found, more=tuple(_beside(found, number) for number in numbers))
 
 
-def _beside(found: Checked, stage: int) -> Checked:
+def _beside(found: CheckedSource, stage: int) -> CheckedSource:
     name, repository = stage_directory(stage, num_stages(found.plan)), found.repository
     if repository is None:
         directory = found.directory.parent / name
@@ -39,7 +39,7 @@ def _beside(found: Checked, stage: int) -> Checked:
 
         repository, described = beside(repository, name)
         directory = repository.directory
-    other = Checked(directory, described, manifest.read_plan(directory, described), repository)
+    other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
     if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
         raise CheckpointError(
             f"{directory} and {found.directory} are of two conversions; copy or convert the model again"

@@ -22,7 +22,7 @@ from ..format import fingerprint, manifest
 from ..hub_options import Hub
 from ..loaded import unwrapped
 from . import rank_files
-from .building import AdapterDirectories, Building, Checked, Wanted, stays_packed, unsharded
+from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
 from .read_ahead import ReadAhead
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def load(
         from .data_sharding import data_sharding
 
         sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)
-    wanted = Wanted(
+    wanted = LoadOptions(
         os.fspath(path),
         None if plan is None else os.fspath(plan),
         Hub(revision, cache_dir, local_files_only, token),
@@ -203,7 +203,7 @@ def load(
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
             checked = agreement.together(everyone, fetch, agreement.DOWNLOAD_TIMEOUT_S)
-        building = Building(
+        building = ModelBuilder(
             checked, wanted, start, everyone, all_reduce, compiled=compile, check_inputs=check_inputs
         )
         model = building.model()
@@ -220,7 +220,7 @@ def load(
     return model
 
 
-def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
+def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSource:
     """The checks that take little time."""
     rank, world_size = launching.rank(group), launching.world_size(group)
     num_ranks = world_size * max(1, wanted.stages_per_process)  # of all stages
@@ -267,7 +267,7 @@ def _check(wanted: Wanted, group: dist.ProcessGroup | None) -> Checked:
     return found
 
 
-def _converted(wanted: Wanted, rank: int, world_size: int) -> Checked:
+def _converted(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource:
     """A converted directory, local or on the Hub, with its manifest and plan."""
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
@@ -276,20 +276,20 @@ def _converted(wanted: Wanted, rank: int, world_size: int) -> Checked:
 
             directory = of_stage_of(variant(directory, world_size), rank, world_size)
         found = manifest.read(directory)
-        return Checked(directory, found, manifest.read_plan(directory, found))
+        return CheckedSource(directory, found, manifest.read_plan(directory, found))
     from .from_hub import find_converted
 
-    return Checked(*find_converted(wanted.path, wanted.hub, rank, world_size))
+    return CheckedSource(*find_converted(wanted.path, wanted.hub, rank, world_size))
 
 
-def _ordinary(wanted: Wanted, plan: str) -> Checked:
+def _ordinary(wanted: LoadOptions, plan: str) -> CheckedSource:
     """An ordinary model, to be sharded by a plan while it is read."""
     from .by_plan import ordinary
 
     found = ordinary(
         wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code, dtype=wanted.dtype
     )
-    return Checked(
+    return CheckedSource(
         found.directory,
         found.manifest,
         found.plan,
@@ -298,7 +298,7 @@ def _ordinary(wanted: Wanted, plan: str) -> Checked:
     )
 
 
-def _with_files(found: Checked, rank: int) -> Checked:
+def _with_files(found: CheckedSource, rank: int) -> CheckedSource:
     """The files of a rank, downloaded if they are missing, and checked."""
     place = rank % found.plan.tp  # ranks of later stages have the places of those of the first
     more = tuple(_with_files(each, rank) for each in found.more)

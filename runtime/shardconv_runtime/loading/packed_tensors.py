@@ -14,7 +14,7 @@ from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..packed.dequantize import check_values, dequantize
-from ..packed.held import Held
+from ..packed.held import WeightSlice
 
 if TYPE_CHECKING:
     from ..parallel.packed_modules import PackedModules
@@ -66,6 +66,6 @@ def unpacked(
         raise CheckpointError(f"{min(waiting)}: the files have some of its stored tensors, and not all")
 
 
-def held_part(entry: ParameterPlan, mesh: Mesh, rank: int) -> Held:
+def held_part(entry: ParameterPlan, mesh: Mesh, rank: int) -> WeightSlice:
     """Which part of a parameter a rank holds."""
-    return Held(global_shape(entry), tuple(ranges(dim, mesh, rank) for dim in entry.dims))
+    return WeightSlice(global_shape(entry), tuple(ranges(dim, mesh, rank) for dim in entry.dims))

@@ -26,7 +26,7 @@ Adjacent = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FileSpan:
     """Tensors that lie next to each other in a file, and share memory: one, or several of one dtype."""
 
     tensors: tuple[tuple[str, StoredTensor], ...]
@@ -58,7 +58,7 @@ class Stretch:
             yield name, tensor_within(memory.untyped_storage(), offset, stored.shape, dtype)
 
 
-def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[Stretch]:
+def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[FileSpan]:
     """The tensors of a file in its order."""
     first = {names[0]: names for names in adjacent}
     todo = list(shard.tensors.items())
@@ -68,7 +68,7 @@ def stretches(shard: ShardFile, adjacent: Adjacent = ()) -> Iterator[Stretch]:
         found = todo[at : at + len(names)]
         are_next = tuple(name for name, _ in found) == names and len({s.dtype for _, s in found}) == 1
         taken = tuple(found) if are_next else (todo[at],)
-        yield Stretch(taken)
+        yield FileSpan(taken)
         at += len(taken)
 
 

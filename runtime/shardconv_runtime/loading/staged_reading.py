@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.header import ShardFile
-from .reading import REMEDY, Adjacent, Stretch, stretches
+from .reading import REMEDY, Adjacent, FileSpan, stretches
 
 BUFFER_BYTES = 16 << 20
 """Of each staging buffer: the copy to the device takes about a millisecond, much longer than its start, and
@@ -138,7 +138,7 @@ class _Slab:
     """One allocation on the device, the tensors in it and where they begin, and how it is filled."""
 
     num_bytes: int
-    tensors: tuple[tuple[Stretch, int], ...]
+    tensors: tuple[tuple[FileSpan, int], ...]
     fills: tuple[_Fill, ...]
 
 
@@ -244,7 +244,7 @@ def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
 
     Those of a slab lie next to each other in the file.
     """
-    held: list[tuple[Stretch, int]] = []
+    held: list[tuple[FileSpan, int]] = []
     end = 0
     for stretch in stretches(shard, adjacent):
         begin = math.ceil(end / ALIGNMENT) * ALIGNMENT
@@ -257,7 +257,7 @@ def _slabs(shard: ShardFile, adjacent: Adjacent, limit: int) -> Iterator[_Slab]:
         yield _slab(shard, held, limit)
 
 
-def _slab(shard: ShardFile, held: list[tuple[Stretch, int]], limit: int) -> _Slab:
+def _slab(shard: ShardFile, held: list[tuple[FileSpan, int]], limit: int) -> _Slab:
     spans = tuple(_Span(begin, stretch.num_bytes) for stretch, begin in held if stretch.num_bytes)
     first = shard.start + held[0][0].begin
     if not spans:

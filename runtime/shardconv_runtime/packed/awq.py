@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from .bits import WORD, unpacked
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, matrix, require_owners
-from .held import Held, along, spread
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, matrix, require_owners
+from .held import WeightSlice, along, spread
 
 BITS = 4
 PER_WORD = WORD // BITS
@@ -60,14 +60,14 @@ class AwqScheme:
         names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}
         inputs, words = matrix(checkpoint, names["qweight"], names["qweight"])
         groups = along(1, inputs if self.group_size == -1 else self.group_size, inputs)
-        group = Group(checkpoint, (words * PER_WORD, inputs), names)
+        group = StoredGroup(checkpoint, (words * PER_WORD, inputs), names)
         group.add("qweight", ["int32"], (PackedDim(1, 1), PackedDim(0, PER_WORD)))
         group.add("qzeros", ["int32"], (groups, PackedDim(0, PER_WORD)))
         group.add("scales", ["float16", "bfloat16", "float32"], (groups, PackedDim(0, 1)))
         return group.found("awq")
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """(Integer less zero point) times factor, in the dtype of the factors, as the library does in torch."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     groups = PackedTensor("zeros", "int32", stored["scales"].dims)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, matrix, require_owners
-from .held import Held
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
+from .held import WeightSlice
 
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)$")
 SCALE = ".SCB"
@@ -96,7 +96,7 @@ class BnbScheme:
         return found
 
 
-def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Codes looked up in the map, times the factor of their block, in float32, rounded to the state's dtype.
 
     This is what the library's functions in torch compute.
@@ -109,7 +109,7 @@ def dequantized_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held
     return (values * factors).to(blocks.dtype).reshape(held.local_shape)
 
 
-def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> Tensor:
+def block_factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> Tensor:
     """The factors of the local blocks, flat, float32; what the library computes of nested ones.
 
     Args:
@@ -134,7 +134,7 @@ def plain_state(blocks: Blocks) -> Tensor:
     return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
 
 
-def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
     """Check the quantization state.
 
     Raises:
@@ -150,7 +150,7 @@ def check_4bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name
         )
 
 
-def dequantized_8bit(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized_8bit(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Integers times the factors of their rows, over 127, in float32; what the library computes in torch."""
     return tensors["*"] * tensors["SCB"].view(-1, 1) * 7.874015718698502e-3
 
@@ -167,7 +167,7 @@ def _four_bits(checkpoint: Checkpoint, weight: str, state: str) -> Found:
         *([".nested_absmax", ".nested_quant_map"] if blocks.nested_size else []),
     ]
     names = {f"*{suffix}": f"{weight}{suffix}" for suffix in suffixes}
-    group = Group(checkpoint, blocks.shape, {**names, f"*{state.removeprefix(weight)}": state})
+    group = StoredGroup(checkpoint, blocks.shape, {**names, f"*{state.removeprefix(weight)}": state})
     dtype = checkpoint.tensors[weight].dtype
     if dtype not in ITEM_BYTES:
         raise SourceError(f"{weight} is {dtype}, and should be one of {', '.join(ITEM_BYTES)}{REMEDY}")
@@ -195,7 +195,7 @@ def _eight_bits(checkpoint: Checkpoint, module: str) -> Found:
     names = {"*": weight, "SCB": f"{module}{SCALE}"}
     if layout in checkpoint.tensors:
         names["weight_format"] = layout
-    group = Group(checkpoint, matrix(checkpoint, weight, f"{module}{SCALE}"), names)
+    group = StoredGroup(checkpoint, matrix(checkpoint, weight, f"{module}{SCALE}"), names)
     group.add("*", ["int8"], (PackedDim(0, 1), PackedDim(1, 1)))
     group.add("SCB", ["float32"], (PackedDim(0, 1),))
     if layout in names.values():

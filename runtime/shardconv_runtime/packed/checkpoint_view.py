@@ -62,7 +62,7 @@ class Scheme(Protocol):
 REMEDY = "; convert the unquantized model, or download the checkpoint again if it is damaged"
 
 
-class Group:
+class StoredGroup:
     """The stored tensors of one parameter, checked while they are described."""
 
     def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], names: Mapping[str, str]) -> None:

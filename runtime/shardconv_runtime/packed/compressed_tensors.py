@@ -17,9 +17,9 @@ from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
 from . import exponents
 from .bits import WORD, unpacked
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, global_size, info, matrix, require_owners
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, global_size, info, matrix, require_owners
 from .fp4 import PER_BYTE, unpacked_fp4
-from .held import Held, spread
+from .held import WeightSlice, spread
 from .weight_settings import WeightSettings, weight_settings
 
 SCALE = ".weight_scale"
@@ -71,7 +71,7 @@ class CompressedScheme:
         return found
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """(Value less zero point) times factor, in the dtype of the factors, as the library does.
 
     Factors of 4-bit floats are read as bfloat16; where there is a factor of the whole tensor, it divides them
@@ -88,7 +88,7 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> 
     return values * scale
 
 
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
     """Check what the tensors say about the shape and the groups of the weight.
 
     Raises:
@@ -163,7 +163,7 @@ class _Weight:
 
     def _described(self, weights: WeightSettings) -> Found:
         parts = [self._values, "*_scale", *(p for p in OTHERS if self._name(p) in self._checkpoint.tensors)]
-        group = Group(self._checkpoint, self._shape, {part: self._name(part) for part in parts})
+        group = StoredGroup(self._checkpoint, self._shape, {part: self._name(part) for part in parts})
         step = {"int32": WORD // weights.bits, "uint8": PER_BYTE}.get(self._kind, 1)
         group.add(self._values, [self._kind], (PackedDim(0, 1), PackedDim(1, step)))
         scale = self._scale_dims(weights)
@@ -209,7 +209,7 @@ def _factors(scale: Tensor) -> Tensor:
     return scale.bfloat16() if scale.element_size() == 1 else scale
 
 
-def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Local values of the weight, before zero points and factors."""
     if "*" in tensors:
         return tensors["*"]
@@ -219,7 +219,7 @@ def _values(settings: Mapping[str, int], tensors: Mapping[str, Tensor], held: He
     return _signed(packed, settings["bits"], 1, columns)
 
 
-def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def _zero_points(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Local zero points; they broadcast with the weight."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     points = tensors["*_zero_point"]
@@ -235,14 +235,16 @@ def _signed(words: Tensor, bits: int, dim: int, size: int) -> Tensor:
     return integers
 
 
-def _for_inputs(values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def _for_inputs(
+    values: Tensor, stored: PackedTensor, tensors: Mapping[str, Tensor], held: WeightSlice
+) -> Tensor:
     """What groups share, repeated to the part of the weight."""
     if stored.dims and stored.dims[-1].of is None and stored.dims[-1].step > 1:
         return values.index_select(1, tensors["*_g_idx"].long())
     return spread(values, stored, held)
 
 
-def _check_groups(index: Tensor, groups: PackedDim, held: Held, name: str) -> None:
+def _check_groups(index: Tensor, groups: PackedDim, held: WeightSlice, name: str) -> None:
     if (index == -1).all():
         return
     if groups.of is None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..format.plan import Packing
 from . import awq, bnb, compressed_tensors, exponents, fbgemm_fp8, fp8, gptq, mxfp4, torchao
-from .held import Held, stored_shape
+from .held import WeightSlice, stored_shape
 
-FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held], Tensor]] = {
+FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tensor]] = {
     "awq": awq.dequantized,
     "bnb_4bit": bnb.dequantized_4bit,
     "bnb_8bit": bnb.dequantized_8bit,
@@ -33,7 +33,7 @@ FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held], Tensor]] = {
 VALUES_AT_ONCE = 2**22
 """Computed together, so that what is needed beside the result is some 100 MB."""
 
-CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held, str], None]] = {
+CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
     "compressed_tensors": compressed_tensors.check,
     "fp8": exponents.check,
@@ -43,7 +43,9 @@ CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], Held, str], None]] = 
 """What is checked beside shapes, dtypes and that factors are finite."""
 
 
-def dequantize(packing: Packing, tensors: Mapping[str, Tensor], held: Held, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, dtype: torch.dtype
+) -> Tensor:
     """The local weight; no collective runs.
 
     Args:
@@ -64,7 +66,7 @@ def dequantize(packing: Packing, tensors: Mapping[str, Tensor], held: Held, dtyp
     return out
 
 
-def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
     """Check local stored tensors, with their values, where ``dequantize`` could not.
 
     Args:
@@ -93,7 +95,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
 
 
-def _rows_at_once(packing: Packing, held: Held) -> int:
+def _rows_at_once(packing: Packing, held: WeightSlice) -> int:
     """So many local positions of the first dim that stored tensors are cut between steps."""
     steps = [dim.step for stored in packing.tensors for dim in stored.dims if dim.of == 0]
     step = math.lcm(*steps)
@@ -101,7 +103,7 @@ def _rows_at_once(packing: Packing, held: Held) -> int:
 
 
 def _rows(
-    packing: Packing, tensors: Mapping[str, Tensor], held: Held, start: int, stop: int
+    packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, start: int, stop: int
 ) -> dict[str, Tensor]:
     """The stored tensors for local positions of the first dim."""
     out = dict(tensors)

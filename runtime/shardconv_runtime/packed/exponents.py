@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.plan import Packing
-from .held import Held
+from .held import WeightSlice
 
 BIAS = 127
 NOT_FINITE = 255
@@ -22,7 +22,7 @@ def as_factors(stored: Tensor) -> Tensor:
     return (stored.float() - BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
     """Check the bytes that are exponents.
 
     Raises:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import Checkpoint, Found, Group, matrix, require_owners
-from .held import Held
+from .checkpoint_view import Checkpoint, Found, StoredGroup, matrix, require_owners
+from .held import WeightSlice
 
 SCALE = "_scale"
 BOUND = "input_scale_ub"
@@ -27,7 +27,7 @@ class FbgemmFp8Scheme:
         return found
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Values times the factors of their rows, in float32."""
     return tensors["*"].float() * tensors["*_scale"]
 
@@ -35,7 +35,7 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> 
 def _parameter(checkpoint: Checkpoint, name: str) -> Found:
     bound = f"{name.rpartition('.')[0]}.{BOUND}"
     names = {"*": name, "*_scale": f"{name}{SCALE}"} | ({BOUND: bound} if bound in checkpoint.tensors else {})
-    group = Group(checkpoint, matrix(checkpoint, name, f"{name}{SCALE}"), names)
+    group = StoredGroup(checkpoint, matrix(checkpoint, name, f"{name}{SCALE}"), names)
     group.add("*", ["float8_e4m3fn"], (PackedDim(0, 1), PackedDim(1, 1)))
     group.add("*_scale", ["float32"], (PackedDim(0, 1), PackedDim(None, 1)))
     if BOUND in names:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
 from .exponents import as_factors
-from .held import Held, along, spread
+from .held import WeightSlice, along, spread
 
 VALUES = "float8_e4m3fn"
 BLOCKS = {"fp8": (128, 128), "mxfp8": (1, 32)}
@@ -77,7 +77,7 @@ class Fp8Scheme:
         if len(shape) < 2:
             raise SourceError(f"{weight} is {list(shape)}, and should have two dims or more{REMEDY}")
         inputs = {part: full for part in INPUTS if (full := _beside(weight, part)) in checkpoint.tensors}
-        group = Group(checkpoint, shape, {"*": weight, stored: name, **inputs})
+        group = StoredGroup(checkpoint, shape, {"*": weight, stored: name, **inputs})
         group.add("*", [VALUES], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
         group.add(stored, FACTORS, self._dims(shape, checkpoint.tensors[name].shape))
         for part, full in inputs.items():
@@ -94,7 +94,7 @@ class Fp8Scheme:
         return *stack, *(along(last + i, block[i], shape[last + i]) for i in range(2))
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Values times factors in float32, as transformers does."""
     stored = next(tensor for tensor in packing.tensors if tensor.name in SCALES.values())
     return tensors["*"].float() * spread(as_factors(tensors[stored.name]), stored, held)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
 from .bits import WORD, unpacked
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, matrix, require_owners
-from .held import Held, along
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
+from .held import WeightSlice, along
 
 BITS = (2, 4, 8)
 COMPANIONS = (".qweight", ".qzeros", ".g_idx")
@@ -63,7 +63,7 @@ class GptqScheme:
         groups, _ = matrix(checkpoint, names["scales"], names["qweight"])
         inputs = math.prod(info(checkpoint, names["g_idx"], names["qweight"]).shape)
         bits = _bits(names, words, inputs)
-        group = Group(checkpoint, (outputs, inputs), names)
+        group = StoredGroup(checkpoint, (outputs, inputs), names)
         group.add("g_idx", ["int32"], (PackedDim(1, 1),))
         shared = _shared(names["g_idx"], checkpoint.read(names["g_idx"]), groups)
         group.add("qweight", ["int32"], (PackedDim(1, WORD // bits), PackedDim(0, 1)))
@@ -72,7 +72,7 @@ class GptqScheme:
         return group.found("gptq", bits=bits, zeros_minus_one=int(self.zeros_minus_one))
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Factor times (integer less zero point), in the dtype of the factors, as the library does in torch.
 
     Zero points that are stored less one are corrected a word at a time, as the library does.
@@ -88,7 +88,7 @@ def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> 
     return (tensors["scales"][indices] * (values - unpacked(zeros, bits, 1)[indices])).T
 
 
-def check(packing: Packing, tensors: Mapping[str, Tensor], held: Held, name: str) -> None:
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
     """Check the groups of the inputs.
 
     Raises:

@@ -13,7 +13,7 @@ from ..format.slices import Range
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WeightSlice:
     """A part of a weight."""
 
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Held:
     """For each dim the global positions that are held, ascending."""
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Held:
+    def whole(cls, shape: tuple[int, ...]) -> WeightSlice:
         """All of a weight of this global shape."""
         return cls(shape, tuple(((0, size),) for size in shape))
 
@@ -36,14 +36,14 @@ class Held:
         spans = [torch.arange(a, b) for a, b in self.ranges[dim]]
         return torch.cat(spans) if spans else torch.arange(0)
 
-    def rows(self, start: int, stop: int) -> Held:
+    def rows(self, start: int, stop: int) -> WeightSlice:
         """The part with these local positions of the first dim alone."""
         kept, offset = [], 0
         for a, b in self.ranges[0]:
             first, last = a + max(start - offset, 0), a + min(stop - offset, b - a)
             kept += [(first, last)] if first < last else []
             offset += b - a
-        return Held(self.shape, (tuple(kept), *self.ranges[1:]))
+        return WeightSlice(self.shape, (tuple(kept), *self.ranges[1:]))
 
     def local_steps(self, dim: int, step: int) -> Tensor:
         """For each local position along a dim the local step that it is in, int64 ``[local size]``."""
@@ -51,7 +51,7 @@ class Held:
         return local
 
 
-def stored_positions(dim: PackedDim, held: Held) -> Tensor:
+def stored_positions(dim: PackedDim, held: WeightSlice) -> Tensor:
     """Global positions along a dim of a stored tensor that belong to the part, int64, ascending."""
     if dim.of is None:
         return torch.arange(dim.step)
@@ -59,12 +59,12 @@ def stored_positions(dim: PackedDim, held: Held) -> Tensor:
     return positions
 
 
-def stored_shape(stored: PackedTensor, held: Held) -> tuple[int, ...]:
+def stored_shape(stored: PackedTensor, held: WeightSlice) -> tuple[int, ...]:
     """Local shape of a stored tensor."""
     return tuple(len(stored_positions(dim, held)) for dim in stored.dims)
 
 
-def spread(values: Tensor, stored: PackedTensor, held: Held) -> Tensor:
+def spread(values: Tensor, stored: PackedTensor, held: WeightSlice) -> Tensor:
     """A stored tensor repeated to the part of the weight, so that the two broadcast.
 
     Args:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
 from .exponents import BIAS
 from .fp4 import PER_BYTE, unpacked_fp4
-from .held import Held
+from .held import WeightSlice
 
 BLOCKS = "_blocks"
 BLOCK = 32
@@ -35,7 +35,7 @@ class Mxfp4Scheme:
         return found
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """Values times powers of two, which bfloat16 holds exactly, as transformers does; expert by expert."""
     experts = zip(tensors["*_blocks"], tensors["*_scales"], strict=True)
     return torch.stack([_expert(blocks, scales) for blocks, scales in experts])
@@ -47,7 +47,7 @@ def _parameter(checkpoint: Checkpoint, name: str) -> Found:
         raise SourceError(f"{name}{BLOCKS} is {list(shape)}, and should have four dims{REMEDY}")
     experts, outputs, blocks, _ = shape
     names = {f"*{end}": f"{name}{end}" for end in COMPANIONS}
-    group = Group(checkpoint, (experts, blocks * BLOCK, outputs), names)
+    group = StoredGroup(checkpoint, (experts, blocks * BLOCK, outputs), names)
     group.add("*_blocks", ["uint8"], (*DIMS, PackedDim(None, BLOCK // PER_BYTE)))
     group.add("*_scales", ["uint8"], DIMS)
     return group.found("mxfp4")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
-from .checkpoint_view import REMEDY, Checkpoint, Found, Group, info, require_owners
-from .held import Held, along, spread
+from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
+from .held import WeightSlice, along, spread
 
 VALUES = {"Int8Tensor": "int8", "Float8Tensor": "float8_e4m3fn"}
 """Dtypes of values, by the class of the tensor."""
@@ -37,7 +37,7 @@ class TorchaoScheme:
         return found
 
 
-def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: Held) -> Tensor:
+def dequantized(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice) -> Tensor:
     """(Value less zero point) times factor, in float32, as the library does."""
     stored = {tensor.name: tensor for tensor in packing.tensors}
     values = tensors["_*_qdata"].float()
@@ -86,7 +86,7 @@ def _parameter(checkpoint: Checkpoint, name: str, said: Mapping[str, Any]) -> Fo
     shape = info(checkpoint, names["_*_qdata"], name).shape
     scale = info(checkpoint, names["_*_scale"], name).shape
     dims = _dims(name, shape, scale, said.get("_data", {}).get("block_size"))
-    group = Group(checkpoint, shape, names)
+    group = StoredGroup(checkpoint, shape, names)
     group.add("_*_qdata", [VALUES[kind]], tuple(PackedDim(dim, 1) for dim in range(len(shape))))
     group.add("_*_scale", SCALES, dims)
     if "_*_zero_point" in names:

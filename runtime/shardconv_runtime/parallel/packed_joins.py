@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..packed.bnb import Blocks, block_factors, plain_state
-from ..packed.held import Held
+from ..packed.held import WeightSlice
 from .packed_values import Part
 from .shared_storage import joined
 
@@ -73,7 +73,7 @@ def _shared(parts: Sequence[Part], stored: Sequence[_Stored]) -> tuple[Part, lis
             if tensors[name].data_ptr() == found[name][0].data_ptr():  # others were computed
                 tensors[name] = tensor
     shapes = [part.held.local_shape for part in parts]
-    held = Held.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    held = WeightSlice.whole((sum(shape[0] for shape in shapes), *shapes[0][1:]))
     spanning = replace(parts[0], tensors=whole, held=held)
     return spanning, [replace(part, tensors=each) for part, each in zip(parts, own, strict=True)]
 

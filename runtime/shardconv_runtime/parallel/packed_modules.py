@@ -18,7 +18,7 @@ from ..errors import CheckpointError, PlanError
 from ..format.dims import axes_of
 from ..format.plan import ModulePlan, Packing, ParameterPlan, SliceStep, local_shape
 from ..format.slices import coordinates
-from ..packed.held import Held
+from ..packed.held import WeightSlice
 from .boundary import attach, forward_signature
 from .edits import raise_flags
 from .packed_values import KEEPS_MODULES, Part, fill_module
@@ -129,7 +129,7 @@ class PackedModules:
         for group, product in zip(joinable, fuse_packed(self._model, joinable), strict=True):
             self._fused |= {f"{fqn}.weight": (product, index) for index, fqn in enumerate(group)}
 
-    def fill(self, name: str, tensors: Mapping[str, Tensor], held: Held) -> None:
+    def fill(self, name: str, tensors: Mapping[str, Tensor], held: WeightSlice) -> None:
         """Give a module its stored tensors.
 
         Args:

@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..format.plan import PackedDim, Packing
 from ..packed.bnb import Blocks
 from ..packed.fp8 import SCALES
-from ..packed.held import Held
+from ..packed.held import WeightSlice
 
 BNB_CPU_ROWS = 32
 """Rows of a tile of bitsandbytes' kernel for CPUs with AVX512 for bfloat16, which fails on other shapes."""
@@ -33,7 +33,7 @@ class Part:
     packing: Packing
     tensors: Mapping[str, Tensor]
     """Local stored tensors by their names in the packing, in the shape of its dims."""
-    held: Held
+    held: WeightSlice
     """The part of the weight that they are."""
     dtype: torch.dtype
     """Of activations."""
@@ -103,7 +103,7 @@ def _fill_bnb_4bit(module: nn.Module, attribute: str, part: Part) -> None:
     )
 
 
-def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: Held) -> dict[str, Any]:
+def _factors(tensors: Mapping[str, Tensor], blocks: Blocks, held: WeightSlice) -> dict[str, Any]:
     """The factors of the local blocks, nested where as many share a factor as the library supposes."""
     factors = tensors["*.absmax"].reshape(-1)
     if not blocks.nested_size:

@@ -54,7 +54,7 @@ _OF_WEIGHTS = "torch.nn.utils."
 """Hooks that make a module's weights of other tensors: weight and spectral norms, pruning."""
 
 PLACED = "_shardconv_placed"
-"""Attribute of an embedding that leaves less than full rows in a forward pass: a ``Placed``."""
+"""Attribute of an embedding that leaves less than full rows in a forward pass: an ``EmbeddingOutput``."""
 
 _models = itertools.count()
 """Numbers of models, the same on all ranks, which load them in the same order."""
@@ -63,7 +63,7 @@ Part = Callable[[Tensor], Tensor]
 """Makes what a hook returns of a full tensor this rank's part of it."""
 
 
-class Placed(Protocol):
+class EmbeddingOutput(Protocol):
     """What an embedding leaves in a forward pass."""
 
     def full(self, x: Tensor) -> Tensor | None:
@@ -238,7 +238,7 @@ class _Views:
         axes = comm.real(range(len(comm.mesh)))
         length, padded = comm.sequence or (0, 0)
         has_tokens = bool(padded) and x.dim() in (2, 3)
-        state: Placed | None = self._watch.module.__dict__.get(PLACED) if placed else None
+        state: EmbeddingOutput | None = self._watch.module.__dict__.get(PLACED) if placed else None
         if state is not None and (rows := state.full(x)) is not None:
             self._require_on_all()
             shown, part = rows, state.part

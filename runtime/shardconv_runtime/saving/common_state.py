@@ -13,7 +13,7 @@ from typing import NoReturn
 from ..errors import CheckpointError, PlanError, missing
 from ..format.plan import ParameterPlan, global_shape
 from .held_state import OptimizerSummary
-from .optimizer_index import Group, OptimizerIndex, ParameterState, StoredValue
+from .optimizer_index import OptimizerIndex, ParameterGroup, ParameterState, StoredValue
 
 Entries = Mapping[str, ParameterPlan]
 """All parameters of the model, in the order of the plan."""
@@ -56,7 +56,7 @@ def _shown(state: ParameterState | None) -> str:
     return ", ".join([*scalars, *state.tensors])
 
 
-def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Group, ...]:
+def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[ParameterGroup, ...]:
     """The merged groups of all processes; a process may lack parameters of which it holds no values.
 
     Raises:
@@ -81,7 +81,7 @@ def _groups(summaries: Sequence[OptimizerSummary], entries: Entries) -> tuple[Gr
         names = {name for summary in summaries for name in summary.groups[number].names}
         _require_all(number, names, summaries)
         ordered = tuple(name for name in entries if name in names)
-        merged.append(Group(ordered, first.groups[number].hyperparameters))
+        merged.append(ParameterGroup(ordered, first.groups[number].hyperparameters))
     return tuple(merged)
 
 
@@ -153,7 +153,9 @@ def resumption(
     return Resumption(tuple(taken), tuple(name for name in present if name not in saved))
 
 
-def _refuse_groups(directory: Path, saved: Sequence[Group], groups: Sequence[Group]) -> NoReturn:
+def _refuse_groups(
+    directory: Path, saved: Sequence[ParameterGroup], groups: Sequence[ParameterGroup]
+) -> NoReturn:
     """Raise ``CheckpointError`` with the first difference of groups, one by one."""
     if len(saved) != len(groups):
         raise CheckpointError(

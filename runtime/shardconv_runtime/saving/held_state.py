@@ -21,8 +21,8 @@ from .dcp_boxes import BoxedTensor
 from .held_boxes import Box, held_boxes, owned_boxes
 from .local_windows import local_tensor, local_window
 from .optimizer_index import (
-    Group,
     OptimizerIndex,
+    ParameterGroup,
     ParameterState,
     StoredValue,
     from_value,
@@ -42,7 +42,7 @@ class OptimizerSummary:
 
     optimizer: str
     """Name of its class."""
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     states: dict[str, ParameterState]
     holding: frozenset[str]
     """Names of all tensors of the model of which the process holds values, in the optimizer or not."""
@@ -241,7 +241,7 @@ def _zeros(parameter: Tensor, entry: ParameterState) -> Iterator[tuple[str, Tens
         yield key, torch.zeros_like(parameter.detach(), dtype=dtype)
 
 
-def _group(held: HeldState, group: dict[str, Any]) -> Group:
+def _group(held: HeldState, group: dict[str, Any]) -> ParameterGroup:
     names = {parameter: name for name, parameter in held.parameters.items()}
     values: dict[str, StoredValue] = {}
     for key, thing in group.items():
@@ -251,7 +251,7 @@ def _group(held: HeldState, group: dict[str, Any]) -> Group:
         if value is None:
             raise PlanError(f"the optimizer's {key} is a {type(thing).__name__}, which cannot be stored")
         values[key] = value
-    return Group(tuple(names[parameter] for parameter in group["params"]), values)
+    return ParameterGroup(tuple(names[parameter] for parameter in group["params"]), values)
 
 
 def _parameter_state(

@@ -55,7 +55,7 @@ class ParameterState:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """A parameter group."""
 
     names: tuple[str, ...]
@@ -76,7 +76,7 @@ class OptimizerIndex:
 
     optimizer: str
     """Name of its class."""
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     parameters: tuple[ParameterState, ...]
     """Parameters with state, in the order of the plan."""
     files: tuple[StateFile, ...] = ()

@@ -48,7 +48,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class AnswerOptions:
     """What a client asks for, beside the prompt."""
 
     max_new_tokens: int | None
@@ -61,7 +61,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """A part of an answer."""
 
     text: str
@@ -75,7 +75,7 @@ class AnswerFailed(Exception):
     """The ranks cannot answer; the server is about to end."""
 
 
-async def answer(served: Served, prompt: list[int], wanted: Wanted) -> AsyncGenerator[Piece]:
+async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> AsyncGenerator[AnswerPiece]:
     """Yield the pieces of an answer; a generator that is closed cancels its request.
 
     Args:
@@ -115,24 +115,24 @@ async def answer(served: Served, prompt: list[int], wanted: Wanted) -> AsyncGene
                 text = stream.push(shown, is_finished)
                 if stream.is_stopped or is_finished:
                     is_cut = len(tokens) >= max_new_tokens and not has_end and not stream.is_stopped
-                    yield Piece(text, len(tokens), "length" if is_cut else "stop")
+                    yield AnswerPiece(text, len(tokens), "length" if is_cut else "stop")
                     return
                 if text:
-                    yield Piece(text, len(tokens))
+                    yield AnswerPiece(text, len(tokens))
         finally:
             if not is_finished:
                 served.manager.cancel_request(name)
             served.manager.output_router.result_handlers.pop(name, None)
 
 
-def _special_stops(served: Served, wanted: Wanted) -> tuple[list[str], frozenset[int]]:
+def _special_stops(served: Served, wanted: AnswerOptions) -> tuple[list[str], frozenset[int]]:
     """Stop strings, and ids to stop at: of those strings that are special tokens, which the text lacks."""
     special = {served.tokenizer.convert_ids_to_tokens(i): i for i in served.tokenizer.all_special_ids}
     tokens = {special[stop] for stop in wanted.stops if stop in special}
     return [stop for stop in wanted.stops if stop not in special], wanted.stop_token_ids | tokens
 
 
-def _limit(served: Served, prompt: list[int], wanted: Wanted) -> int:
+def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
     """The most new tokens of an answer."""
     limits = [limit for limit in (served.context, served.manager.room) if limit is not None]
     if not prompt:
@@ -163,7 +163,7 @@ def _add(
     prompt: list[int],
     max_new_tokens: int,
     ends: frozenset[int],
-    wanted: Wanted,
+    wanted: AnswerOptions,
     tell: Any,
 ) -> None:
     if served.manager.failure is not None:

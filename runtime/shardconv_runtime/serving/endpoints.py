@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from ..versions import __version__
-from .answers import RETRY_AFTER_S, AnswerFailed, Piece, Served, Wanted, answer
+from .answers import RETRY_AFTER_S, AnswerFailed, AnswerOptions, AnswerPiece, Served, answer
 from .schemas import (
     COMPLETION_TOKENS,
     BadRequest,
@@ -140,8 +140,8 @@ async def _respond(
     return await _whole(form, pieces, request)
 
 
-def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> Wanted:
-    return Wanted(
+def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> AnswerOptions:
+    return AnswerOptions(
         body.limit or (None if is_chat else COMPLETION_TOKENS),
         body.sampling(defaults),
         body.stops,
@@ -151,11 +151,11 @@ def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> Wante
     )
 
 
-async def _whole(form: _Form, pieces: AsyncGenerator[Piece], request: Request) -> Response:
+async def _whole(form: _Form, pieces: AsyncGenerator[AnswerPiece], request: Request) -> Response:
     """An answer in one piece; its request is canceled when the client goes away."""
 
     async def collect() -> Response:
-        text, last = "", Piece("", 0)
+        text, last = "", AnswerPiece("", 0)
         async with aclosing(pieces):
             async for last in pieces:
                 text += last.text
@@ -181,7 +181,7 @@ async def _whole(form: _Form, pieces: AsyncGenerator[Piece], request: Request) -
 
 
 async def _events(
-    form: _Form, first: Piece, pieces: AsyncGenerator[Piece], has_usage: bool
+    form: _Form, first: AnswerPiece, pieces: AsyncGenerator[AnswerPiece], has_usage: bool
 ) -> AsyncGenerator[str]:
     """Server-sent events; the request is canceled when the client goes away."""
     async with aclosing(pieces):
@@ -208,7 +208,7 @@ class _Form:
         self._begin = time.perf_counter()
         self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": model}
 
-    def log(self, last: Piece) -> None:
+    def log(self, last: AnswerPiece) -> None:
         """One line for the request."""
         LOG.info(
             "%s %s: %d tokens of the prompt, %d new ones, %.2f s, %s",
@@ -220,29 +220,29 @@ class _Form:
             last.finish_reason or "canceled",
         )
 
-    def whole(self, text: str, last: Piece) -> dict[str, Any]:
+    def whole(self, text: str, last: AnswerPiece) -> dict[str, Any]:
         """All of an answer."""
         message = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
         choices = [self._choice(message, last)]
         return self._object("chat.completion", choices) | {"usage": self._usage(last)}
 
-    def part(self, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+    def part(self, piece: AnswerPiece, is_first: bool = False) -> dict[str, Any]:
         """A piece of an answer."""
         role = {"role": "assistant"} if is_first else {}
         text = {"delta": role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
         return self._object("chat.completion.chunk", [self._choice(text, piece)])
 
-    def usage_part(self, last: Piece) -> dict[str, Any]:
+    def usage_part(self, last: AnswerPiece) -> dict[str, Any]:
         """The numbers of tokens, at the end of a stream."""
         return self._object("chat.completion.chunk", []) | {"usage": self._usage(last)}
 
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return self._head | {"object": kind if self._is_chat else "text_completion", "choices": choices}
 
-    def _choice(self, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, text: dict[str, Any], piece: AnswerPiece) -> dict[str, Any]:
         return {"index": 0, "logprobs": None, "finish_reason": piece.finish_reason} | text
 
-    def _usage(self, last: Piece) -> dict[str, int]:
+    def _usage(self, last: AnswerPiece) -> dict[str, int]:
         prompt, new = self._num_prompt_tokens, last.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 

@@ -62,7 +62,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class CopyUnit:
     """A stretch of a leaf, and the boxes that reach into it."""
 
     key: tuple[int, int]
@@ -78,7 +78,7 @@ class Unit:
     """Of a remote leaf: gaps of at most so many elements between stretches are read too."""
 
 
-class Placed(NamedTuple):
+class PlacedTensor(NamedTuple):
     """A tensor and its position in a target file."""
 
     tensor: LazyTensor
@@ -97,7 +97,7 @@ class Sink(Protocol):
 S = TypeVar("S", bound=Sink)
 
 
-def plan_units(placed: Iterable[Placed], leaves: dict[LazyLeaf, int], memory: int) -> list[Unit]:
+def plan_units(placed: Iterable[PlacedTensor], leaves: dict[LazyLeaf, int], memory: int) -> list[CopyUnit]:
     """Divide the copying into units, in the order of the source files.
 
     Args:
@@ -109,7 +109,7 @@ def plan_units(placed: Iterable[Placed], leaves: dict[LazyLeaf, int], memory: in
     for tensor, file, offset in placed:
         for piece in tensor.pieces:
             by_leaf.setdefault(piece.leaf, []).append(move_of(tensor, piece, file, offset))
-    units: list[Unit] = []
+    units: list[CopyUnit] = []
     gap_bytes = _gap_bytes(by_leaf)
     for leaf in sorted(by_leaf, key=_source_order):
         number = _zeros_number(leaf) if isinstance(leaf, ZeroLeaf) else leaves.setdefault(leaf, len(leaves))
@@ -127,7 +127,7 @@ def num_workers(remote: bool = False) -> int:
     return MAX_WORKERS if remote else max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit, S], object]) -> None:
+def run(units: Sequence[CopyUnit], make_sink: Callable[[], S], done: Callable[[CopyUnit, S], object]) -> None:
     """Copy all units.
 
     Args:
@@ -140,8 +140,8 @@ def run(units: Sequence[Unit], make_sink: Callable[[], S], done: Callable[[Unit,
         Exception: raised by a sink. Other workers have stopped by then.
     """
     stop = threading.Event()
-    todo: Iterator[Unit] = iter(units)
-    running: dict[Future[S], Unit] = {}
+    todo: Iterator[CopyUnit] = iter(units)
+    running: dict[Future[S], CopyUnit] = {}
     threads = num_workers(any(is_remote(unit.leaf) for unit in units))
     with OpenSources() as sources, ThreadPoolExecutor(threads, "copy") as pool:
         workers = _Workers(sources, stop)
@@ -173,7 +173,7 @@ class _Workers:
         self._buffers = threading.local()
         self._computing = threading.Lock()
 
-    def copy(self, unit: Unit, make_sink: Callable[[], S]) -> S:
+    def copy(self, unit: CopyUnit, make_sink: Callable[[], S]) -> S:
         """Copy one unit."""
         sink = make_sink()
         if isinstance(unit.leaf, ComputedLeaf):
@@ -188,14 +188,14 @@ class _Workers:
             self._bands(unit, sink, lambda start, stop: self._read(unit.leaf, start, stop))
         return sink
 
-    def _bands(self, unit: Unit, sink: Sink, read: Callable[[int, int], np.ndarray[Any, Any]]) -> None:
+    def _bands(self, unit: CopyUnit, sink: Sink, read: Callable[[int, int], np.ndarray[Any, Any]]) -> None:
         for boxes in self._clipped(unit, unit.band):
             low = min(box.source for box in boxes)
             band = read(low, max(box.end for box in boxes))
             for box in boxes:
                 self._put(box, unit.leaf.dtype, band, low, sink)
 
-    def _gather(self, unit: Unit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
+    def _gather(self, unit: CopyUnit, leaf: FileLeaf, stretch: int, sink: Sink) -> None:
         """Read each box run by run, where most elements between the runs are not needed."""
         size = item_bytes(leaf.dtype)
         for boxes in self._clipped(unit, stretch):
@@ -205,7 +205,7 @@ class _Workers:
                 self._sources.read_runs(leaf, [box.source + start for start in starts], run, buffer.data)
                 self._put(packed_source(box), leaf.dtype, buffer.view(_UNSIGNED[size]), 0, sink)
 
-    def _fetch(self, unit: Unit, sink: Sink) -> None:
+    def _fetch(self, unit: CopyUnit, sink: Sink) -> None:
         """Read the stretches of the boxes over a network, with gaps that cost less than a request."""
         assert isinstance(unit.leaf, FileLeaf)
         size = item_bytes(unit.leaf.dtype)
@@ -217,7 +217,7 @@ class _Workers:
             for box in boxes:
                 self._put(box, unit.leaf.dtype, buffer.view(_UNSIGNED[size]), low, sink)
 
-    def _clipped(self, unit: Unit, stretch: int) -> Iterator[list[Move]]:
+    def _clipped(self, unit: CopyUnit, stretch: int) -> Iterator[list[Move]]:
         """The boxes of a unit, clipped to ``stretch`` elements of the leaf at a time."""
         for low in range(unit.start, unit.stop, stretch):
             if self._stop.is_set():
@@ -275,7 +275,7 @@ class _Workers:
 
 def _leaf_units(
     leaf: LazyLeaf, number: int, moves: list[Move], memory: int, gap_bytes: int
-) -> Iterator[Unit]:
+) -> Iterator[CopyUnit]:
     """Units at multiples of ``UNIT_BYTES`` from the start of a file's leaf; one unit of another leaf."""
     size = item_bytes(leaf.dtype)
     # Each worker has a buffer to read, one to pack, and as much again for casts.
@@ -283,7 +283,7 @@ def _leaf_units(
     band = max(1, min(BAND_BYTES, share) // size)
     if not isinstance(leaf, FileLeaf):
         first = leaf.num_elements if isinstance(leaf, ZeroLeaf) else 0
-        yield Unit((number, first), leaf, 0, leaf.num_elements, tuple(moves), band)
+        yield CopyUnit((number, first), leaf, 0, leaf.num_elements, tuple(moves), band)
         return
     step = max(UNIT_BYTES // size, 1)
     if is_remote(leaf) or any(scatters(move) for move in moves):
@@ -295,7 +295,7 @@ def _leaf_units(
         stop = min(start + step, leaf.num_elements)
         held = tuple(move for move in ordered if move.source < stop and move.end > start)
         if held:
-            yield Unit((number, start), leaf, start, stop, held, band, gap_bytes // size)
+            yield CopyUnit((number, start), leaf, start, stop, held, band, gap_bytes // size)
 
 
 def _gap_bytes(moves: Mapping[LazyLeaf, Sequence[Move]]) -> int:
@@ -320,7 +320,7 @@ def _zeros_number(leaf: ZeroLeaf) -> int:
     return -10 - list(STORED_NAME).index(leaf.dtype)
 
 
-def _sparse_stretch(unit: Unit) -> int:
+def _sparse_stretch(unit: CopyUnit) -> int:
     """Elements to clip to where few of a unit's elements are needed; 0 where the full unit is read.
 
     Every run costs at least a page and a call.
@@ -396,7 +396,7 @@ def read_into(tensors: Sequence[LazyTensor], values: Sequence[torch.Tensor]) -> 
         SourceError: a file cannot be read.
     """
     memory = [value.reshape(-1).view(torch.uint8).numpy() for value in values]
-    placed = [Placed(tensor, index, 0) for index, tensor in enumerate(tensors)]
+    placed = [PlacedTensor(tensor, index, 0) for index, tensor in enumerate(tensors)]
     run(plan_units(placed, {}, READ_MEMORY), lambda: _Memory(memory), lambda unit, sink: None)
 
 

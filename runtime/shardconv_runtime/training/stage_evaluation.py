@@ -18,7 +18,7 @@ from ..comm.stage_link import Crossing, StageLink
 from ..errors import ShardconvError
 from ..parallel.boundary import forward_signature
 from ..parallel.stage_model import StageModel
-from .stage_forms import Border, Form, forms_inside
+from .stage_forms import StageBoundary, ValueForm, forms_inside
 from .without_cache import without_cache
 
 _CACHE = "past_key_values"
@@ -66,7 +66,7 @@ def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) ->
     link, output = stage.link, None
     forms = forms_inside(model, stage, given)
     for number in link.stages:
-        border = Border.of(stage, number, forms)
+        border = StageBoundary.of(stage, number, forms)
         handover = border.handover(_received(link, number, border.received, stage.device))
         with link.passing(number, handover):
             output = model.forward(**given)
@@ -77,7 +77,7 @@ def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) ->
 
 
 def _received(
-    link: StageLink, number: int, forms: Mapping[Crossing, Form], device: torch.device
+    link: StageLink, number: int, forms: Mapping[Crossing, ValueForm], device: torch.device
 ) -> list[Tensor]:
     """What the stage before that of a number leaves."""
     return [link.receive(form.shape, form.dtype, device, number - 1) for form in forms.values()]

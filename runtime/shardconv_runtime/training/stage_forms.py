@@ -20,7 +20,7 @@ from .sequence import padded
 
 
 @dataclass(frozen=True)
-class Form:
+class ValueForm:
     """The shape, local, and dtype of a value."""
 
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Border:
+class StageBoundary:
     """What a stage receives from the one before, and leaves for the next one, in order."""
 
-    received: Mapping[Crossing, Form]
-    left: Mapping[Crossing, Form]
+    received: Mapping[Crossing, ValueForm]
+    left: Mapping[Crossing, ValueForm]
 
     @classmethod
-    def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, Form]) -> Border:
+    def of(cls, stage: StageModel, number: int, forms: Mapping[Crossing, ValueForm]) -> StageBoundary:
         """The borders of the stage of a number; a value for a later one crosses all borders on its way."""
         crossings = stage.crossings()
         ways = {crossing: crossings[crossing] for crossing in crossings if crossing in forms}
@@ -81,19 +81,21 @@ class _Measuring(Handover):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.forms: dict[Crossing, Form] = {}
+        self.forms: dict[Crossing, ValueForm] = {}
 
     def take(
         self, crossing: Crossing, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Zeros of this form."""
         found = torch.zeros(tuple(shape), dtype=dtype, device=device)
-        self.forms[crossing] = Form(tuple(shape), found.dtype)
+        self.forms[crossing] = ValueForm(tuple(shape), found.dtype)
         self.leave(crossing, found)
         return found
 
 
-def measured_forms(model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]) -> dict[Crossing, Form]:
+def measured_forms(
+    model: nn.Module, stage: StageModel, inputs: Mapping[str, Any]
+) -> dict[Crossing, ValueForm]:
     """The forms of all values that stages hand on in a call.
 
     Args:
@@ -105,7 +107,7 @@ def measured_forms(model: nn.Module, stage: StageModel, inputs: Mapping[str, Any
         return forms_inside(model, stage, given)
 
 
-def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, Form]:
+def forms_inside(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> dict[Crossing, ValueForm]:
     """The same, of what the model's code is given, behind its hooks."""
     link, measuring = stage.link, _Measuring()
     devices = [stage.device] if stage.device.type == "cuda" else []

@@ -32,7 +32,7 @@ from ..parallel.stage_model import StageModel
 from .microbatches import count_labels, divide, require_alike
 from .model_losses import has_parallel_loss
 from .replica_inputs import COMPARISON, ReplicaComparison
-from .stage_forms import Border, Form, measured_forms
+from .stage_forms import StageBoundary, ValueForm, measured_forms
 from .stage_training import StageLoss
 from .tied_stages import TiedGradients
 
@@ -152,14 +152,14 @@ class Pipeline:
             self._prepared = forms, self._make(made)
         return self._prepared[1]
 
-    def _make(self, forms: Mapping[Crossing, Form]) -> Any:
+    def _make(self, forms: Mapping[Crossing, ValueForm]) -> Any:
         stages = [self._torch_stage(each, forms) for each in self._passes]
         given: Any = stages if len(stages) > 1 else stages[0]
         return self._schedule(given, self.microbatches, loss_fn=_loss_itself, scale_grads=False)
 
-    def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, Form]) -> PipelineStage:
+    def _torch_stage(self, each: _Pass, forms: Mapping[Crossing, ValueForm]) -> PipelineStage:
         link, number = self._link, each.number
-        each.border = border = Border.of(self._stage, number, forms)
+        each.border = border = StageBoundary.of(self._stage, number, forms)
         given = [form.tensor() for form in border.received.values()]
         left = [form.tensor() for form in border.left.values()]
         if number == link.count - 1:
@@ -304,7 +304,7 @@ class _Pass(nn.Module):
         self._step = step  # the model is no submodule: torch does nothing to the parameters of a stage
         self._link = stage.link
         self.number = number
-        self.border = Border({}, {})
+        self.border = StageBoundary({}, {})
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
         """The values for the next stage, or on the last one the loss.

@@ -32,7 +32,7 @@ from shardconv_runtime.format.slices import Mesh, ranges
 from shardconv_runtime.format.small_files import small_files
 from shardconv_runtime.format.stored_layout import stored_plans
 from shardconv_runtime.hub_options import Hub
-from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, run
+from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, run
 from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor, Shape, item_bytes
 
 from ...arguments import MEMORY
@@ -128,7 +128,7 @@ def compare(converted: Converted, reference: Reference, progress: Progress) -> C
         units = plan_units(comparer.placed(converted.plan, reference.weights), {}, MEMORY)
         with progress.bar("comparing", sum(span.end - span.begin for span in spans)) as advance:
 
-            def finished(unit: Unit, sink: _Sink) -> None:
+            def finished(unit: CopyUnit, sink: _Sink) -> None:
                 comparer.take(sink)
                 advance(sink.num_bytes)
 
@@ -206,14 +206,14 @@ class _Comparer:
         for handle in self._handles.values():
             os.close(handle)
 
-    def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[Placed]:
+    def placed(self, plan: Plan, weights: Mapping[str, LazyTensor]) -> Iterator[PlacedTensor]:
         """The tensors that should be at each span."""
         parameters = stored_plans(plan)
         for index, held in enumerate(self._files):
             for span in held:
                 wanted = shard(parameters[span.name], weights[span.name], plan.mesh, span.rank or 0)
                 assert wanted.shape == span.shape, "converted.read has checked it"
-                yield Placed(wanted, index, span.begin)
+                yield PlacedTensor(wanted, index, span.begin)
 
     def difference(self, index: int, offset: int, data: memoryview) -> int | None:
         """The first byte of a file, from ``offset`` on, that is not that of ``data``."""

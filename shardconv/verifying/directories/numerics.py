@@ -17,7 +17,7 @@ from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.loading.packed_tensors import held_part
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
@@ -112,7 +112,11 @@ class _Sources:
             if all(stored in tensors for stored in names.values()):
                 parts = {part: tensors[stored] for part, stored in names.items()}
                 plan = self._converted.plan
-                held = Held.whole(global_shape(entry)) if rank is None else held_part(entry, plan.mesh, rank)
+                held = (
+                    WeightSlice.whole(global_shape(entry))
+                    if rank is None
+                    else held_part(entry, plan.mesh, rank)
+                )
                 found[name] = dequantized_rows(name, entry.packing, parts, held, entry.dtype)
         return found
 

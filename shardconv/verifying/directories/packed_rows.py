@@ -9,7 +9,7 @@ from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.format.plan import Packing
 from shardconv_runtime.format.slices import Range
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..simulation.streamed_weights import computed, computed_rows
 
 
 def dequantized_rows(
-    name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: Held, dtype: str
+    name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: WeightSlice, dtype: str
 ) -> LazyTensor:
     """A weight that is dequantized when it is read, a stack of matrices matrix by matrix.
 

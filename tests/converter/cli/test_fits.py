@@ -20,7 +20,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.cli.entry import cli
 from shardconv.fitting import MAX_TP, smallest_tp, table
 from shardconv.pipeline.stages import solve_plan
-from shardconv.reporting.fits import Load, cached_tokens, needs, parts, sequences, tightest, weight_bytes
+from shardconv.reporting.fits import Workload, cached_tokens, needs, parts, sequences, tightest, weight_bytes
 from shardconv.reporting.report import report
 
 pytestmark = pytest.mark.usefixtures("measured")
@@ -37,7 +37,7 @@ def plan_of(tp: int) -> Plan:
 def test_what_fits_beside_the_weights() -> None:
     plan = replace(plan_of(2), memory=MEMORY)
     weights = weight_bytes(plan)
-    load = Load(weights + 100_000, reserve_bytes=10_000, context=50, batch=2)
+    load = Workload(weights + 100_000, reserve_bytes=10_000, context=50, batch=2)
     assert cached_tokens(plan, MEMORY, load) == 900
     assert sequences(plan, MEMORY, load) == (90_000 - 50 * 300) // 5_000
     assert needs(plan, MEMORY, 2, 50).total == weights + 2 * 50 * (100 + 300)
@@ -58,7 +58,7 @@ def test_windows_and_states() -> None:
     """A cache that stops growing holds any number of tokens."""
     memory = MemoryPlan(prefill=(), cache=(CacheTerm(10, window=8),), sequence_bytes=20)
     plan = replace(plan_of(1), memory=memory)
-    load = Load(weight_bytes(plan) + 100, 0)
+    load = Workload(weight_bytes(plan) + 100, 0)
     assert cached_tokens(plan, memory, load) == 2**40
     assert "more than 1,099,511,627,776 tokens of a sequence" in report(plan, load=load)
     assert cached_tokens(plan, memory, replace(load, device_bytes=load.device_bytes - 50)) == 3
@@ -66,7 +66,7 @@ def test_windows_and_states() -> None:
 
 def test_weights_that_do_not_fit() -> None:
     plan = plan_of(2)
-    text = report(plan, load=Load(weight_bytes(plan), 1000))
+    text = report(plan, load=Workload(weight_bytes(plan), 1000))
     assert "weights        do not fit: 1.0 kB too much" in text
 
 
@@ -77,7 +77,7 @@ def test_the_fewest_ranks() -> None:
         solved.append(tp)
         return plan_of(tp)
 
-    load = Load(weight_bytes(plan_of(2)) + 70 * 100, 0, context=10)
+    load = Workload(weight_bytes(plan_of(2)) + 70 * 100, 0, context=10)
     choice = smallest_tp(solve, load)
     assert choice.chosen.tp == 2
     assert [candidate.tp for candidate in choice.candidates] == [1, 2, 4]
@@ -93,16 +93,16 @@ def test_candidates_without_a_plan_are_passed_over() -> None:
             raise SolveError("two will not do")
         return plan_of(tp)
 
-    choice = smallest_tp(solve, Load(weight_bytes(plan_of(1)), 0, context=1))
+    choice = smallest_tp(solve, Workload(weight_bytes(plan_of(1)), 0, context=1))
     assert choice.chosen.tp == 4
     assert [candidate.problem for candidate in choice.candidates] == ["two will not do", "", ""]
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(ShardconvError, match=f"no tp up to {MAX_TP} fits: at tp {MAX_TP} a rank needs"):
-        smallest_tp(plan_of, Load(2000, 1000))
+        smallest_tp(plan_of, Workload(2000, 1000))
     with pytest.raises(ShardconvError, match=f"no tp can be chosen: at tp {MAX_TP} its cache and act"):
-        smallest_tp(lambda tp: hand_plan(small_config(), tp), Load(10**9, 0))
+        smallest_tp(lambda tp: hand_plan(small_config(), tp), Workload(10**9, 0))
 
 
 def run(*arguments: str) -> Result:
@@ -155,12 +155,12 @@ def test_what_fits_on_stages() -> None:
     assert last is not None
     assert first.cache == middle.cache == last.cache
     sizes = [weight_bytes(part) for part in parts(plan)]
-    load = Load(max(sizes) + 100_000, 0, context=10)
+    load = Workload(max(sizes) + 100_000, 0, context=10)
     text = report(plan, load=load)
     assert text.count("MEMORY  of each rank of stage") == 3
     worst = parts(plan).index(tightest(plan, load))
     assert f"stage          {worst} has least left" in text
-    assert "do not fit" in report(plan, load=Load(min(sizes), 0))
+    assert "do not fit" in report(plan, load=Workload(min(sizes), 0))
     choice = smallest_tp(lambda tp: plan, load)
     assert choice.chosen.tp == 1
     assert choice.chosen.needs is not None

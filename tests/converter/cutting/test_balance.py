@@ -9,22 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import ShardconvError
 
-from shardconv.cutting.balance import Load, balanced, parse_stages
+from shardconv.cutting.balance import StageLoad, balanced, parse_stages
 
-LOADS = st.lists(st.builds(Load, st.integers(0, 50), st.floats(0, 50)), min_size=2, max_size=8)
+LOADS = st.lists(st.builds(StageLoad, st.integers(0, 50), st.floats(0, 50)), min_size=2, max_size=8)
 
 
-def worst(loads: list[Load], cuts: list[int]) -> float:
+def worst(loads: list[StageLoad], cuts: list[int]) -> float:
     """The largest share of bytes or of work that a stage has."""
-    total = sum(loads, Load(0, 0.0))
+    total = sum(loads, StageLoad(0, 0.0))
     edges = [0, *(cut + 1 for cut in cuts), len(loads)]
-    stages = [sum(loads[a:b], Load(0, 0.0)) for a, b in itertools.pairwise(edges)]
+    stages = [sum(loads[a:b], StageLoad(0, 0.0)) for a, b in itertools.pairwise(edges)]
     return max(max(s.num_bytes / max(1, total.num_bytes), s.work / max(1.0, total.work)) for s in stages)
 
 
 @settings(deadline=None)
 @given(LOADS, st.integers(2, 4), st.data())
-def test_no_other_cuts_are_better(loads: list[Load], count: int, data: st.DataObject) -> None:
+def test_no_other_cuts_are_better(loads: list[StageLoad], count: int, data: st.DataObject) -> None:
     allowed = data.draw(st.lists(st.booleans(), min_size=len(loads) - 1, max_size=len(loads) - 1))
     places = [i for i, ok in enumerate(allowed) if ok]
     if len(places) < count - 1:
@@ -38,7 +38,7 @@ def test_no_other_cuts_are_better(loads: list[Load], count: int, data: st.DataOb
 
 
 def test_bytes_and_work_both_count() -> None:
-    loads = [Load(4, 1.0), *[Load(1, 1.0)] * 6, Load(2, 1.0)]
+    loads = [StageLoad(4, 1.0), *[StageLoad(1, 1.0)] * 6, StageLoad(2, 1.0)]
     assert balanced(loads, [True] * 7, 2) == [3]
 
 

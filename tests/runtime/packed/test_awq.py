@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_e
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 WORDS = torch.iinfo(torch.int32)
@@ -66,7 +66,7 @@ def test_checkpoints_of_the_library(group: int, tmp_path: Path) -> None:
     assert len(found) == 7
     plain = MemoryCheckpoint.of(tmp_path / "model-plain").values
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         size = parameter.shape[1] if group == -1 else group
         expected = dequantize_gemm(**tensors, bits=4, group_size=size).T

@@ -16,7 +16,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_e
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 SETTINGS = {"quant_method": "bitsandbytes"}
@@ -88,7 +88,7 @@ def test_checkpoints_of_the_library(settings: dict[str, Any], tmp_path: Path) ->
     found = scheme_of(said, "here").find(checkpoint)
     assert len(found) == 7
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         expected = by_library(checkpoint, name)
         assert torch.equal(dequantize(parameter.packing, tensors, whole, expected.dtype), expected)
@@ -144,7 +144,7 @@ def test_a_layout_of_old_gpus_is_refused() -> None:
 
 def test_values_are_checked() -> None:
     found, tensors = find(four_bits(4, 64))
-    held = Held.whole(found.shape)
+    held = WeightSlice.whole(found.shape)
     check_values(found.packing, tensors, held, "a.weight")
     broken = tensors | {"*.absmax": torch.full((4, 1), math.inf)}
     with pytest.raises(

@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, hel
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 WORDS = torch.iinfo(torch.int32)
@@ -175,7 +175,7 @@ def require_values_of_the_library(directory: Path) -> None:
         parts = {n: t for n, t in checkpoint.values.items() if n.startswith(f"{module}.weight")}
         state = {n.rpartition(".")[2]: t for n, t in parts.items()}
         expected = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         assert torch.equal(dequantize(parameter.packing, tensors, whole, expected.dtype), expected)
         bound = 0.6 if scheme.weights.num_bits == 2 else 0.25
@@ -243,7 +243,7 @@ def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
 def test_values_are_checked() -> None:
     tensors = integers(16, 96, 3) | {"a.weight_g_idx": (torch.arange(96) % 3).int()}
     found, stored = find(tensors, config(GROUPED | {"group_size": 32}))
-    held = Held.whole(found.shape)
+    held = WeightSlice.whole(found.shape)
     check_values(found.packing, stored, held, "a.weight")
     for part, value, message in (
         ("*_shape", torch.tensor([96, 16]), r"is \[16, 96\], and its stored shape says \[96, 16\]"),

@@ -7,7 +7,7 @@ import torch
 from packed_cases import MemoryCheckpoint, even_parts, require_equal_parts
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.packed.dequantize import dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 SETTINGS = {"quant_method": "fbgemm_fp8"}
@@ -22,7 +22,7 @@ def test_values_and_parts() -> None:
     checkpoint = MemoryCheckpoint(TENSORS)
     found = scheme_of(SETTINGS, "here").find(checkpoint)["a.weight"]
     stored = checkpoint.stored(found)
-    local = dequantize(found.packing, stored, Held.whole(found.shape), torch.float32)
+    local = dequantize(found.packing, stored, WeightSlice.whole(found.shape), torch.float32)
     assert torch.equal(local, torch.arange(5.0)[:, None].expand(5, 6))
     for held in even_parts(found, 2):
         require_equal_parts(found, stored, held)

@@ -18,7 +18,7 @@ from quantized_checkpoints import BLOCK, dense_config, experts_config, save_quan
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -82,7 +82,7 @@ def test_steps() -> None:
 def test_other_names_of_factors(scale: str) -> None:
     tensors = {"a.weight": values(4, 6), f"a{scale}": torch.tensor([2.0]), "b.scale": torch.ones(3)}
     found, stored = find(tensors, weight_block_size=None)
-    local = dequantize(found.packing, stored, Held.whole(found.shape), torch.float32)
+    local = dequantize(found.packing, stored, WeightSlice.whole(found.shape), torch.float32)
     assert torch.equal(local, tensors["a.weight"].float() * 2)
 
 
@@ -99,7 +99,7 @@ def test_values_of_transformers(kind: str, shape: tuple[int, ...]) -> None:
     weight, scale = made["a.gate_up_proj"], made["a.gate_up_proj_scale_inv"]
     for dtype in (torch.bfloat16, torch.float32):
         expected = Fp8Dequantize(ops)._dequantize_one(weight, scale, dtype)
-        local = dequantize(found.packing, stored, Held.whole(found.shape), dtype)
+        local = dequantize(found.packing, stored, WeightSlice.whole(found.shape), dtype)
         assert torch.equal(local, expected)
     for held in even_parts(found, 3):
         require_equal_parts(found, stored, held)
@@ -117,7 +117,7 @@ def test_checkpoints(config: Any, cls: Any, tmp_path: Path) -> None:
     assert found.keys() == {n for n, t in checkpoint.values.items() if t.dtype == torch.float8_e4m3fn}
     for name, parameter in found.items():
         tensors = checkpoint.stored(parameter)
-        local = dequantize(parameter.packing, tensors, Held.whole(parameter.shape), torch.bfloat16)
+        local = dequantize(parameter.packing, tensors, WeightSlice.whole(parameter.shape), torch.bfloat16)
         assert torch.equal(local, plain[name])
         assert granularity(parameter, 0) in (1, BLOCK)
         for held in even_parts(parameter, 3):
@@ -135,7 +135,7 @@ def test_checkpoints_of_transformers(kind: str, tmp_path: Path) -> None:
     expected = dict(model.named_parameters())
     assert len(found) == 4 + 4 * 3
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         local = dequantize(parameter.packing, tensors, whole, torch.bfloat16)
         if "experts" not in name:
             assert torch.equal(local, expected[name])
@@ -176,7 +176,7 @@ def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("dtype", FACTORS)
 def test_values_are_checked(dtype: str) -> None:
     found, stored = find({"a.weight": values(4, 6), "a.weight_scale_inv": factors(dtype, 1, 1)})
-    held = Held.whole(found.shape)
+    held = WeightSlice.whole(found.shape)
     check_values(found.packing, stored, held, "a.weight")
     broken = torch.full((1, 1), 255, dtype=torch.uint8)
     if dtype != "uint8":

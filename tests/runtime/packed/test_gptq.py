@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, hel
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 WORDS = torch.iinfo(torch.int32)
@@ -84,7 +84,7 @@ def test_checkpoints_of_the_library(
     found = scheme_of(said, "here").find(checkpoint)
     assert len(found) == 7
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         expected = by_library(tensors, bits, group, form)
         assert torch.equal(dequantize(parameter.packing, tensors, whole, torch.float16), expected)
@@ -114,7 +114,7 @@ def test_the_integers_are_those_that_were_packed() -> None:
         module = gptq_module(linear, bits, 64, act_order=True)
         stored = {f"a.{name}": getattr(module, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
         found, tensors = find(stored, checkpoint_format="gptq_v2")
-        local = dequantize(found.packing, tensors, Held.whole(found.shape), torch.float32)
+        local = dequantize(found.packing, tensors, WeightSlice.whole(found.shape), torch.float32)
         assert (local - linear.weight).abs().max() < bound * linear.weight.abs().max()
 
 
@@ -154,7 +154,7 @@ def test_variants_are_refused(said: dict[str, Any], message: str) -> None:
 def test_values_are_checked() -> None:
     for act_order, wrong in ((True, 3), (True, -1), (False, 0)):
         found, tensors = find(weight(16, 96, 32, act_order=act_order))
-        held = Held.whole(found.shape)
+        held = WeightSlice.whole(found.shape)
         check_values(found.packing, tensors, held, "a.weight")
         index = tensors["g_idx"].clone()
         index[50] = wrong

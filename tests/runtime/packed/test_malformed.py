@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packed_cases import MemoryCheckpoint, Tensors
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import SCHEMES, scheme_of
 
 DTYPES = (
@@ -96,7 +96,7 @@ def read(method: str, said: dict[str, Any], checkpoint: MemoryCheckpoint) -> int
     """Find, check and dequantize all; how many parameters there are."""
     found = scheme_of(said | {"quant_method": method}, "here").find(checkpoint)
     for name, parameter in found.items():
-        tensors, held = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, held = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, held, name)
         assert dequantize(parameter.packing, tensors, held, torch.float32).shape == parameter.shape
     return len(found)

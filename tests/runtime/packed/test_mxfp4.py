@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, granularity, hel
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -55,7 +55,7 @@ def test_values_of_transformers(dtype: torch.dtype) -> None:
     found, stored = find(tensors)
     expected = convert_moe_packed_tensors(*tensors.values(), dtype=dtype)
     assert tuple(expected.shape) == found.shape == (3, 160, 17)
-    assert torch.equal(dequantize(found.packing, stored, Held.whole(found.shape), dtype), expected)
+    assert torch.equal(dequantize(found.packing, stored, WeightSlice.whole(found.shape), dtype), expected)
     assert [granularity(found, dim) for dim in range(3)] == [1, 32, 1]
 
 
@@ -69,7 +69,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     )
     assert len(found) == 2
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         local = dequantize(parameter.packing, tensors, whole, torch.bfloat16)
         assert torch.equal(local, model.get_parameter(name))
@@ -95,7 +95,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, tensor: torch.Tensor | N
 
 def test_values_are_checked() -> None:
     found, stored = find(weight(2, 3, 4))
-    held = Held.whole(found.shape)
+    held = WeightSlice.whole(found.shape)
     stored["*_blocks"].fill_(255)
     check_values(found.packing, stored, held, NAME)
     stored["*_scales"][1, 2, 3] = 255

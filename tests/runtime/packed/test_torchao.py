@@ -15,7 +15,7 @@ from packed_cases import MemoryCheckpoint, Tensors, even_parts, helds, require_e
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.packed.checkpoint_view import Found
 from shardconv_runtime.packed.dequantize import check_values, dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.packed.schemes import scheme_of
 
 
@@ -64,7 +64,7 @@ def test_checkpoints_of_the_library(kind: str, tmp_path: Path) -> None:
     library, _ = unflatten_tensor_state_dict(dict(checkpoint.values), dict(checkpoint.metadata))
     assert len(found) == 7
     for name, parameter in found.items():
-        tensors, whole = checkpoint.stored(parameter), Held.whole(parameter.shape)
+        tensors, whole = checkpoint.stored(parameter), WeightSlice.whole(parameter.shape)
         check_values(parameter.packing, tensors, whole, name)
         for dtype in (torch.bfloat16, torch.float32):
             local = dequantize(parameter.packing, tensors, whole, dtype)
@@ -79,7 +79,7 @@ def test_blocks_that_the_header_leaves_out() -> None:
         "a._weight_scale": torch.arange(4.0)[:, None],
     }
     found, stored = find(tensors, header("Float8Tensor"))
-    local = dequantize(found.packing, stored, Held.whole(found.shape), torch.float32)
+    local = dequantize(found.packing, stored, WeightSlice.whole(found.shape), torch.float32)
     assert torch.equal(local, torch.arange(4.0)[:, None].expand(4, 6))
 
 

@@ -12,7 +12,7 @@ from packed_cases import MemoryCheckpoint
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
 from shardconv_runtime.packed.bnb import BnbScheme
 from shardconv_runtime.packed.dequantize import dequantize
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.packed_joins import can_be_joined, joined_parts
 from shardconv_runtime.parallel.packed_values import Part, is_repacked
 from torch import Tensor
@@ -25,7 +25,7 @@ VALUES = (ROWS, PackedDim(1, 1))
 def part(method: str, rows: int, tensors: Mapping[str, tuple[Tensor, tuple[PackedDim, ...]]]) -> Part:
     """All of a weight."""
     stored = tuple(PackedTensor(n, str(t.dtype).partition(".")[2], dims) for n, (t, dims) in tensors.items())
-    held = Held.whole((rows, COLUMNS))
+    held = WeightSlice.whole((rows, COLUMNS))
     return Part(Packing(method, stored), {n: t for n, (t, _) in tensors.items()}, held, torch.float32)
 
 
@@ -73,7 +73,7 @@ def four_bits(rows: int, nested: bool = False, size: int = 32) -> Part:
     said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     checkpoint = MemoryCheckpoint(tensors | {"0.weight.quant_state.bitsandbytes__nf4": said})
     (found,) = BnbScheme().find(checkpoint).values()
-    return Part(found.packing, checkpoint.stored(found), Held.whole((rows, COLUMNS)), torch.float32)
+    return Part(found.packing, checkpoint.stored(found), WeightSlice.whole((rows, COLUMNS)), torch.float32)
 
 
 def plain(part: Part, dtype: torch.dtype = torch.float32) -> Tensor:

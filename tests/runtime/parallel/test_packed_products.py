@@ -11,7 +11,7 @@ import pytest
 import torch
 from counted_graphs import compiled_and_counted
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing
-from shardconv_runtime.packed.held import Held
+from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.fused_products import MAX_ROWS, fused_products, refresh_fused
 from shardconv_runtime.parallel.packed_products import fuse_packed
 from shardconv_runtime.parallel.packed_values import Part, fill_module
@@ -66,7 +66,7 @@ def models(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     for index, (name, size) in enumerate(SIZES.items()):
         values = torch.randn(size, 8).to(torch.float8_e4m3fn)
         tensors = {"*": values, "*_scale_inv": torch.rand(-(-size // 2), 2)}
-        part = Part(PACKING, tensors, Held.whole((size, 8)), torch.float32)
+        part = Part(PACKING, tensors, WeightSlice.whole((size, 8)), torch.float32)
         product.fill(index, part)
         fill_module(plain.get_submodule(name), "weight", part)
         if request.param:
@@ -244,6 +244,6 @@ def test_what_cannot_be_joined_is_computed_by_the_members(counted: list[int]) ->
             "*": torch.randn(size, 8).to(torch.float8_e4m3fn),
             "*_scale_inv": torch.rand(-(-size // 2), 2),
         }
-        product.fill(index, Part(PACKING, tensors, Held.whole((size, 8)), torch.float32))
+        product.fill(index, Part(PACKING, tensors, WeightSlice.whole((size, 8)), torch.float32))
     model(torch.randn(3, 8))
     assert counted == [6, 2, 3]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.saving.optimizer_index import (
-    Group,
     OptimizerIndex,
+    ParameterGroup,
     ParameterState,
     StateFile,
     StoredValue,
@@ -80,7 +80,7 @@ def index_of(directory: Path, **changes: Any) -> OptimizerIndex:
     scalars = {"step": StoredValue("tensor:float32", "3.0")}
     state = ParameterState("a.weight", (4, 6), {"exp_avg": "float32"}, scalars)
     groups = (
-        Group(
+        ParameterGroup(
             ("a.weight",),
             {"lr": StoredValue("float", "0.1"), "betas": StoredValue("tuple", items=(StoredValue("none"),))},
         ),

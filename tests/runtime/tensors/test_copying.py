@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lazy_cases import DTYPES, Files, Pair, bits, name_of, pairs, random_tensor, same, spans, take_torch
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.tensors import copying, lazy_tensor
-from shardconv_runtime.tensors.copying import Placed, Unit, plan_units, read_tensor, run
+from shardconv_runtime.tensors.copying import CopyUnit, PlacedTensor, plan_units, read_tensor, run
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, FileLeaf, LazyLeaf, StridedBox
 
 from shardconv.writing.crc32 import Extent, join
@@ -76,19 +76,19 @@ def tiny(unit: int, band: int, workers: int = 2) -> mock._patch_dict:
     )
 
 
-def lay_out(targets: Sequence[Sequence[Pair]]) -> tuple[list[Placed], list[bytes]]:
+def lay_out(targets: Sequence[Sequence[Pair]]) -> tuple[list[PlacedTensor], list[bytes]]:
     """Tensors end to end in files, and what the files are to hold."""
     placed, contents = [], []
     for file, held in enumerate(targets):
         content = b""
         for tensor, expected in held:
-            placed.append(Placed(tensor, file, len(content)))
+            placed.append(PlacedTensor(tensor, file, len(content)))
             content += bits(expected)
         contents.append(content)
     return placed, contents
 
 
-def check(placed: list[Placed], contents: list[bytes], memory: int) -> None:
+def check(placed: list[PlacedTensor], contents: list[bytes], memory: int) -> None:
     """Carry out and compare."""
     record = Record()
     run(plan_units(placed, {}, memory), lambda: record, lambda unit, sink: None)
@@ -132,7 +132,7 @@ def test_slices_of_one_leaf_for_several_ranks(
         check(*lay_out(targets), memory)
 
 
-def stretch(unit: Unit) -> tuple[LazyLeaf, int, int]:
+def stretch(unit: CopyUnit) -> tuple[LazyLeaf, int, int]:
     """What a unit stands for."""
     return unit.leaf, unit.start, unit.stop
 
@@ -253,7 +253,7 @@ class TestErrors:
 
         every_other = lazy_tensor.take(tensor, 0, [(i, i + 1) for i in range(0, 10_000, 2)])
         with tiny(10_000, 4), pytest.raises(OSError, match="No space"):
-            run(plan_units([Placed(every_other, 0, 0)], {}, 1000), Failing, lambda unit, sink: None)
+            run(plan_units([PlacedTensor(every_other, 0, 0)], {}, 1000), Failing, lambda unit, sink: None)
         assert len(puts) < 100
 
     def test_the_error_of_a_computation_comes_through(self) -> None:
@@ -277,7 +277,7 @@ def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
 
     def read_for(*parts: lazy_tensor.LazyTensor) -> int:
         read.clear()
-        units = plan_units([Placed(part, file, 0) for file, part in enumerate(parts)], {}, 10_000)
+        units = plan_units([PlacedTensor(part, file, 0) for file, part in enumerate(parts)], {}, 10_000)
         run(units, Record, lambda unit, sink: None)
         return sum(read)
 
