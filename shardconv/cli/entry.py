@@ -16,13 +16,13 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.versions import __version__
 from shardconv_runtime.wording import of_commands
 
-from .adapt_command import COMMANDS as OF_ADAPTERS
 from .directory_commands import COMMANDS as ON_CONVERTED
+from .directory_commands import adapt_command
 from .export_command import COMMANDS as EXPORTS
 from .model_commands import COMMANDS as FROM_MODELS
-from .push_command import COMMANDS as ON_THE_HUB
+from .options import printable
+from .push_command import push_command
 from .report_command import COMMANDS as REPORTS
-from .working import printable
 
 _REMEDIES = {
     errno.ENOENT: "name a directory that exists",
@@ -121,5 +121,5 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, *OF_ADAPTERS, *REPORTS, *ON_THE_HUB):
+for _command in (*FROM_MODELS, *ON_CONVERTED, *EXPORTS, adapt_command, *REPORTS, push_command):
     cli.add_command(_command)

@@ -11,8 +11,7 @@ from ..arguments import parse_ranks, require_tp
 from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
 from ..converted.export_dcp import export
 from ..engines.export_vllm import StateExport, export_vllm
-from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option
-from .working import working
+from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
 
 VLLM = "vllm"
 FORMATS = (*OF_DIRECTORIES, VLLM)

@@ -26,8 +26,8 @@ from .options import (
     stream_option,
     tokens_option,
     tp_option,
+    working,
 )
-from .working import working
 
 
 @click.command("convert")

@@ -8,8 +8,7 @@ import click
 
 from ..publishing.push import describe, push
 from ..verifying.directories.verify import DamagedError
-from .options import loudness_options
-from .working import working
+from .options import loudness_options, working
 
 
 @click.command("push")
@@ -47,5 +46,4 @@ def push_command(out: str, repo_id: str, quiet: bool, verbose: bool, **options: 
             click.echo(line)
 
 
-COMMANDS = (push_command,)
 """In the order of the help."""

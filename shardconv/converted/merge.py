@@ -84,7 +84,7 @@ def merge(
     found = derived.read(out, trust_remote_code=trust_remote_code)
     progress.stage(f"finding the layout in which transformers saves {out}")
 
-    from .saved_layout import checkpoint_tensors
+    from .saved import checkpoint_tensors
 
     tensors, num_parameters = checkpoint_tensors(found, derived.spec_of(found))
     layout = _divide({**derived.unused(found), **tensors}, num_parameters, limit)

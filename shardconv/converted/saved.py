@@ -17,11 +17,15 @@ from typing import Any
 import torch
 import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.errors import SourceError, brief
+from shardconv_runtime.format.packed_layout import tensor_name
+from shardconv_runtime.format.plan import global_shape, parameter_plans
 from shardconv_runtime.hub.library_logging import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
+from shardconv_runtime.tensors.gathered import gathered, is_interleaved
 from shardconv_runtime.tensors.lazy_tensor import (
     ComputedLeaf,
     LazyTensor,
@@ -31,6 +35,10 @@ from shardconv_runtime.tensors.lazy_tensor import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from . import derived
+from .saved_packed import positions, with_packed
+from .shards import Converted
 
 LazyWeights = Mapping[str, LazyTensor]
 """Global parameters and persistent buffers by FQN; a tied one is the same object under each of its names."""
@@ -204,3 +212,62 @@ def _is_unmoved(probe: LazyTensor, found: LazyTensor) -> bool:
 def _are_equal(probe: LazyTensor, found: LazyTensor) -> bool:
     a, b = (read_tensor(tensor).reshape(-1).view(torch.uint8) for tensor in (probe, found))
     return torch.equal(a, b)
+
+
+# What a converted directory holds, as the tensors of an ordinary checkpoint.
+
+
+def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, LazyTensor], int]:
+    """The tensors that transformers would save, in its order, and the number of parameters of the model.
+
+    Args:
+        found: the directory.
+        spec: of its model.
+
+    Raises:
+        SourceError: a stored tensor would not be saved, or would be loaded as another one.
+    """
+    model = model_of(spec)
+    state = model.state_dict()
+    tensors = derived.weights_of(found)
+    packed = _packed(found, tensors)
+    stored = {tensor_name(name, part) for name, weight in packed.items() for part in weight.tensors}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    weights |= {name: _stand_in(name, weight, state) for name, weight in packed.items()}
+    weights |= {alias: weights[name] for alias, name in found.plan.tied}
+    _require_known(found, weights, state)
+    require_loadable(spec, model, weights, dict(found.plan.tied))
+    saved = with_packed(saved_tensors(model, weights), packed)
+    return {name: _in_bands(name, tensor) for name, tensor in saved.items()}, model.num_parameters()
+
+
+def _in_bands(name: str, tensor: LazyTensor) -> LazyTensor:
+    return gathered(name, tensor) if is_interleaved(tensor) else tensor
+
+
+def _require_known(found: Converted, weights: Iterable[str], names: Iterable[str]) -> None:
+    """Raises ``SourceError`` if some weights would be left out."""
+    extra = sorted(set(weights) - set(names))
+    if extra:
+        raise SourceError(
+            f"{found.directory} holds {extra[0]}, which the model lacks in this environment; "
+            "use the version of transformers that it was planned for"
+        )
+
+
+def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, PackedWeight]:
+    """The packed parameters."""
+    return {
+        name: PackedWeight(
+            global_shape(entry),
+            entry.packing,
+            {tensor.name: weights[tensor_name(name, tensor.name)] for tensor in entry.packing.tensors},
+        )
+        for name, entry in parameter_plans(found.plan).items()
+        if entry.packing is not None
+    }
+
+
+def _stand_in(name: str, weight: PackedWeight, state: Mapping[str, Any]) -> LazyTensor:
+    dtype = str(state[name].dtype).removeprefix("torch.") if name in state else "float32"
+    return positions(name, dtype, weight.shape)

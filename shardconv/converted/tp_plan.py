@@ -38,7 +38,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from ..planning.inference_only import inference_only
+from ..planning.solution import inference_only
 from .tp_styles import IDENTITIES, LEAVE_ALONE, EvenShards, Inexpressible, PlannedModule
 
 SHOWN_PROBLEMS = 4

@@ -164,7 +164,7 @@ def _source(
 
 def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
     from ..converted import derived
-    from ..converted.saved_layout import checkpoint_tensors
+    from ..converted.saved import checkpoint_tensors
     from ..writing.writer import Origin
 
     found = derived.read(path, trust_remote_code=trust_remote_code)

@@ -14,7 +14,7 @@ from shardconv_runtime.format.header import TORCH_NAME, read_header
 from shardconv_runtime.format.manifest import FileEntry
 
 from ..reporting.progress import Progress, Silent
-from ..verifying.directories.checksums import checksums
+from ..verifying.directories.intact import checksums
 from ..verifying.directories.verify import DamagedError
 from . import state_manifest
 from .state_manifest import StateManifest

@@ -26,8 +26,7 @@ from shardconv_runtime.tensors.copying import num_workers
 from shardconv_runtime.tensors.lazy_tensor import ComputedLeaf, LazyTensor, concatenate, from_leaf
 from torch import Tensor
 
-from .construction import Construction
-from .construction_steps import Step, draw
+from .construction import Construction, Step, draw
 
 BLOCK = 1 << 22
 """Elements that are drawn by one thread from one seed, where each is drawn on its own."""

@@ -17,11 +17,10 @@ from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.model_losses import has_parallel_loss
 from torch import nn
 
-from ..planning.inference_only import inference_only
+from ..planning.solution import inference_only
 from ..tracing.inputs import TraceInputs
-from ..verifying.plans.other_numbers import other_numbers
 from ..verifying.plans.proof import Proof, Tell, prove
-from ..verifying.plans.simulate import Case, may_be_padded, runs, simulate
+from ..verifying.plans.simulate import Case, may_be_padded, other_numbers, runs, simulate
 from ..verifying.shrinking.shrink import Shrinking
 from ..verifying.shrinking.small_model import FullModel, SmallModel
 from ..verifying.shrinking.small_plan import small_plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from textwrap import shorten
 
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.fingerprint import code_info
@@ -13,21 +14,62 @@ from torch import nn
 
 from ..planning.draws import draw_plans
 from ..planning.fused_layers import fused_plans, without_groups
-from ..planning.module_plans import module_plans
+from ..planning.module_plans import logits_info, module_plans
 from ..planning.obstacle import Obstacle
-from ..planning.packing_alignment import find_divided_step, split_at_steps
-from ..planning.parameter_plans import parameter_plans
+from ..planning.parameter_plans import find_divided_step, parameter_plans, split_at_steps
 from ..planning.peer_layers import PeerLayers
-from ..planning.sharded_logits import logits_info
 from ..planning.solution import Solution
 from ..solving.pins import Pins, pins_of
-from ..solving.solve import solve
+from ..solving.solve import Assignment, solve
 from ..tracing.input_maker import EXTRA_OUTPUTS
-from ..tracing.tape import Tape
+from ..tracing.tape import Tape, draws, starred
 from ..verifying.retracing.retrace import retrace
-from .plan_notes import plan_notes
-from .problem import PlanProblem
-from .rounds import MAX_ROUNDS, RuledOut, in_rounds
+from .rounds import MAX_ROUNDS, PlanProblem, RuledOut, in_rounds
+
+# What a reader of a plan should know and its tables do not show.
+
+
+def plan_notes(solution: Solution) -> tuple[str, ...]:
+    """Notes in the order of how much they matter."""
+    analysis = solution.analysis
+    return (
+        *_opaque(analysis.tape),
+        *(
+            f"no rule for {name} (in {fqn}): all that it touches is replicated"
+            for name, fqn in sorted(analysis.unknown.items())
+        ),
+        *(
+            f"could not be localized; its inputs are replicated: {shorten(where, 160)}"
+            for where in dict.fromkeys(map(starred, solution.ruled_out.values()))
+        ),
+        *_random_numbers(analysis.tape),
+        *(f"guessed: {guess}" for guess in dict.fromkeys(analysis.tape.guesses)),
+        *_replicated(solution.layouts.assignment),
+    )
+
+
+def _opaque(tape: Tape) -> list[str]:
+    modules = {starred(fqn): why for (fqn, _), why in reversed(tape.opaque.items())}
+    return [
+        f"opaque: {name} could not be traced ({shorten(why, 120)}): it is replicated"
+        for name, why in reversed(modules.items())
+    ]
+
+
+def _random_numbers(tape: Tape) -> list[str]:
+    drawing = sorted({starred(tape.calls[op.call].fqn) for op in draws(tape)})
+    names = ", ".join(name or "the model" for name in drawing)
+    return [f"random numbers are drawn in {names}: seed all ranks alike"] if drawing else []
+
+
+def _replicated(assignment: Assignment) -> list[str]:
+    now, fewest = assignment.replicated
+    if now >= fewest:
+        return []
+    return [
+        f"with the fewest collectives, {fewest:.0%} of the matrices would be replicated; more collectives "
+        f"were accepted, so that {now:.0%} are"
+    ]
 
 
 def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:

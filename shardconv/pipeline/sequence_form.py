@@ -18,8 +18,7 @@ from ..planning.parameter_plans import gradient_plans, parameter_plans
 from ..planning.solution import Solution
 from ..solving.sequence_dims import sequence_leaves, solve_sequence
 from ..verifying.retracing.retrace import retrace
-from .problem import PlanProblem
-from .rounds import RuledOut, in_rounds
+from .rounds import PlanProblem, RuledOut, in_rounds
 from .staged_form import StagedForm
 
 

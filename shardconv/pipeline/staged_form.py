@@ -21,7 +21,7 @@ from ..tracing.input_maker import EXTRA_OUTPUTS
 from ..tracing.inputs import TraceInputs
 from ..tracing.tape import Tape
 from ..tracing.trace import trace
-from .problem import PlanProblem
+from .rounds import PlanProblem
 
 
 def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:

@@ -23,21 +23,20 @@ from ..dim_analysis.analyze import analyze, with_parts
 from ..dim_analysis.rules import RULES
 from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
-from ..planning.packing_alignment import Steps
+from ..planning.parameter_plans import Steps
 from ..planning.solution import stand_in
 from ..tracing.fold import Folded, fold
 from ..tracing.inputs import TraceInputs, trace_inputs
-from ..tracing.model_loss import returns_its_loss_function
-from ..tracing.not_in_training import not_in_training
 from ..tracing.smaller_configs import smaller_configs
 from ..tracing.tape import Tape
+from ..tracing.training_code import not_in_training, returns_its_loss_function
 from ..verifying.shrinking.fewer_positions import is_same_code, resized_tensors
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, Source, with_parallel_loss
 from .plain_form import plain_form
-from .problem import PlanProblem
+from .rounds import PlanProblem
 from .sequence_form import no_sequence_form, with_sequence_form
 from .staged_form import StagedForm, without_extra_outputs
 

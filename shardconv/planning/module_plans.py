@@ -6,7 +6,10 @@ output is sharded, row-parallel if its output is partial; a lookup in sharded ro
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.name_patterns import compress
@@ -17,6 +20,7 @@ from shardconv_runtime.format.plan import (
     Edit,
     LocalRowsOrEndStep,
     LocalRowsStep,
+    LogitsInfo,
     ModulePlan,
     NormInfo,
     ReduceScatterStep,
@@ -24,13 +28,127 @@ from shardconv_runtime.format.plan import (
     SliceStep,
     ZeroOutOfShardStep,
 )
+from shardconv_runtime.format.slices import local_size
+from torch import nn
 
+from ..dim_analysis.analysis import Analysis, NormUse
 from ..dim_analysis.dim_trees import Node, leaves
 from ..dim_analysis.rules import contraction
+from ..matching.norm_formulas import fit_norm
 from ..tracing.tape import Mark, Op, starred
+from .layout import Layouts
 from .mark_steps import steps_at
 from .obstacle import Obstacle, joined
 from .solution import Solution
+
+# Which gather at the end of a model may be left out: that of logits, which nothing else reads.
+
+_Holders = defaultdict[Node, set[int]]
+"""Leaf -> the tensors that have it."""
+
+
+def logits_info(solution: Solution) -> LogitsInfo | None:
+    """The one gather at a module's output that nothing but the model's own output needs."""
+    holders = _holders(solution.analysis)
+    for event in reversed(solution.analysis.tape.events):
+        if not isinstance(event, Mark) or not event.is_output:
+            continue
+        gathered = [step.dim for step in steps_at(solution, event) if isinstance(step, AllGatherStep)]
+        if len(gathered) == 1 and _may_stay_sharded(solution.analysis, holders, event, gathered[0]):
+            return LogitsInfo(solution.fqn(event), event.slots[0])
+    return None
+
+
+def _may_stay_sharded(analysis: Analysis, holders: _Holders, mark: Mark, dim: int) -> bool:
+    """Whether a dim, if left sharded after this mark, reaches only outputs of the model."""
+    tape = analysis.tape
+    if dim != len(tape.tensors[mark.target].shape) - 1:
+        return False
+    reached, region = _region(analysis, holders, set(leaves(analysis.dims[mark.target][dim])))
+    if any(tape.tensors[t].kind != "value" for t in region):
+        return False  # for example, what it is added to is replicated
+    contracted = {x for c in analysis.contractions for d in c.dims for x in leaves(d)}
+    blocked = any(x.blocked for x in reached)
+    replayed = any(set(r.outputs) & region for r in tape.replays)
+    slots = {e.slots for e in tape.events if isinstance(e, Mark) and e.call == 0 and e.target in region}
+    return not blocked and not replayed and not contracted & reached and slots == {("output.logits",)}
+
+
+def _holders(analysis: Analysis) -> _Holders:
+    found: _Holders = defaultdict(set)
+    for tensor, dims in analysis.dims.items():
+        for leaf in chain.from_iterable(map(leaves, dims)):
+            found[leaf].add(tensor)
+    return found
+
+
+def _region(analysis: Analysis, holders: _Holders, reached: set[Node]) -> tuple[set[Node], set[int]]:
+    """The leaves that these become behind marks, and all tensors that have one of them."""
+    region = set().union(*(holders[leaf] for leaf in reached))
+    for event in analysis.tape.events:
+        if isinstance(event, Mark) and event.source in region and event.target not in region:
+            for before, after in zip(analysis.dims[event.source], analysis.dims[event.target], strict=True):
+                if not reached.isdisjoint(leaves(before)):
+                    reached = reached | set(leaves(after))
+                    region |= set().union(*(holders[leaf] for leaf in leaves(after)))
+    return reached, region
+
+
+# How the norms over a sharded dim compute on shards.
+
+
+def norm_plans(model: nn.Module, layouts: Layouts) -> dict[str, NormInfo] | Obstacle:
+    """The norms over a sharded dim, proven on numbers, by FQN.
+
+    Args:
+        model: the global model, on meta.
+        layouts: of its tensors.
+
+    Returns:
+        An obstacle where no formula of the runtime computes the same as a norm, or where the calls of one are
+        not all on shards of the same dims: it is given one formula for all of them.
+    """
+    several = _on_other_shards(layouts)
+    if several is not None:
+        return several
+    out: dict[str, NormInfo] = {}
+    for use in layouts.analysis.norms:
+        axes = _axes(use.normalized, layouts)
+        has_sharded_groups = use.site.groups > 1 and bool(_axes(use.groups, layouts))
+        fqn = use.site.fqn
+        if fqn in out or not (axes or has_sharded_groups):
+            continue
+        info = fit_norm(model.get_submodule(fqn), use.site, layouts.analysis.tape)
+        if info is None:
+            nodes = (*leaves(use.groups), *leaves(use.normalized))
+            return Obstacle(nodes, f"the runtime has no formula for the norm {fqn} on shards")
+        out[fqn] = replace(info, axes=axes, groups=_sizes(use.groups, layouts))
+    return out
+
+
+def _on_other_shards(layouts: Layouts) -> Obstacle | None:
+    """The first norm of which some calls are on shards and others on tensors of other shapes; None if there
+    is none."""
+    first: dict[str, NormUse] = {}
+    for use in layouts.analysis.norms:
+        fqn = use.site.fqn
+        trees = [(u.groups, u.normalized) for u in (first.setdefault(fqn, use), use)]
+        one, two = ([(_axes(n, layouts), _sizes(n, layouts)) for n in each] for each in trees)
+        if one != two and any(axes for axes, _ in (*one, *two)):
+            nodes = tuple(x for each in trees for n in each for x in leaves(n))
+            return Obstacle(nodes, f"the norm {fqn} is called on shards and on other tensors", fqn)
+    return None
+
+
+def _axes(node: Node, layouts: Layouts) -> tuple[int, ...]:
+    return tuple(sorted({a for x in leaves(node) for a in layouts.assignment.axes(x)}))
+
+
+def _sizes(node: Node, layouts: Layouts) -> tuple[int, ...]:
+    """The local size of a dim: one if all ranks have the same, else one for each."""
+    mesh = layouts.mesh
+    sizes = [local_size(layouts.dim(node), mesh, rank) for rank in range(math.prod(mesh))]
+    return tuple(sizes) if len(set(sizes)) > 1 else (sizes[0],)
 
 
 @dataclass

@@ -9,10 +9,23 @@ from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import Plan
 
 from ..reporting.human_numbers import human_bytes
-from .geometry import INNER_WIDTH, INNER_X, LANE_WIDTH, LANE_X
 from .lanes import Bar, Cell, Lane
 from .outline import Block
-from .svg import COLLECTIVE_COLORS, Row, element, fitted, moved, rect, text, text_width, title
+from .svg import (
+    COLLECTIVE_COLORS,
+    INNER_WIDTH,
+    INNER_X,
+    LANE_WIDTH,
+    LANE_X,
+    Row,
+    element,
+    fitted,
+    moved,
+    rect,
+    text,
+    text_width,
+    title,
+)
 from .weight_picture import Drawn, Paint, draw, shape_lines
 
 CELL_WIDTH, MAX_CELL_WIDTH, BAR_WIDTH, GAP = 100.0, 148.0, 56.0, 8.0

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+# Left edges and widths on the page of a picture, in pixels: the page has cards, a card has lanes.
+
+WIDTH = 800
+MARGIN, PAD = 22.0, 14.0
+CARD_X, CARD_WIDTH = MARGIN, WIDTH - 2 * MARGIN
+LANE_X, LANE_WIDTH = CARD_X + PAD, CARD_WIDTH - 2 * PAD
+INNER_X, INNER_WIDTH = LANE_X + 12.0, LANE_WIDTH - 24.0
+"""The content of a lane."""
+
+
 RANK_COLORS = ("#5b8ff9", "#61d9a5", "#f6bd16", "#f0785a", "#6fcbe8", "#a284d8", "#ff9f4a", "#f194bd")
 """Distinct from their neighbors, and light enough for dark text on light and dark backgrounds."""
 

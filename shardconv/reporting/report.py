@@ -11,10 +11,8 @@ from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
 from .fits import Workload
-from .fused_lines import fused_lines
 from .human_numbers import human_bytes, human_count, percent
-from .memory_lines import device_lines, memory_lines
-from .stage_lines import stage_lines
+from .memory_lines import device_lines, fused_lines, memory_lines, stage_lines
 from .summary import (
     Collective,
     LayerKind,

@@ -16,8 +16,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyLeaf, LazyTensor
 
 from ..reporting.progress import Progress
 from .crc32 import Extent
-from .workspace import Workspace
-from .write_log import HEADER, UnitKey, Written
+from .workspace import HEADER, UnitKey, Workspace, Written
 
 SYNC_EVERY_S = 1.0
 """Seconds between syncs, after which writes are durable and journaled; a crash loses no more."""

@@ -16,8 +16,8 @@ from browser import Browser, require_browser
 from shardconv_runtime.format.plan import Plan
 from shown_plans import EVIL, evil_plan, wide_plan, zoo_plan
 
-from shardconv.publishing.geometry import WIDTH
 from shardconv.publishing.picture import picture
+from shardconv.publishing.svg import WIDTH
 from shardconv.reporting.html_report import html_report
 
 PLANS: dict[str, Callable[[], Plan]] = {

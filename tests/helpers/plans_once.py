@@ -26,7 +26,7 @@ from shardconv_runtime.format.plan import Plan
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline import stages
-from shardconv.planning.packing_alignment import Steps
+from shardconv.planning.parameter_plans import Steps
 
 SOLVER = (
     "shardconv.dim_analysis.",

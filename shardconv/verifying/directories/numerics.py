@@ -12,14 +12,19 @@ from collections.abc import Mapping
 
 import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.quantized import rows_of
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.packed_layout import tensor_name
-from shardconv_runtime.format.plan import global_shape, parameter_plans
+from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
+from shardconv_runtime.format.slices import Range
 from shardconv_runtime.loading.packed_tensors import held_part
+from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model
+from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
+from torch import Tensor
 
 from ...converted.shards import Converted
 from ...dim_analysis.rules import RULES
@@ -31,8 +36,35 @@ from ..simulation.available_memory import available_bytes
 from ..simulation.lockstep import Lockstep, LockstepOutcome
 from ..simulation.model_runs import PRECISIONS, Precision
 from ..simulation.rank_simulation import Unprovable
-from ..simulation.streamed_weights import RecentReads, TooLargeToRead, largest_read
-from .packed_rows import dequantized_rows
+from ..simulation.streamed_weights import RecentReads, TooLargeToRead, computed, computed_rows, largest_read
+
+# Packed parameters in files as weights that are dequantized when they are read.
+
+
+def dequantized_rows(
+    name: str, packing: Packing, stored: Mapping[str, LazyTensor], held: WeightSlice, dtype: str
+) -> LazyTensor:
+    """A weight that is dequantized when it is read, a stack of matrices matrix by matrix.
+
+    Args:
+        name: of the parameter, for messages.
+        packing: how it is stored.
+        stored: its stored tensors, local ones if ``held`` is a part.
+        held: which part of the weight it is.
+        dtype: of the weight.
+    """
+
+    def compute(span: Range) -> Tensor:
+        part = held.rows(*span)
+        read = {t.name: read_tensor(rows_of(stored[t.name], t, span)) for t in packing.tensors}
+        check_values(packing, read, part, name)
+        return dequantize(packing, read, part, getattr(torch, dtype))
+
+    shape = held.local_shape
+    if any(dim.of == 0 and dim.step != 1 for tensor in packing.tensors for dim in tensor.dims):
+        return computed(name, dtype, shape, lambda: compute((0, shape[0])))
+    return computed_rows(name, dtype, shape, compute)
+
 
 MEMORY_SHARE = 0.75
 """Of the free memory that may be taken: the estimate is one."""

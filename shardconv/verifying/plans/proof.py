@@ -8,17 +8,187 @@ itself, which says what does not hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.parallel.boundary import forward_signature
+from torch import Tensor, nn
 
 from ...tracing.inputs import TraceInputs
 from ..simulation.rank_simulation import Logits, Unprovable
-from .given_embeddings import embedding_arguments, proven_arguments, with_embeddings
-from .implementations import PLAIN, Wrong, other_kinds, with_implementations, wrong_others, wrong_plain
 from .simulate import Case, simulate
+
+# Proves a plan for the other implementations that a user may choose when the model is loaded.
+#
+# transformers can run attention and experts in several ways. A plan is solved for the one that the config
+# chooses; the others run other code on the same parameters. The plain one ("eager") of both, and those of
+# attention that run on a CPU, are simulated as well. A fused kernel for GPUs cannot be: it is given the same
+# heads as the implementation that was traced.
+
+PLAIN = "eager"
+OTHERS = ("sdpa", "flex_attention")
+"""Further implementations of attention that run on a CPU."""
+_SETTERS = {
+    "attention": ("_attn_implementation", "set_attn_implementation"),
+    "experts": ("_experts_implementation", "set_experts_implementation"),
+}
+"""Kind -> the attribute of a config that names its implementation, and the method of a model that sets it."""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An implementation under which the ranks compute something else than the unsharded model."""
+
+    kind: str
+    name: str
+    note: str
+    """For the plan."""
+
+
+def other_kinds(model: nn.Module) -> list[str]:
+    """What the model implements in another way than the plain one."""
+    return [kind for kind in _SETTERS if _chosen(model, kind) not in (None, PLAIN)]
+
+
+def with_implementations(case: Case, names: Mapping[str, str]) -> Case | None:
+    """The case with these implementations, by kind; None where the model is none other then."""
+    other = copy.deepcopy(case.model)
+    try:
+        for kind, name in names.items():
+            getattr(other, _SETTERS[kind][1])(name)
+    except (ValueError, NotImplementedError, ImportError):
+        return None  # the model does not offer it
+    if all(_chosen(other, kind) == _chosen(case.model, kind) for kind in names):
+        return None
+    return case.with_model(other)
+
+
+def wrong_plain(case: Case) -> tuple[Wrong, ...]:
+    """The plain implementations under which the plan does not hold.
+
+    Args:
+        case: proven for the implementations of the model's config.
+    """
+    kinds = other_kinds(case.model)
+    if not kinds or _problem(case, dict.fromkeys(kinds, PLAIN), calls=2) is None:
+        return ()
+    return tuple(wrong for kind in kinds for wrong in _wrong(case, kind, PLAIN, calls=2))
+
+
+def wrong_others(case: Case) -> tuple[Wrong, ...]:
+    """The further implementations of attention under which the plan does not hold; argument as above."""
+    chosen = _chosen(case.model, "attention")
+    names = [name for name in OTHERS if chosen is not None and name != chosen]
+    return tuple(wrong for name in names for wrong in _wrong(case, "attention", name, calls=1))
+
+
+def _wrong(case: Case, kind: str, name: str, calls: int) -> list[Wrong]:
+    problem = _problem(case, {kind: name}, calls)
+    if problem is None:
+        return []
+    chosen = _chosen(case.model, kind)
+    note = f"this plan is for {kind} implemented as {chosen!r}, not as {name!r}: {problem}"
+    return [Wrong(kind, name, note)]
+
+
+def _chosen(model: nn.Module, kind: str) -> str | None:
+    attribute, setter = _SETTERS[kind]
+    if not hasattr(model, setter):
+        return None
+    return getattr(getattr(model, "config", None), attribute, None)
+
+
+def _problem(case: Case, names: Mapping[str, str], calls: int) -> str | None:
+    """Why the plan does not hold with these implementations, by kind; None if it does, or if they cannot be
+    run at all."""
+    other = with_implementations(case, names)
+    if other is None:
+        return None
+    try:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # flex attention compiles itself, and warns where it may not
+            simulate(other, calls=calls, logits=Logits.GATHERED)
+    except Unprovable:
+        return None
+    except ShardconvError as error:
+        return str(error).partition(". Nothing was written")[0]
+    return None
+
+
+# Embeddings that are given in place of ids, which were traced.
+
+IN_PLACE_OF = {"inputs_embeds": "input_ids", "decoder_inputs_embeds": "decoder_input_ids"}
+"""Argument of transformers' models -> the ids that it replaces."""
+
+
+def embedding_arguments(model: nn.Module, inputs: TraceInputs) -> tuple[str, ...]:
+    """The arguments of a model that may replace the ids that it is given."""
+    taken = forward_signature(model).parameters
+    return tuple(
+        name
+        for name, ids in IN_PLACE_OF.items()
+        if name in taken and ids in inputs.tensors and _width(model, name) is not None
+    )
+
+
+def proven_arguments(case: Case, *, gradients: bool) -> tuple[str, ...]:
+    """The arguments for embeddings with which, one at a time, the ranks compute the same.
+
+    Where the unsharded model itself does not run on them, nothing is proven.
+
+    Args:
+        case: proven for ids; its plan allows these arguments.
+        gradients: whether the gradients must be right, too.
+    """
+    return tuple(
+        name
+        for name in embedding_arguments(case.model, case.inputs)
+        if any(_holds(case, inputs, gradients) for inputs in with_embeddings(case, [name]))
+    )
+
+
+def with_embeddings(case: Case, names: Collection[str]) -> Iterator[TraceInputs]:
+    """The inputs with random embeddings, such as those of a trained prompt, in place of ids.
+
+    First they come beside the other inputs, then, if there are images or sounds, beside ids and masks alone.
+
+    Args:
+        case: the model and its inputs.
+        names: of the arguments for embeddings.
+    """
+    rng = torch.Generator().manual_seed(0)
+    dtype = next((p.dtype for p in case.model.parameters() if p.is_floating_point()), torch.float32)
+    others = dict(case.inputs.tensors)
+    embeds: dict[str, Tensor] = {}
+    for name in names:
+        width = _width(case.model, name)
+        assert width is not None
+        shape = (*others.pop(IN_PLACE_OF[name]).shape, width)
+        embeds[name] = torch.randn(shape, generator=rng, dtype=dtype)
+    alone = {n: t for n, t in others.items() if not t.is_floating_point()}
+    for beside in (others,) if len(alone) == len(others) else (others, alone):
+        yield replace(case.inputs, tensors={**beside, **embeds})
+
+
+def _holds(case: Case, inputs: TraceInputs, gradients: bool) -> bool:
+    try:
+        return not simulate(case, inputs, gradients=gradients).gradients
+    except ShardconvError:
+        return False
+
+
+def _width(model: nn.Module, name: str) -> int | None:
+    """The last dim of what the model embeds ids as; None where it does not say."""
+    try:
+        part = model.get_decoder() if name.startswith("decoder") else model  # type: ignore[operator]
+        return int(part.get_input_embeddings().weight.shape[-1])  # type: ignore[operator, union-attr]
+    except (AttributeError, NotImplementedError):
+        return None
+
 
 Tell = Callable[[str], object]
 

@@ -15,7 +15,7 @@ from ...dim_analysis.dim_trees import LEAF, Node, find, leaves
 from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
 from ...dim_analysis.structure import frozen_leaves
 from ...tracing.tape import Mark, Op, Ref, starred
-from .hashed_tables import HashedTable, hashed_tables
+from .token_tables import HashedTable, hashed_tables
 from .unread_parameters import unread_parameters
 
 _PICKING = frozenset(

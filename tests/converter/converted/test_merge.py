@@ -178,7 +178,7 @@ class TestBlocks:
             return state | {f"{name}.upper": upper, f"{name}.lower": lower}
 
         monkeypatch.setattr(saved, "revert_weight_conversion", split)
-        monkeypatch.setattr("shardconv.converted.saved_layout.require_loadable", lambda *args: None)
+        monkeypatch.setattr("shardconv.converted.saved.require_loadable", lambda *args: None)
         with pytest.raises(
             SourceError, match=rf"{name}\.upper would be saved with parts of its packed steps"
         ):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import ShardconvError
 
-from shardconv.cutting.balance import StageLoad, balanced, parse_stages
+from shardconv.cutting.stage_plans import StageLoad, balanced, parse_stages
 
 LOADS = st.lists(st.builds(StageLoad, st.integers(0, 50), st.floats(0, 50)), min_size=2, max_size=8)
 

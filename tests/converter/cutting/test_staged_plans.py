@@ -29,8 +29,8 @@ from shardconv.cutting.tape_units import TapeUnits
 from shardconv.dim_analysis.rules import RULES
 from shardconv.pipeline.staged_form import without_extra_outputs
 from shardconv.pipeline.stages import solve_plan
+from shardconv.reporting.memory_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.reporting.report import report
-from shardconv.reporting.stage_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import trace
 from shardconv.verifying.simulation.rank_simulation import Simulation

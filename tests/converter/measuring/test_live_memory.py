@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardconv.measuring.known_values import AsksForValues
-from shardconv.measuring.live_memory import LiveMemory, OperatorMemo, TooLong
+from shardconv.measuring.live_memory import AsksForValues, LiveMemory, OperatorMemo, TooLong
 
 META = torch.device("meta")
 

@@ -29,7 +29,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.matching.expert_sums import NotProven, prove_experts
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.expert_parallel import isolate_experts
-from shardconv.planning.inference_only import inference_only
+from shardconv.planning.solution import inference_only
 from shardconv.reporting.report import report
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape

@@ -22,12 +22,11 @@ from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.publishing.geometry import WIDTH
 from shardconv.publishing.lanes import Bar, Cell
 from shardconv.publishing.outline import Block, outline
 from shardconv.publishing.picture import picture
 from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
-from shardconv.publishing.svg import fitted, text_width
+from shardconv.publishing.svg import WIDTH, fitted, text_width
 from shardconv.publishing.weight_picture import faces
 from shardconv.reporting.human_numbers import human_bytes
 from shardconv.reporting.summary import stage_bytes, summarize

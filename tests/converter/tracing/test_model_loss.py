@@ -9,7 +9,7 @@ from zoo.models import build
 
 from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.inputs import trace_inputs
-from shardconv.tracing.model_loss import returns_its_loss_function
+from shardconv.tracing.training_code import returns_its_loss_function
 
 
 @pytest.mark.parametrize(("model_type", "expected"), [("llama", True), ("bart", False)])

@@ -19,8 +19,7 @@ from shardconv.pipeline import numeric_check
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.verifying.plans import proof as proofs
-from shardconv.verifying.plans.given_embeddings import with_embeddings
-from shardconv.verifying.plans.proof import prove
+from shardconv.verifying.plans.proof import prove, with_embeddings
 from shardconv.verifying.plans.simulate import Case
 from shardconv.verifying.simulation import rank_simulation
 from shardconv.verifying.simulation.rank_simulation import Logits, Simulation, Unprovable

@@ -25,12 +25,11 @@ from shardconv.pipeline.numeric_check import TOO_LARGE, NumericCheck
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import simulate
-from shardconv.verifying.shrinking.hashed_tables import hashed_tables
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup
 from shardconv.verifying.shrinking.resized_dims import Misfit, resized
 from shardconv.verifying.shrinking.small_model import single_rows
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
-from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, token_use
+from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, hashed_tables, token_use
 
 
 def proven(config: transformers.PreTrainedConfig, tp: int, **options: object) -> tuple[Plan, NumericCheck]:

@@ -28,7 +28,7 @@ from verify_cases import change_plan, change_tensors, describe_again, flip, set_
 import shardconv
 from shardconv import cli
 from shardconv.reporting.progress import Advance, Silent
-from shardconv.verifying.directories import checksums, intact
+from shardconv.verifying.directories import intact
 from shardconv.verifying.directories.verify import DamagedError, Verified
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
@@ -309,8 +309,8 @@ class TestChecksums:
     def test_they_are_those_of_the_bytes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stretch: int
     ) -> None:
-        monkeypatch.setattr(checksums, "STRETCH_BYTES", stretch)
-        monkeypatch.setattr(checksums, "READ_BYTES", 3)
+        monkeypatch.setattr(intact, "STRETCH_BYTES", stretch)
+        monkeypatch.setattr(intact, "READ_BYTES", 3)
         files = {}
         for size in (0, 1, 7, 700):
             data = random.Random(size).randbytes(size)
@@ -319,7 +319,7 @@ class TestChecksums:
             checksum = manifest.sha256_checksum(tmp_path / str(size))
             files[FileEntry(f"{size}.txt", size, checksum)] = tmp_path / str(size)
         done: list[int] = []
-        assert checksums.checksums(files, done.append) == {entry: entry.checksum for entry in files}
+        assert intact.checksums(files, done.append) == {entry: entry.checksum for entry in files}
         assert sum(done) == 2 * 708
 
     def test_what_cannot_be_read(self, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ class TestChecksums:
             FileEntry("absent", 4, "crc32:00000000"): tmp_path / "absent",
             FileEntry("absent.txt", 4, "sha256:"): tmp_path / "absent",
         }
-        found = [str(error) for error in checksums.checksums(files, lambda count: None).values()]
+        found = [str(error) for error in intact.checksums(files, lambda count: None).values()]
         assert found[0] == "ends at byte 3: it was cut off while it was read"
         assert found[1] == "cannot be read at byte 0 (No such file or directory)"
         assert found[2] == "cannot be read (No such file or directory)"

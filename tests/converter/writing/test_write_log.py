@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardconv.writing.crc32 import Extent
-from shardconv.writing.write_log import HEADER, Written, append_line, forget, read_log, truncate_incomplete
+from shardconv.writing.workspace import HEADER, Written, append_line, forget, read_log, truncate_incomplete
 
 SAID: list[tuple[int, tuple[int, int], tuple[Extent, ...]]] = [
     (0, HEADER, (Extent(0, 80, 0xFFFFFFFF),)),

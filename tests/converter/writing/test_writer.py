@@ -31,7 +31,7 @@ from small_models import hand_plan, make_custom, small_config
 
 import shardconv
 from shardconv.arguments import parse_ranks, parse_size
-from shardconv.converted.older_plans import read_any_version
+from shardconv.converted.replan import read_any_version
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
 from shardconv.writing.output import Output

@@ -19,8 +19,7 @@ from shardconv.reporting.progress import Silent
 from shardconv.writing import fill
 from shardconv.writing.output import Output, WriteOptions
 from shardconv.writing.target import target_file
-from shardconv.writing.workspace import Claim, opened
-from shardconv.writing.write_log import read_log
+from shardconv.writing.workspace import Claim, opened, read_log
 from shardconv.writing.writer import Origin, write
 
 

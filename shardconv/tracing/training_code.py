@@ -1,7 +1,8 @@
-"""Whether a model's loss is that of the loss function that it shares with others of its kind."""
+"""What only code for training does: the loss that a model returns, and modules that it bypasses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,35 @@ from shardconv_runtime.errors import SolveError
 from torch import Tensor, nn
 
 from .inputs import TraceInputs
+from .tape import Tape
 from .trace import trace
+
+# Modules that code calls in evaluation, and in training bypasses: it reads their parameters itself.
+
+
+def not_in_training(
+    tape: Tape, model: nn.Module, inputs: TraceInputs, shown_by: Callable[[str], str] = str
+) -> frozenset[str]:
+    """FQNs of the modules that are called in evaluation alone: no step at their boundaries runs in training.
+
+    Nothing is known of a model whose forward pass cannot be traced in training mode.
+
+    Args:
+        tape: of the forward pass in evaluation.
+        model: on meta; left as it was.
+        inputs: of the trace.
+        shown_by: a module's FQN -> that of one that does the same: the model may run these alone.
+    """
+    was_training = model.training
+    model.train()
+    try:
+        other = trace(model, inputs.tensors, (), inputs.options, few_chosen=inputs.few_chosen)
+    except SolveError:
+        return frozenset()
+    finally:
+        model.train(was_training)
+    called = {shown_by(call.fqn) for call in other.calls}
+    return frozenset(call.fqn for call in tape.calls if shown_by(call.fqn) not in called)
 
 
 def returns_its_loss_function(model: nn.Module, inputs: TraceInputs) -> bool:
