@@ -1,4 +1,4 @@
-"""A problem to solve, and solving it again and again: each obstacle rules out leaves that are to blame, or differences between calls."""
+"""A problem to solve, and its rounds: each obstacle rules out leaves to blame, or differences between calls."""
 
 from __future__ import annotations
 
