@@ -27,7 +27,7 @@ from typing import Any
 from convert import render
 from disk import evict, files_of, machine, require_room, sync_files
 from fsdp_loading_rank import IN_PARTS, SPLIT, THEIRS
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.samples import sample_checksum
@@ -123,7 +123,7 @@ def write_holes(shape: Shape, scratch: Path, tp: int) -> Path:
     plan = plan_json.read(out / manifest.PLAN_NAME)
     entries = sorted([entry_of(out, Path("config.json")), *_shards(plan, out)], key=lambda e: e.path)
     digest = manifest.sha256_of(out / manifest.PLAN_NAME)
-    manifest_writing.write(Manifest(tp, digest, Source("holes"), {}, tuple(entries)), out)
+    manifest.write(Manifest(tp, digest, Source("holes"), {}, tuple(entries)), out)
     return out
 
 

@@ -44,7 +44,7 @@ def split(directory: Path, tp: int) -> Any:
 
 def theirs(directory: Path, tp: int) -> Any:
     """Each process loads the unsharded model, which FSDP2 then splits over all processes."""
-    from shardconv_runtime.training.repeated_layers import repeated_layers
+    from shardconv_runtime.training.checkpointing import repeated_layers
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -92,20 +92,20 @@ class HostMemory:
 
 def read_through_buffers() -> None:
     """Let ``load`` read as it does for a GPU, and nothing ahead: all calls of read are the model's."""
-    from shardconv_runtime.loading import rank_files, read_ahead
+    from shardconv_runtime.loading import rank_files, reading
     from shardconv_runtime.loading.staged_reading import staged
 
     def tensors(shards: Any, device: object, adjacent: Any = ()) -> Iterator[tuple[str, Tensor]]:
         yield from staged(shards, HostMemory(), adjacent)  # type: ignore[arg-type]
 
     rank_files.tensors = tensors  # type: ignore[assignment]
-    read_ahead._budget_bytes = lambda: 0
+    reading._budget_bytes = lambda: 0
 
 
 def join_nobody(num_processes: int) -> None:
     """Be one process, the last one, of many that are not there: collectives do nothing, all agree with it."""
-    from shardconv_runtime.comm import agreement, process_groups, tp_dim
-    from shardconv_runtime.loading import same_model
+    from shardconv_runtime.comm import agreement, mesh, process_groups
+    from shardconv_runtime.loading import load_checks
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def exchange(start: Any, value: Any, timeout_s: float | None = None) -> list[Any]:
@@ -114,9 +114,9 @@ def join_nobody(num_processes: int) -> None:
     def control_group(group: Any, ranks: Any = None) -> Any:
         return group
 
-    for module in (process_groups, tp_dim):
+    for module in (process_groups, mesh):
         module.control_group = control_group  # type: ignore[attr-defined]
-    for module in (agreement, same_model):
+    for module in (agreement, load_checks):
         module.exchange = exchange  # type: ignore[attr-defined]
     dist.init_process_group("fake", rank=num_processes - 1, world_size=num_processes, store=FakeStore())
 

@@ -42,7 +42,7 @@ from convert import describe, render, spread, tell
 from disk import machine
 from inference import SAVE
 from observing import COLLECTIVES, total
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from synthetic import Shape
 from training_rank import OURS, THEIRS, UNSHARDED, key
 
@@ -113,7 +113,7 @@ def without_parallel_loss(converted: Path) -> Path:
     for name in (manifest.PLAN_NAME, manifest.MANIFEST_NAME):
         (out / name).unlink()  # it is the same file as that of the other directory
     (out / manifest.PLAN_NAME).write_text(text)
-    manifest_writing.write(replace(found, plan_sha256=plan_json.sha256(text)), out)
+    manifest.write(replace(found, plan_sha256=plan_json.sha256(text)), out)
     return out
 
 

@@ -252,7 +252,7 @@ def _tied_in_files(spec: ModelSpec, *, trust_remote_code: bool) -> Mapping[str, 
     import torch
     from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights
     from shardconv_runtime.checkpoint.resolve import resolve
-    from shardconv_runtime.hub.library_logging import without_library_logging
+    from shardconv_runtime.hub.hub_errors import without_library_logging
     from shardconv_runtime.parallel.meta_model import build_model, tied_names
 
     assert spec.directory is not None, "asked of models in directories"

@@ -22,7 +22,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .comm.rank_0 import from_rank_0
+    from .comm.agreement import from_rank_0
     from .loading.adapted_models import add_adapter
     from .loading.load import load
     from .saving.optimizer_state import load_optimizer, save_optimizer
@@ -65,7 +65,7 @@ _MODULES = {
     "checkpoint_activations": "training.checkpointing",
     "clip_grad_norm": "training.clipping",
     "data_parallel": "training.fsdp",
-    "from_rank_0": "comm.rank_0",
+    "from_rank_0": "comm.agreement",
     "grad_norm": "training.clipping",
     "load": "loading.load",
     "load_optimizer": "saving.optimizer_state",

@@ -152,7 +152,7 @@ def plan_command(
       shardconv plan ./my-model --tp 4 --json -o plan.json
       shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
-    from shardconv_runtime.format.json_writing import write_text
+    from shardconv_runtime.format.typed_json import write_text
 
     if as_json and chosen not in (None, "json"):
         raise click.UsageError(f"--json and --format {chosen} contradict each other; give one")

@@ -93,7 +93,7 @@ def is_on_hub(out: str) -> bool:
     """Whether OUT is the id of a repository, ``user/name``, and not a path."""
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
-    from shardconv_runtime.hub.access import looks_like_path
+    from shardconv_runtime.hub.time_limits import looks_like_path
     from shardconv_runtime.hub.tp_folders import folder_in
 
     return not looks_like_path(folder_in(out)[0])
@@ -115,7 +115,7 @@ def require_local(out: str) -> None:
 def _on_hub(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
     from shardconv_runtime.format.manifest import read_plan
     from shardconv_runtime.hub.fetch import find_all
-    from shardconv_runtime.hub.library_logging import without_hub_logging
+    from shardconv_runtime.hub.hub_errors import without_hub_logging
     from shardconv_runtime.hub_options import Hub
 
     with without_hub_logging():
@@ -135,7 +135,7 @@ def _local(path: Path, tp: int | None) -> list[Opened]:
 def _directories(path: Path, tp: int | None) -> list[Path]:
     """The converted directories in ``path``, or itself."""
     from shardconv_runtime.format.manifest import MANIFEST_NAME
-    from shardconv_runtime.format.variants import stage_directories, variant
+    from shardconv_runtime.format.small_files import stage_directories, variant
     from shardconv_runtime.hub.tp_folders import folders, only
 
     if tp is not None:

@@ -19,7 +19,7 @@ from ..arguments import parse_memory, parse_size, require_tp
 def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
-    from shardconv_runtime.hub.library_logging import without_library_logging
+    from shardconv_runtime.hub.hub_errors import without_library_logging
 
     from ..reporting.progress import for_terminal
 

@@ -40,7 +40,7 @@ def report_command(
       shardconv report plan.json -o page.html
     """
     from shardconv_runtime.format import plan_json as codec
-    from shardconv_runtime.format.json_writing import write_text
+    from shardconv_runtime.format.typed_json import write_text
 
     from ..publishing.picture import picture
     from ..reporting.html_report import html_report

@@ -16,7 +16,7 @@ from shardconv_runtime.errors import CheckpointError, SolveError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.variants import stage_directories
+from shardconv_runtime.format.small_files import stage_directories
 
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
@@ -180,7 +180,7 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
     """
     from peft.utils import load_peft_weights
     from safetensors.torch import save_file
-    from shardconv_runtime.adapters.peft_package import naming_errors
+    from shardconv_runtime.adapters.adapter_names import naming_errors
 
     for name in COPIED:
         if (source / name).is_file():
@@ -204,7 +204,7 @@ def _names_of_peft(names: Collection[str], config: Any) -> Mapping[str, str]:
     that is new, with a warning.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-    from shardconv_runtime.checkpoint.wrapped_names import without_wrappers, wrapped_name
+    from shardconv_runtime.checkpoint.stored_leaves import without_wrappers, wrapped_name
 
     found: Mapping[str, str] = {name: name for name in names}
     if wrapped_name(names) is not None or any(f".{_OUTERMOST}" in name for name in names):

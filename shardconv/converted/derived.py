@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest_writing, small_files
+from shardconv_runtime.format import manifest, small_files
 from shardconv_runtime.format.header import data_start, read_header
 from shardconv_runtime.format.manifest import UNUSED_NAME, FileEntry, check_size, resolve
 from shardconv_runtime.format.plan import Plan
@@ -104,7 +104,7 @@ def weights_of(found: Converted) -> dict[str, LazyTensor]:
 def identity(found: Converted) -> dict[str, object]:
     """As JSON, a value that differs if any byte of its files should differ; it may be verified meanwhile."""
     manifests = found.stages or (found.manifest,)
-    files = [manifest_writing.dumps(dataclasses.replace(each, numerics=None)) for each in manifests]
+    files = [manifest.dumps(dataclasses.replace(each, numerics=None)) for each in manifests]
     return {"manifest": hashlib.sha256("".join(files).encode()).hexdigest()}
 
 

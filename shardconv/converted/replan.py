@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from shardconv_runtime.errors import CheckpointError, PlanError, SourceError
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.manifest import Manifest
 from shardconv_runtime.format.plan import VERSION, Plan, global_shape
+from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.format.stored_layout import layout_sha256, stored_plans
 from shardconv_runtime.format.typed_json import MalformedError, decode, read_text
-from shardconv_runtime.format.variants import stage_directories
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import SolveOptions
@@ -193,7 +193,7 @@ def _write(part: _Part, plan: Plan, versions: Mapping[str, str]) -> None:
     numerics = found.numerics if plan_sha256 == found.plan_sha256 else None  # measured with the old plan
     tools = {**found.tools, **versions}
     renewed = replace(found, plan_sha256=plan_sha256, tools=tools, numerics=numerics)
-    manifest_writing.write(renewed, part.directory)
+    manifest.write(renewed, part.directory)
 
 
 def _require_same_layout(directory: Path, found: Manifest, old: Plan, new: Plan) -> None:

@@ -117,7 +117,7 @@ def _origin(found: Converted) -> Origin:
 
 def _gathered(weights: Mapping[str, LazyTensor], new: Plan) -> dict[str, LazyTensor]:
     """The weights, those in bands that are interleaved on some rank of the new plan."""
-    from shardconv_runtime.checkpoint.rank_tensors import shard
+    from shardconv_runtime.checkpoint.packed_plan import shard
 
     return {
         name: gathered(name, weights[name])

@@ -22,7 +22,7 @@ from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
 from shardconv_runtime.errors import SourceError, brief
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans
-from shardconv_runtime.hub.library_logging import without_library_logging
+from shardconv_runtime.hub.hub_errors import without_library_logging
 from shardconv_runtime.parallel.meta_model import build_model
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.gathered import gathered, is_interleaved

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.errors import ShardconvError, SolveError
-from shardconv_runtime.format.name_patterns import compress
-from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.names import compress, expand_all
 from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, StagedModule, StagesPlan
 
 from ..planning.layout import Layouts

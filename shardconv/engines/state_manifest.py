@@ -17,9 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
-from shardconv_runtime.format.json_writing import dump_document
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Source
-from shardconv_runtime.format.typed_json import MalformedError, decode, load_document, read_text
+from shardconv_runtime.format.typed_json import (
+    MalformedError,
+    decode,
+    dump_document,
+    load_document,
+    read_text,
+)
 
 FORMAT = "shardconv.engine_state"
 VERSION = 1

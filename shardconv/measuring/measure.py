@@ -15,8 +15,7 @@ from dataclasses import replace
 import torch
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.comm.stage_link import Crossing, StageLink
-from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
-from shardconv_runtime.format.memory_sizes import cache_bytes
+from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.staged_names import absent_modules, is_inside, staged_modules
 from shardconv_runtime.parallel.build import parallelize, stored_tensors

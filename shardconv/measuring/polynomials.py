@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from shardconv_runtime.format.measured import LiveBytes
-from shardconv_runtime.format.memory_sizes import moment_bytes
+from shardconv_runtime.format.measured import LiveBytes, moment_bytes
 
 Points = Mapping[tuple[int, int], int]
 """(batch, length) -> bytes, for two batches and three lengths."""

@@ -10,7 +10,7 @@ from shardconv_runtime.adapters.adapter_names import ANY_NAME
 from shardconv_runtime.adapters.attaching import Adapter, Attached, attach
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import axes_of, to_text
-from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
     DrawPlan,
     ModulePlan,

@@ -12,7 +12,7 @@ from textwrap import shorten
 from shardconv_runtime.adapters.attaching import enable_adapters
 from shardconv_runtime.errors import PlanError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
 from shardconv_runtime.training.model_losses import has_parallel_loss
 from torch import nn

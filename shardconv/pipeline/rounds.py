@@ -1,4 +1,4 @@
-"""A problem to solve, and its rounds: each obstacle rules out leaves to blame, or differences between calls."""
+"""A problem to solve, and its rounds: each obstacle rules out leaves, or differences between calls."""
 
 from __future__ import annotations
 

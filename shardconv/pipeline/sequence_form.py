@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.plan import ParameterPlan, Plan, SequencePlan, TrainingPlan, by_name
 from shardconv_runtime.format.plan import parameter_plans as entries_of
-from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.format.plan_json import of_sequence
 
 from ..dim_analysis.dim_trees import Node, find, leaves
 from ..planning.draws import draw_plans

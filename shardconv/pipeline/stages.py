@@ -13,7 +13,7 @@ import torch
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import nn
 from torch.distributions import Distribution

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.fused_groups import FUSED_PARAMETERS, fused_groups, is_fusible
-from shardconv_runtime.format.name_patterns import compress, natural_key
-from shardconv_runtime.format.names import expand_all
+from shardconv_runtime.format.names import compress, expand_all, natural_key
 from shardconv_runtime.format.plan import (
     FusedPlan,
     ModulePlan,

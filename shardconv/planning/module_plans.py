@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardconv_runtime.format.dims import axes_of
-from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
     AllGatherStep,
     AllReduceStep,

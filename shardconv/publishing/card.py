@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from shardconv_runtime.format.manifest import Source
-from shardconv_runtime.packed.requirements import requirement
+from shardconv_runtime.packed.schemes import requirement
 
 from ..reporting.human_numbers import human_bytes, human_count
 from ..reporting.report import numerics_text

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import cached_assets_path, constants
-from shardconv_runtime.format.json_writing import write_text
 from shardconv_runtime.format.manifest import sha256_of
+from shardconv_runtime.format.typed_json import write_text
 
 from ..reporting.progress import Progress
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import Plan
 
 from ..reporting.summary import local_bytes

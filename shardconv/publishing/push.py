@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardconv_runtime.errors import CheckpointError, PlanError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry
-from shardconv_runtime.format.variants import stage_directories
+from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub.tp_folders import Folder, folders
 
 from ..reporting.progress import Advance, Progress, Silent

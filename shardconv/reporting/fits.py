@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardconv_runtime.format.measured import MemoryPlan
-from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
+from shardconv_runtime.format.measured import MemoryPlan, cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan, local_shape
 from shardconv_runtime.format.stage_part import of_stage
 from shardconv_runtime.format.stored_layout import stored_plans

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardconv_runtime.format.measured import LiveBytes, MemoryPlan
-from shardconv_runtime.format.memory_sizes import moment_bytes, prefill_bytes
+from shardconv_runtime.format.measured import LiveBytes, MemoryPlan, moment_bytes, prefill_bytes
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.pipeline_stages import StagesPlan
 from shardconv_runtime.format.plan import Plan

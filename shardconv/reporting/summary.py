@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv_runtime.format.header import STORED_BITS, STORED_NAME
-from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import (
     Edit,

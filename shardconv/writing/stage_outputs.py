@@ -12,8 +12,8 @@ from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
 from shardconv_runtime.format.manifest import read as read_manifest
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.small_files import stage_directory
 from shardconv_runtime.format.staged_names import held_by
-from shardconv_runtime.format.variants import stage_directory
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from .job import PARTIAL

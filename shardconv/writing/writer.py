@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
-from shardconv_runtime.checkpoint.rank_tensors import as_planned, shard
+from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
 from shardconv_runtime.checkpoint.weight_files import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
-from shardconv_runtime.format import manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.manifest import (
     COMMON_DIRECTORY,
@@ -242,7 +242,7 @@ def complete(
     ordered = tuple(sorted(entries, key=lambda entry: entry.path))
     plan_sha256 = codec.write(plan, workspace.path / PLAN_NAME)
     found = Manifest(plan.tp, plan_sha256, source, tool_versions(), ordered)
-    write_durably(workspace.path / MANIFEST_NAME, manifest_writing.dumps(found))
+    write_durably(workspace.path / MANIFEST_NAME, manifest.dumps(found))
     paths = [*(entry.path for entry in ordered), PLAN_NAME, MANIFEST_NAME]
     workspace.finish(paths, output.replaced())
 

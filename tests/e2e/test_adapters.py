@@ -16,7 +16,7 @@ import torch.distributed as dist
 from adapters import CONFIGS, load_adapter, low_rank, save_adapters, save_base
 from distributed import run_errors, run_processes
 from peft import IA3Config, LoHaConfig, OFTConfig, PeftConfig, get_peft_model
-from shardconv_runtime.adapters.adapted_tensors import local_parts
+from shardconv_runtime.adapters.adapter_set import local_parts
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.loaded import loaded
 from torch import Tensor

@@ -21,7 +21,7 @@ import transformers
 from checkpoints import CONFIGS, save
 from distributed import run_processes
 from shardconv_runtime.parallel.boundary import renumber
-from shardconv_runtime.training.repeated_layers import repeated_layers
+from shardconv_runtime.training.checkpointing import repeated_layers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor

@@ -26,7 +26,7 @@ from shardconv_runtime.comm.collectives import ProcessCommunicator
 from shardconv_runtime.comm.mesh import used_axes
 from shardconv_runtime.format import fingerprint, manifest, plan_json
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.plan_forms import of_sequence, require_training
+from shardconv_runtime.format.plan_json import of_sequence, require_training
 from shardconv_runtime.loading import rank_files
 from shardconv_runtime.parallel.build import parallelize
 from shardconv_runtime.parallel.meta_model import build_model

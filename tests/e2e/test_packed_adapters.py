@@ -17,7 +17,7 @@ from library_checkpoints import save_bnb
 from packed_ranks import in_float32
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from shardconv_runtime.adapters.adapted_tensors import local_parts
+from shardconv_runtime.adapters.adapter_set import local_parts
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.loaded import loaded
 from torch import Tensor

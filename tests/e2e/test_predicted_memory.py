@@ -9,7 +9,7 @@ import shardconv_runtime
 import torch
 import transformers
 from distributed import run_processes
-from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
+from shardconv_runtime.format.measured import cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
 from small_models import save_random
 from torch import Tensor

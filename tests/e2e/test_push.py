@@ -20,7 +20,7 @@ from hub_endpoints import Token
 from hub_server import HubServer
 from huggingface_hub import HfApi
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format import manifest, manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import MANIFEST_NAME, Source
 from shardconv_runtime.format.measured import Numerics
 
@@ -56,7 +56,7 @@ def make(path: Path, tp: int = 2, shards: int = 2, **changes: object) -> Path:
         else e
         for e in found.files
     )
-    manifest_writing.write(dataclasses.replace(found, files=files), out)
+    manifest.write(dataclasses.replace(found, files=files), out)
     return out
 
 
@@ -187,7 +187,7 @@ def test_the_card_says_what_the_base_model_says(hub: HubServer, out: Path) -> No
     base = hub.add_repo("org/base", {"README.md": b"---\nlicense: apache-2.0\n---\nA model.\n"})
     for source, expected in ((Source("org/base", base), True), (Source("org/gone", "0" * 40), False)):
         found = dataclasses.replace(manifest.read(out), source=source)
-        manifest_writing.write(found, out)
+        manifest.write(found, out)
         shardconv.push(out, f"{REPO}-{expected}")
         card = hub.files(f"{REPO}-{expected}")["README.md"].decode()
         assert ("license: apache-2.0" in card) == expected
@@ -407,7 +407,7 @@ def test_a_result_of_numerics_is_published_with_its_content(
 ) -> None:
     shardconv.push(out, REPO)
     found = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24)})
-    manifest_writing.write(dataclasses.replace(manifest.read(out), numerics=found), out)
+    manifest.write(dataclasses.replace(manifest.read(out), numerics=found), out)
     pushed = shardconv.push(out, REPO)
     assert set(pushed.sent) == {"README.md", f"tp-2/{MANIFEST_NAME}"}
     assert complete_manifests(hub, "tp-2") == [True, True]

@@ -15,7 +15,7 @@ from converted import llama_plan, random_llama, write_directory
 from hub_server import HubServer, Request
 from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-from shardconv_runtime.checkpoint.locate import locate
+from shardconv_runtime.checkpoint.resolve import locate
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub import fetch, remote_files, time_limits
 from shardconv_runtime.hub_options import Hub

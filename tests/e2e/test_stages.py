@@ -18,8 +18,8 @@ from shardconv_runtime import CheckpointError, LaunchError, PlanError, Shardconv
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.plan import parameter_plans
+from shardconv_runtime.format.small_files import stage_directory
 from shardconv_runtime.format.staged_names import held_names
-from shardconv_runtime.format.variants import stage_directory
 from torch import Tensor
 
 import shardconv

@@ -15,7 +15,7 @@ import torch
 from distributed import comm_counts, run_processes
 from shardconv_runtime import PlanError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.training.repeated_layers import repeated_layers
+from shardconv_runtime.training.checkpointing import repeated_layers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import CheckpointError, DataParallel
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.loading import data_sharding, rank_files, reading
 from torch import nn
@@ -39,7 +39,7 @@ def with_plan(out: Path, path: Path, change: Callable[[Plan], Plan]) -> Path:
     """A copy of a converted directory with another plan."""
     shutil.copytree(out, path)
     digest = plan_json.write(change(plan_json.read(path / "plan.json")), path / "plan.json")
-    manifest_writing.write(replace(manifest.read(path), plan_sha256=digest), path)
+    manifest.write(replace(manifest.read(path), plan_sha256=digest), path)
     return path
 
 

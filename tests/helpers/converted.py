@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product
 from shardconv_runtime.format.fingerprint import code_info
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source, shard_metadata, shard_path
@@ -80,7 +80,7 @@ def write_directory(path: Path, model: nn.Module, plan: Plan, shards: int = 1) -
             files.append(_entry(path, name, rank))
     digest = plan_json.write(plan, path / manifest.PLAN_NAME)
     files.sort(key=lambda entry: entry.path)
-    manifest_writing.write(Manifest(plan.tp, digest, Source("test"), {}, tuple(files)), path)
+    manifest.write(Manifest(plan.tp, digest, Source("test"), {}, tuple(files)), path)
     return path
 
 

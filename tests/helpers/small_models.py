@@ -10,7 +10,7 @@ import torch
 import transformers
 from boundaries import boundary
 from shardconv_runtime.format.dims import Dim, Leaf, Product
-from shardconv_runtime.format.name_patterns import compress
+from shardconv_runtime.format.names import compress
 from shardconv_runtime.format.plan import (
     CodeInfo,
     Edit,

@@ -13,7 +13,7 @@ import transformers
 from checkpoints import save_causal
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.plan import parameter_plans
-from shardconv_runtime.parallel.local_tensor import local_view
+from shardconv_runtime.parallel.local_modules import local_view
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

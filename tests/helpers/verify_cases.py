@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import TORCH_NAME, ShardFile, read_header
 from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.format.plan import Plan
@@ -41,7 +41,7 @@ def describe_again(out: Path, path: str) -> None:
         checksum, sample = f"crc32:{zlib.crc32(data):08x}", sample_checksum(out / path)
         return dataclasses.replace(entry, num_bytes=len(data), checksum=checksum, sample=sample)
 
-    manifest_writing.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)
+    manifest.write(dataclasses.replace(found, files=tuple(map(fitting, found.files))), out)
 
 
 def change_tensors(out: Path, path: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
@@ -72,4 +72,4 @@ def set_element(out: Path, path: str, name: str, index: tuple[int, ...], value: 
 def change_plan(out: Path, change: Callable[[Plan], Plan]) -> None:
     """Change the plan, and the manifest with it."""
     digest = plan_json.write(change(plan_json.read(out / "plan.json")), out / "plan.json")
-    manifest_writing.write(dataclasses.replace(manifest.read(out), plan_sha256=digest), out)
+    manifest.write(dataclasses.replace(manifest.read(out), plan_sha256=digest), out)

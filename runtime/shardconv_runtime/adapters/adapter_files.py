@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .adapter_names import WEIGHTS_NAME
-from .peft_package import naming_errors, peft
+from .adapter_names import WEIGHTS_NAME, naming_errors, peft
 
 
 def saved_names(wrapper: Any, name: str, fqns: Iterable[str]) -> list[str]:

@@ -2,21 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.mesh import Launch
 from ..errors import PlanError
-from ..format.plan import Plan
-from ..format.slices import Rows
+from ..format.packed_layout import tensor_name
+from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
+from ..format.slices import Mesh, Rows
 from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
-from .adapted_tensors import adapted_tensors, require_base
+from ..format.stored_layout import holds_values
+from ..parallel.local_modules import local_tensor
 from .attaching import Adapter, Attached, attach
 from .combined import Alone, combined, named
 from .directory import Given, PlannedAdapter, read_adapters
+
+# The local tensors of a model with adapters: those of the model's files, and parts of the adapters'.
+
+
+def require_base(base: Plan, plan: Plan, attached: Attached) -> None:
+    """Check that a plan of a model with adapters leaves the model's tensors as they are in its files.
+
+    Raises:
+        PlanError: it was made for another conversion.
+    """
+    entries, stored = parameter_plans(plan), parameter_plans(base)
+    for now, old in attached.base_names.items():
+        entry, before = entries.get(now), stored.get(old)
+        if entry is None or before is None:
+            continue
+        same = (entry.dims, entry.dtype, entry.packing) == (before.dims, before.dtype, before.packing)
+        if plan.mesh != base.mesh or not same or not set(before.partial) <= set(entry.partial):
+            raise PlanError(
+                f"{old}: the adapter was adapted for another conversion of the model, which lays it out in "
+                "another way; run `shardconv adapt` for this one"
+            )
+
+
+def adapted_tensors(
+    stored: Generator[tuple[str, Tensor]],
+    base: Plan,
+    plan: Plan,
+    attached: Attached,
+    start: Launch,
+    rows: Rows,
+) -> Generator[tuple[str, Tensor]]:
+    """Names in a model with adapters, and local tensors on the device.
+
+    Args:
+        stored: names in the model without them, and its local tensors; it is closed.
+        base: plan of the model without adapters.
+        plan: of the model with them.
+        attached: the adapters.
+        start: this rank.
+        rows: of the adapters' tensors with these names, positions of the first dim of the local tensor.
+    """
+    entries, before = parameter_plans(plan), parameter_plans(base)
+    now = _present_names(before, entries, attached)
+    copies: dict[str, list[str]] = {}
+    for name, old in attached.copies.items():
+        if name in entries and name not in attached.tensors:  # else an alias, or it was saved
+            copies.setdefault(old, []).append(name)
+    with closing(stored) as tensors:
+        for old, tensor in tensors:
+            for name in copies.get(old, ()):
+                yield name, _kept(entries[name], before[old], tensor.clone(), plan.mesh, start.rank)
+            name = now.get(old, old)
+            if name in attached.tensors:
+                continue  # the adapter has another one
+            if name in entries and old in before:
+                tensor = _kept(entries[name], before[old], tensor, plan.mesh, start.rank)
+            yield name, tensor
+    for name, tensor in local_parts(attached.tensors.items(), plan, start.rank):
+        first, last = rows.get(name, (0, None))
+        yield name, (tensor[first:last] if name in rows else tensor).to(start.device)
+
+
+def _present_names(
+    before: Mapping[str, ParameterPlan], entries: Mapping[str, ParameterPlan], attached: Attached
+) -> dict[str, str]:
+    """Names of stored tensors of a model without adapters, and with them."""
+    found: dict[str, str] = {}
+    for name, old in attached.base_names.items():
+        if name in entries and old in before:
+            packing = before[old].packing
+            tensors = [tensor.name for tensor in packing.tensors] if packing is not None else []
+            found |= {tensor_name(old, tensor): tensor_name(name, tensor) for tensor in tensors} or {
+                old: name
+            }
+    return found
+
+
+def local_parts(
+    tensors: Iterable[tuple[str, Tensor]], plan: Plan, rank: int
+) -> Generator[tuple[str, Tensor]]:
+    """Names and local parts, in memory of their own, of global tensors that a plan knows.
+
+    Raises:
+        PlanError: one has another shape than in the plan.
+    """
+    entries = parameter_plans(plan)
+    for name, tensor in tensors:
+        entry = entries.get(name)
+        if entry is None:
+            continue  # an alias
+        if tuple(tensor.shape) != global_shape(entry):
+            raise PlanError(
+                f"{name} is {list(tensor.shape)}, and {list(global_shape(entry))} in the plan; run "
+                "`shardconv adapt` for this adapter again"
+            )
+        part = local_tensor(entry, tensor, plan.mesh, rank)
+        is_view = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        yield name, part.clone() if is_view else part
+
+
+def _kept(entry: ParameterPlan, before: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """A tensor that becomes a term of a sum is zeros on all ranks but one."""
+    is_term = entry.partial != before.partial
+    return torch.zeros_like(tensor) if is_term and not holds_values(entry, mesh, rank) else tensor
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import SourceError, missing
 from ..format.plan import Plan, parameter_plans
 from ..parallel.build import stored_tensors
-from .peft_package import naming_errors, peft
+from .adapter_names import naming_errors, peft
 
 
 @dataclass(frozen=True)

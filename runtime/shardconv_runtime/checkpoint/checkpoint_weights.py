@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ..errors import SourceError, brief
-from ..format.name_patterns import natural_key
+from ..format.names import natural_key
 from ..parallel.meta_model import tied_names
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
 from .model_spec import ModelSpec
@@ -32,8 +32,7 @@ from .recorded import (
     recording,
     small_ones_read,
 )
-from .stored_leaves import lazy_tensors
-from .wrapped_names import without_wrappers, wrapped_name
+from .stored_leaves import lazy_tensors, without_wrappers, wrapped_name
 
 SHOWN = 3
 """Names that an error lists."""

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
-from .early_receives import EarlyReceives, Traffic
 from .host_gather import needs_host
 from .mesh import Launch
 from .process_groups import axes_group, control_group, warm_up
-from .stage_link import StageLink
+from .stage_link import EarlyReceives, StageLink, Traffic
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-from .dim_segments import local_segments
 from .dims import Dim
 from .plan import ParameterPlan
-from .slices import Mesh, Range
+from .slices import Mesh, Range, local_segments
 
 
 @dataclass(frozen=True, slots=True)

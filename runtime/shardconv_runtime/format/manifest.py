@@ -16,17 +16,18 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from ..errors import CheckpointError, PlanError
+from . import plan_json
 from . import plan_json as codec
 from .header import StoredTensor, read_header
 from .measured import Numerics
 from .plan import Plan
 from .plan_checks import check_tp, is_sha256
-from .typed_json import MalformedError, load_document, read_text
+from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 2
 FORMAT = "shardconv.manifest"
@@ -331,7 +332,7 @@ def _check(manifest: Manifest) -> None:
     for index, entry in enumerate(manifest.files):
         _check_entry(f"files[{index}]", entry, manifest.tp)
     if manifest.numerics is not None:
-        from .measured_checks import check_numerics
+        from .stage_checks import check_numerics
 
         check_numerics(manifest.numerics)
     texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
@@ -388,3 +389,32 @@ def _path_problem(path: str) -> str:
     if ".." in path.split("/") or str(PurePosixPath(path)) != path or path == ".":
         return "the path must not have empty, '.' or '..' parts"
     return ""
+
+
+# Manifests as JSON, with their own checksum.
+
+
+def dumps(manifest: Manifest) -> str:
+    """The manifest as deterministic JSON, with its own checksum.
+
+    Raises:
+        CheckpointError: ``loads`` would refuse it.
+    """
+    plain = dump_document(replace(manifest, sha256=""), FORMAT)
+    text = dump_document(replace(manifest, sha256=plan_json.sha256(plain)), FORMAT)
+    loads(text)
+    return text
+
+
+def is_intact(text: str) -> bool:
+    """Whether a manifest is byte for byte as ``dumps`` wrote it.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    return dumps(loads(text)) == text
+
+
+def write(manifest: Manifest, directory: str | os.PathLike[str]) -> None:
+    """Write the manifest of a directory atomically; the last step of a conversion."""
+    write_text(Path(directory) / MANIFEST_NAME, dumps(manifest))

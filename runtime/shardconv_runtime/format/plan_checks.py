@@ -10,10 +10,11 @@ from typing import NoReturn
 from ..errors import PlanError
 from .dims import Dim, Leaf, axes_of, open_parts, to_text
 from .header import STORED_NAME
-from .names import MAX_NAME_LENGTH
+from .names import MAX_NAME_LENGTH, expand_all
 from .plan import (
     AllReduceStep,
     Boundary,
+    DrawPlan,
     Edit,
     GradAllReduceStep,
     GradDivideStep,
@@ -22,10 +23,12 @@ from .plan import (
     LocalRowsStep,
     LogitsInfo,
     ModulePlan,
+    NormInfo,
     ParameterPlan,
     Plan,
     ReshardingStep,
     ZeroOutOfShardStep,
+    by_name,
     module_plans,
     parameter_plans,
 )
@@ -391,3 +394,79 @@ def one_of(got: str, known: Iterable[str]) -> str:
 def fail(where: str, problem: str) -> NoReturn:
     """Refuse the plan for a problem with the field at the path ``where``."""
     raise MalformedError(where, problem)
+
+
+# The rules for the norms of a plan.
+
+GATE_ACTIVATIONS = ("silu", "sigmoid", "gelu", "relu", "identity")
+"""Activations of the gate of a gated norm: functions of ``torch.nn.functional``, or none."""
+
+
+def check_norms(where: str, modules: tuple[ModulePlan, ...], mesh: Mesh) -> None:
+    """Check the norms among module entries.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with ``where``.
+    """
+    for index, entry in enumerate(modules):
+        if entry.norm is not None:
+            _check_norm(f"{where}[{index}].norm", entry.norm, mesh)
+
+
+def _check_norm(where: str, norm: NormInfo, mesh: Mesh) -> None:
+    if norm.kind not in ("rms", "layer"):
+        fail(f"{where}.kind", one_of(norm.kind, ("rms", "layer")))
+    if norm.eps < 0:
+        fail(f"{where}.eps", "must not be negative")
+    if norm.size < 1:
+        fail(f"{where}.size", "must be 1 or more")
+    check_axes(f"{where}.axes", norm.axes, mesh)
+    if len(norm.groups) not in (1, math.prod(mesh)) or any(n < 1 for n in norm.groups):
+        fail(f"{where}.groups", "needs a number of 1 or more for all ranks, or one for each")
+    if norm.gate and (norm.gate_activation not in GATE_ACTIVATIONS or not norm.input):
+        fail(f"{where}.gate", "needs an input and a known gate_activation")
+    for field, name in (("weight", norm.weight), ("bias", norm.bias)):
+        if name and not is_step(name):
+            fail(f"{where}.{field}", f"not the name of a parameter: {name!r}")
+    if norm.compute_dtype != "input":
+        check_dtype(f"{where}.compute_dtype", norm.compute_dtype)
+
+
+# The rules of the training part of a plan; checked with ``plan_checks`` where a plan has one.
+
+
+def check_training(plan: Plan) -> None:
+    """Check the rules of ``docs/plan-format.md`` for ``training``.
+
+    Raises:
+        MalformedError: a rule is broken; the message begins with the path of the field.
+    """
+    if plan.training is None:
+        return
+    _check_draws("training.draws", plan.training.draws, plan.mesh)
+    sequence = plan.training.sequence
+    if sequence is None:
+        return
+    _check_draws("training.sequence.draws", sequence.draws, plan.mesh)
+    for index, module in enumerate(sequence.modules):
+        check_module(f"training.sequence.modules[{index}]", module, plan)
+    check_norms("training.sequence.modules", sequence.modules, plan.mesh)
+    by_name("training.sequence.modules", sequence.modules)
+    known = parameter_plans(plan)
+    for index, entry in enumerate(sequence.gradients):
+        where = f"training.sequence.gradients[{index}]"
+        check_axes(f"{where}.axes", entry.axes, plan.mesh)
+        if unknown := [name for name in expand_all(entry.names) if name not in known]:
+            fail(f"{where}.names", f"{unknown[0]!r} is not a parameter of the plan")
+    by_name("training.sequence.gradients", sequence.gradients)
+
+
+def _check_draws(where: str, draws: tuple[DrawPlan, ...], mesh: Mesh) -> None:
+    for index, entry in enumerate(draws):
+        if not entry.names:
+            fail(f"{where}[{index}].names", "needs the name of a module")
+        check_axes(f"{where}[{index}].axes", entry.axes, mesh)
+        check_axes(f"{where}[{index}].afterwards", entry.afterwards or (), mesh)
+        if entry.mixed and entry.axes:
+            fail(f"{where}[{index}].mixed", "a mixed module cannot have axes")
+    by_name(where, draws)

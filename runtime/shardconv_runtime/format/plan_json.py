@@ -8,12 +8,64 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import PlanError
-from .plan import FORMAT, VERSION, Plan
+from .names import expand_all
+from .plan import FORMAT, VERSION, Plan, parameter_plans
 from .plan_checks import check_plan
 from .typed_json import MalformedError, load_document, read_text
+
+# The forms in which a plan can be used beside inference: for training, and sequence-parallel.
+
+
+def require_training(plan: Plan) -> None:
+    """Check that a plan has the collectives of a backward pass.
+
+    Raises:
+        PlanError: it has none; with the reason, if the plan gives one.
+    """
+    if plan.training is None:
+        raise PlanError(
+            "the model cannot be trained: its plan was solved for inference only"
+            + (f" ({plan.inference_only})" if plan.inference_only else "; convert it again, or replan it")
+        )
+
+
+def of_sequence(plan: Plan) -> Plan:
+    """The plan with the modules, gradients and draws of its sequence-parallel form.
+
+    Raises:
+        PlanError: it has none.
+    """
+    sequence = plan.training.sequence if plan.training else None
+    if sequence is None:
+        raise PlanError(
+            "sequence_parallel=True: the plan has no sequence-parallel form; convert with --sequence-parallel"
+        )
+    gradients = {name: each for each in sequence.gradients for name in expand_all(each.names)}
+    parameters = tuple(
+        replace(
+            entry,
+            names=(name,),
+            grad_axes=gradients[name].axes if name in gradients else (),
+            grad_levels=gradients[name].levels if name in gradients else entry.grad_levels,
+        )
+        for name, entry in parameter_plans(plan).items()
+    )
+    assert plan.training is not None
+    training = replace(plan.training, draws=sequence.draws)
+    return replace(
+        plan,
+        modules=sequence.modules,
+        stages=plan.stages and replace(plan.stages, modules=sequence.stages),
+        parameters=parameters,
+        training=training,
+        proven_arguments=(),
+        fused=(),
+    )
+
 
 MAX_BYTES = 16 * 2**20
 """Largest plan or manifest that is read."""
@@ -30,7 +82,7 @@ def dumps(plan: Plan) -> str:
     Raises:
         PlanError: ``loads`` would refuse it.
     """
-    from .json_writing import dump_document
+    from .typed_json import dump_document
 
     try:
         text = dump_document(plan, FORMAT)
@@ -78,7 +130,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
     Raises:
         PlanError: see ``dumps``.
     """
-    from .json_writing import write_text
+    from .typed_json import write_text
 
     text = dumps(plan)
     write_text(Path(path), text)
@@ -94,11 +146,11 @@ def _check(plan: Plan) -> None:
     """All checks; those that few plans need are imported for these plans only."""
     check_plan(plan)
     if any(entry.norm is not None for entry in plan.modules):
-        from .norm_checks import check_norms
+        from .plan_checks import check_norms
 
         check_norms("modules", plan.modules, plan.mesh)
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packing_checks import check_packings
+        from .packed_layout import check_packings
 
         check_packings(plan.parameters, plan.mesh)
     if plan.fused:
@@ -106,7 +158,7 @@ def _check(plan: Plan) -> None:
 
         check_fused(plan)
     if plan.training is not None and (plan.training.sequence or plan.training.draws):
-        from .training_checks import check_training
+        from .plan_checks import check_training
 
         check_training(plan)
     if plan.stages is not None:
@@ -114,6 +166,6 @@ def _check(plan: Plan) -> None:
 
         check_stages(plan)
     if plan.memory is not None:
-        from .measured_checks import check_memory
+        from .stage_checks import check_memory
 
         check_memory(plan.memory)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .adjacent_tensors import adjacent_tensors, in_units
+from .fused_groups import adjacent_tensors, in_units
 from .header import STORED_BITS, STORED_NAME
 from .manifest import shard_metadata, shard_path
 from .plan import Plan, local_shape

@@ -1,7 +1,7 @@
 """Which positions of a tensor dim each rank holds.
 
 The tree of a dim (``dims.py``) and a rank give the vector of global positions that the rank holds. Slicing
-a parameter, slicing and gathering (``gathering.py``) an activation, merging and resharding all use it.
+a parameter, slicing and gathering an activation, merging and resharding all use it.
 
 A size that the axes do not divide is sharded into shares that differ by at most one, the first
 ranks taking the larger ones. A rank's positions always ascend.
@@ -12,8 +12,10 @@ This module needs no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import NamedTuple
 
 from ..errors import PlanError
 from .dims import MAX_DEPTH, MAX_SIZE, Dim, Leaf, Product, Sum, axes_of, shown, size
@@ -207,3 +209,122 @@ def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:
             return sorted(both)
         seen.update(group)
     return []
+
+
+# Which local positions of a dim are sharded over the same mesh axes.
+
+
+def local_segments(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[Range, frozenset[int]]]:
+    """Nonempty ranges of local positions of a dim that are sharded over the same axes, and these axes."""
+    out: list[tuple[Range, frozenset[int]]] = []
+    done = 0
+    for length, axes in _local_runs(dim, mesh, rank):
+        if length:
+            out.append(((done, done + length), axes))
+        done += length
+    return out
+
+
+def _local_runs(dim: Dim, mesh: Mesh, rank: int) -> list[tuple[int, frozenset[int]]]:
+    """Lengths of runs of local positions, and the axes that shard each; neighbors differ."""
+    if isinstance(dim, Leaf):
+        return [(local_size(dim, mesh, rank), frozenset(dim.axes))]
+    children = dim.factors if isinstance(dim, Product) else dim.segments
+    runs = [_local_runs(child, mesh, rank) for child in children]
+    if isinstance(dim, Sum):
+        return _merged(run for part in runs for run in part)
+    out = runs[-1]
+    for outer in reversed(runs[:-1]):
+        if len(out) == 1:
+            ((length, axes),) = out
+            out = _merged((n * length, a | axes) for n, a in outer)
+        else:
+            out = _merged((m, a | b) for n, a in outer for _ in range(n) for m, b in out)
+    return out
+
+
+def _merged(runs: Iterable[tuple[int, frozenset[int]]]) -> list[tuple[int, frozenset[int]]]:
+    out: list[tuple[int, frozenset[int]]] = []
+    for length, axes in runs:
+        if out and out[-1][1] == axes:
+            length += out.pop()[0]
+        out.append((length, axes))
+    return out
+
+
+# How the global dim of a tensor is put together from the pieces that ranks hold.
+#
+# This module needs no torch.
+
+
+class MemberPiece(NamedTuple):
+    """Local positions ``[start, stop)`` of one member of a group."""
+
+    member: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherIndex:
+    """How the local pieces of a group of ranks make up the global dim."""
+
+    sizes: tuple[int, ...]
+    """Local size of each member, in coordinate order."""
+    pieces: tuple[MemberPiece, ...]
+    """Laid end to end they are the global dim. A position that several members hold is taken from one."""
+
+    def ranges(self, stride: int | None = None) -> tuple[Range, ...]:
+        """Positions in the concatenated local pieces that, in this order, are the global dim.
+
+        Args:
+            stride: positions that each member takes in the concatenation, where they are padded
+                to a common size; by default each takes what it holds.
+        """
+        offsets = [0]
+        for held in self.sizes:
+            offsets.append(offsets[-1] + (held if stride is None else stride))
+        return merged((offsets[m] + start, offsets[m] + stop) for m, start, stop in self.pieces)
+
+
+def gather_index(dim: Dim, mesh: Mesh, axes: Iterable[int] | None = None) -> GatherIndex:
+    """How to rebuild the global dim from the local pieces of the ranks along ``axes``.
+
+    Args:
+        axes: mesh axes of the group, at least those that shard the dim (the default). The
+            members are those of ``group_of(mesh, axes, rank)``; the answer is the same for each
+            such group.
+
+    Raises:
+        PlanError: ``axes`` lack an axis that shards the dim.
+    """
+    group_axes = axes_of(dim) if axes is None else frozenset(axes)
+    if missing := sorted(axes_of(dim) - group_axes):
+        raise PlanError(
+            f"a gather of dim {shown(dim)} over mesh axes {sorted(group_axes)} lacks axes {missing}"
+        )
+    members = group_of(mesh, group_axes, 0)
+    sizes = tuple(local_size(dim, mesh, rank) for rank in members)
+    held = chain.from_iterable(_held(dim, mesh, rank, member) for member, rank in enumerate(members))
+    return GatherIndex(sizes, tuple(_cover(sorted(held))))
+
+
+_Held = tuple[int, int, int, int]
+"""(global start, global stop, member, local start)"""
+
+
+def _held(dim: Dim, mesh: Mesh, rank: int, member: int) -> Iterator[_Held]:
+    local = 0
+    for start, stop in ranges(dim, mesh, rank):
+        yield start, stop, member, local
+        local += stop - start
+
+
+def _cover(held: Iterable[_Held]) -> Iterator[MemberPiece]:
+    """Take each global position once, from the first range that reaches it."""
+    done = 0
+    for start, stop, member, local in held:
+        if stop > done:
+            assert start <= done, "the ranks of a group hold every position"
+            yield MemberPiece(member, local + done - start, local + stop - start)
+            done = stop

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -18,6 +21,49 @@ from huggingface_hub.errors import (
 from ..errors import brief
 from ..wording import again, option
 from .time_limits import NoAnswerError, NotReachedError
+
+# Contexts without the logs, warnings and progress bars of transformers and of the Hub client.
+
+
+@contextmanager
+def without_hub_logging() -> Iterator[None]:
+    """Disable huggingface_hub's logs and bars; restore them on exit."""
+    from huggingface_hub.utils import logging as hub_logging
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    verbosity, had_bars = hub_logging.get_verbosity(), not are_progress_bars_disabled()
+    hub_logging.set_verbosity(logging.ERROR)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(verbosity)
+        if had_bars:
+            enable_progress_bars()
+
+
+@contextmanager
+def without_library_logging() -> Iterator[None]:
+    """Disable transformers' and huggingface_hub's logs, warnings and bars; restore them on exit."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with without_hub_logging(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
 
 HTTP_ERROR = HfHubHTTPError.__bases__[0]
 """The base of all errors of the client's HTTP library, which differs between its major versions."""

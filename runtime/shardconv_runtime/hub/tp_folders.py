@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import SourceError
 from ..format.manifest import MANIFEST_NAME
-from ..format.variants import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
+from ..format.small_files import STAGE_DIRECTORY, VARIANT, stage_directory, staged_variant, variant_name
 from ..wording import is_command, option
 
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.agreement import agree, exchange
+from ..comm.agreement import agree, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.rng_states import share_rng_state
 from ..errors import LaunchError, PlanError
 
 ARGUMENT = "assistant_model"

@@ -16,14 +16,13 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
-from ..comm.agreement import agree, exchange
+from ..comm.agreement import agree, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.rng_states import share_rng_state
 from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
-from .lost_ranks import raise_lost_rank
+from .deadline import raise_lost_rank
+from .paged_check import RequestCheck
 from .paged_model import PagedModel, attempt
-from .request_checks import RequestCheck
 from .step_coordinator import StepCoordinator
 
 _names = inspect.signature(ContinuousBatchingConfig).parameters

@@ -21,8 +21,8 @@ from ..comm.mesh import Launch
 from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
+from .paged_check import RequestCheck
 from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
-from .request_checks import RequestCheck
 
 if TYPE_CHECKING:
     from .batching_manager import RankBatchingManager

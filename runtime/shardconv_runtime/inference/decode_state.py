@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buffers import Buffers, repeat_first
-from .decode_cache import OneTokenCache
+from .decode_cache import Buffers, OneTokenCache, repeat_first
 from .sampling import INTEGERS, SMALLEST, History, SamplingMode
 
 MOST_STOP_TOKENS = 32

@@ -25,12 +25,10 @@ from transformers import Cache, DynamicCache
 from transformers.generation import GenerationMode
 
 from ..parallel.fused_products import refresh_fused
-from .buffers import Buffers
 from .compiled_step import CompiledStep
 from .deadline import pause, progress
-from .decode_attention import attending_once
-from .decode_cache import is_known, make_cache, num_tokens, windows
-from .decode_call import CACHE_NAMES, Call, may_take, options_of, prepared_call
+from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
+from .decode_call import CACHE_NAMES, Call, attending_once, may_take, options_of, prepared_call
 from .decode_state import Bucket, StepState, make_state, start_call
 from .replay import WARM_UP_RUNS, Replay, StopFlag
 from .sampling import choose

@@ -11,16 +11,147 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.agreement import exchange
 from ..comm.mesh import Launch
+from ..comm.stage_link import StageLink
 from ..errors import PlanError
+from .deadline import progress
 
-if TYPE_CHECKING:
-    from ..comm.stage_link import StageLink
+# ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
+#
+# The last stage alone has the logits. Where a call chooses one token for each sequence from them, greedily
+# or by drawing, it chooses there, and the tokens are sent: B numbers in place of B times the vocabulary.
+# Other ways of decoding (beams, returned scores, a user's own processors and criteria) get the logits on
+# each stage.
+
+_READ_SCORES = (
+    "logits_processor",
+    "stopping_criteria",
+    "assistant_model",
+    "custom_generate",
+    "prefix_allowed_tokens_fn",
+    "stop_strings",
+)
+"""Arguments of ``generate`` whose code may read scores on each stage."""
+
+
+def on_stages(model: Any, link: StageLink, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's own ``generate``; the stages choose tokens together."""
+    link.depth += 1
+    try:
+        if args or any(kwargs.get(name) is not None for name in _READ_SCORES):
+            return type(model).generate(model, *args, **kwargs)
+        model._get_logits_processor = MethodType(_processors(link), model)
+        return type(model).generate(model, **kwargs)
+    finally:
+        vars(model).pop("_get_logits_processor", None)
+        link.shares_results = True
+        link.depth -= 1
+
+
+def _processors(link: StageLink) -> Any:
+    """A model's ``_get_logits_processor``, private, but whatever is done to scores passes through it."""
+
+    def processors(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = type(self)._get_logits_processor(self, generation_config, *args, **kwargs)
+        if _chooses_alone(generation_config):
+            link.shares_results = False
+            found.append(_TokensOfLastStage(link, draws=generation_config.do_sample))
+        return found
+
+    return processors
+
+
+def _chooses_alone(config: Any) -> bool:
+    """Whether a call chooses one token for each sequence, and returns nothing else."""
+    returned = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    mode = config.get_generation_mode().value
+    return mode in ("greedy_search", "sample") and not any(getattr(config, name, None) for name in returned)
+
+
+class _TokensOfLastStage:
+    """The last processor of scores: those of the tokens that the last stage chose.
+
+    Args:
+        link: to the other stages.
+        draws: choose by drawing, as ``generate`` would next, from the same random state.
+    """
+
+    def __init__(self, link: StageLink, *, draws: bool) -> None:
+        self._link = link
+        self._draws = draws
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Zero for the chosen token of each sequence, else minus infinity, ``[B, V]``, on each stage."""
+        tokens = torch.zeros(scores.shape[0], dtype=torch.int64, device=scores.device)
+        if self._link.is_last:
+            tokens = self._chosen(scores)
+        self._link.share([tokens])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        if not self._draws:
+            return scores.argmax(-1)
+        devices = [scores.device] if scores.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # the caller draws once more, on every stage
+            return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+
+# Criteria that end generation at the same step on every rank.
+
+
+def criteria_of_rank_0(start: Launch) -> Callable[..., Any]:
+    """A model's ``_get_stopping_criteria``, with rank 0 deciding on those that may differ between ranks."""
+
+    def criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers import StoppingCriteriaList, generation
+
+        same_on_all_ranks = (
+            generation.MaxLengthCriteria,
+            generation.EosTokenCriteria,
+            generation.StopStringCriteria,
+            generation.ConfidenceCriteria,
+        )
+
+        class Steps(StoppingCriteriaList):  # type: ignore[misc]
+            """Called once a step, whatever the way of generating."""
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                progress()
+                return super().__call__(*args, **kwargs)
+
+        found = type(self)._get_stopping_criteria(self, *args, **kwargs)
+        return Steps(c if isinstance(c, same_on_all_ranks) else _DecidedByRank0(c, start) for c in found)
+
+    return criteria
+
+
+class _DecidedByRank0:
+    """A criterion that may differ between ranks, such as one with a clock: rank 0 decides.
+
+    Args:
+        criterion: of transformers' form.
+        start: the ranks.
+    """
+
+    def __init__(self, criterion: Callable[..., Any], start: Launch) -> None:
+        self._criterion = criterion
+        self._start = start
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """The sequences that are done, bool ``[B]``, from ``input_ids: [B, S]``; a broadcast of B bytes."""
+        done = torch.zeros(input_ids.shape[0], dtype=torch.uint8, device=self._start.device)
+        if self._start.rank == 0:
+            done += torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).to(done)
+        dist.broadcast(done, group_src=0, group=self._start.group)
+        return done.to(input_ids.device, torch.bool)
+
 
 DECODER = "_shardconv_decoder"
 """Attribute of a compiled model: what decodes for it."""
@@ -55,7 +186,6 @@ def prepare_generation(
     if start.world_size > 1:
         # Private, but every criterion passes through it, wherever it was set.
         from .assisted import candidates_of_rank_0
-        from .stopping import criteria_of_rank_0
 
         if hasattr(model, "_get_candidate_generator"):
             candidates = MethodType(candidates_of_rank_0(start), model)
@@ -94,7 +224,7 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         args, kwargs = _by_name(type(self).generate, args, kwargs)
         if start.world_size == 1:
             return _generate(self, args, kwargs)
-        from ..comm.rng_states import share_rng_state
+        from ..comm.agreement import share_rng_state
         from .assisted import with_draft
         from .deadline import deadline
 
@@ -107,11 +237,10 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
             with deadline(start), _printing_once(start, kwargs.get("streamer")):
                 if link is None:
                     return _generate(self, args, kwargs)
-                from .staged_generation import on_stages
 
                 return on_stages(self, link, args, kwargs)
         except RuntimeError as error:
-            from .lost_ranks import raise_lost_rank
+            from .deadline import raise_lost_rank
 
             raise_lost_rank(error, start)
             raise

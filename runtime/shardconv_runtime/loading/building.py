@@ -28,7 +28,7 @@ from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
 from . import rank_files
-from .read_ahead import Span
+from .reading import Span
 
 if TYPE_CHECKING:
     # Imported where they are used: most jobs load a local directory for inference, and need none of it.
@@ -277,7 +277,7 @@ class ModelBuilder:
             checked = replace(checked, plan=of_stage(base, stages), checkpoint=weights)
             built = replace(of_stage(plan, stages), fused=built.fused)
         if wanted.verify:
-            from .file_checksums import verify_checksums
+            from .rank_files import verify_checksums
 
             for part in (checked, *checked.more):
                 verify_checksums(part.directory, part.manifest, start.rank)
@@ -302,7 +302,7 @@ class ModelBuilder:
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
         if link is not None and stage is not None and len(link.stages) > 1:
-            from ..training.stage_evaluation import evaluate_in_passes
+            from ..training.stage_training import evaluate_in_passes
 
             evaluate_in_passes(model, stage)
         is_packed = packed is not None
@@ -351,7 +351,7 @@ def _connect(
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
-    from .other_forms import connect
+    from .load_checks import connect
 
     return connect(plan, start, all_reduce, **wanted.form)
 
@@ -369,12 +369,12 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()
     if plan.fused:
-        from ..format.adjacent_tensors import adjacent_tensors
+        from ..format.fused_groups import adjacent_tensors
 
         adjacent = adjacent_tensors(plan)
     shards: Sequence[ShardFile] = checked.files.shards
     if rows:
-        from .file_rows import with_rows
+        from .reading import with_rows
 
         shards = with_rows(shards, rows)
     return rank_files.tensors(shards, start.device, adjacent)
@@ -383,6 +383,6 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
     if not plan.model.trust_remote_code:
         return find_class(plan.model.class_name)
-    from .remote_code import remote_class
+    from .load_checks import remote_class
 
     return remote_class(directory, plan.model.class_name)

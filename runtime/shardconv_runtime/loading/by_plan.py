@@ -6,30 +6,76 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.checkpoint_weights import lazy_weights, select
 from ..checkpoint.model_spec import ModelSpec
-from ..checkpoint.packed_plan import flatten
-from ..checkpoint.rank_tensors import as_planned, shard
+from ..checkpoint.packed_plan import as_planned, flatten, shard
 from ..checkpoint.resolve import resolve
-from ..errors import PlanError
+from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
-from ..format.adjacent_tensors import adjacent_tensors, in_units
+from ..format.fused_groups import adjacent_tensors, in_units
 from ..format.manifest import Manifest, Source, sha256_of
 from ..format.plan import Plan, parameter_plans
 from ..format.slices import Rows
 from ..format.small_files import entry_of, files_to_copy
 from ..format.stored_layout import stored_plans
 from ..hub.fetch import plan_path
-from ..hub.library_logging import without_library_logging
+from ..hub.hub_errors import without_library_logging
 from ..hub_options import Hub
-from ..parallel.shared_storage import tensor_within
+from ..parallel.shared_storage import tensor_at, tensor_within
+from ..tensors.boxes import is_run, move_of
 from ..tensors.copying import read_into
-from ..tensors.lazy_tensor import LazyTensor, take
-from .windows import Windows
+from ..tensors.lazy_tensor import FileLeaf, LazyTensor, item_bytes, take
+from .reading import map_file
+
+# Tensors that a file holds as they are wanted: they are mapped, and nothing is copied.
+
+
+class Windows:
+    """Private, writable mappings of local files, each made once; writing to one changes no file."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+        self._given: dict[FileLeaf, list[tuple[int, int]]] = {}
+
+    def window(self, tensor: LazyTensor) -> Tensor | None:
+        """The tensor, of its shape and dtype, on the CPU; None if its elements have to be gathered, cast,
+        computed or fetched, or another window has some of them.
+
+        Raises:
+            SourceError: the file cannot be mapped.
+        """
+        if len(tensor.pieces) != 1 or tensor.is_cast:
+            return None
+        (piece,) = tensor.pieces
+        leaf, size = piece.leaf, item_bytes(tensor.dtype)
+        if not isinstance(leaf, FileLeaf) or not isinstance(leaf.path, Path):
+            return None
+        begin = leaf.offset + piece.offset * size
+        end = begin + tensor.num_bytes
+        if begin % size or not is_run(move_of(tensor, piece, 0, 0).dims):
+            return None
+        others = self._given.setdefault(leaf, [])
+        if any(begin < other_end and other_begin < end for other_begin, other_end in others):
+            return None
+        others.append((begin, end))
+        dtype = getattr(torch, tensor.dtype)
+        return tensor_at(self._file(leaf.path), begin, tensor.num_bytes, dtype, tensor.shape)
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = map_file(path, path.stat().st_size)
+            except OSError as error:
+                raise SourceError(
+                    f"{path}: cannot be mapped into memory ({error}); check that nobody changes it"
+                ) from error
+        return self._files[path]
+
 
 BATCH_BYTES = 1 << 28
 """Most bytes of tensors that are read at once; larger tensors, and larger fused groups, are read alone."""

@@ -16,18 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..comm.mesh import Launch
-from ..comm.tp_dim import data_dims, mesh_processes
+from ..comm.mesh import Launch, data_dims, mesh_processes
 from ..errors import LaunchError, PlanError
 from ..format.header import ShardFile
 from ..format.plan import Plan
 from ..format.slices import Rows
 from ..parallel.build import stored_tensors
-from ..saving.local_windows import chunk, local_window
+from ..saving.held_boxes import chunk, local_window
 from ..training.fsdp import DataParallel, require_data_dims, shard_parameters
 from . import rank_files
-from .file_rows import with_rows
-from .read_ahead import Span
+from .reading import Span, with_rows
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..errors import CheckpointError
 from ..format import manifest
+from ..format.small_files import stage_directory
 from ..format.staged_names import num_stages, stages_of
-from ..format.variants import stage_directory
 from .building import CheckedSource
 
 

@@ -23,7 +23,7 @@ from ..hub_options import Hub
 from ..loaded import unwrapped
 from . import rank_files
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
-from .read_ahead import ReadAhead
+from .reading import ReadAhead
 
 if TYPE_CHECKING:
     from ..training.fsdp import DataParallel
@@ -149,11 +149,11 @@ def load(
     if regather is not None and not (training and sequence_parallel):
         raise PlanError("regather= is about training with sequence_parallel=True; leave it out")
     if other:
-        from .other_options import refuse_options
+        from .load_checks import refuse_options
 
         refuse_options(other)
     if mesh is not None:
-        from ..comm.tp_dim import model_group
+        from ..comm.mesh import model_group
 
         group = model_group(mesh, group)
     sharding: DataSharding | None = None
@@ -191,7 +191,7 @@ def load(
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
             from ..comm.own_gpus import require_own_gpus
-            from .same_model import require_same
+            from .load_checks import require_same
 
             require_same(everyone, checked.common_manifest, wanted, checked.adapters)
             require_own_gpus(start)
@@ -248,7 +248,7 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
         adapters = AdapterSet.read(wanted.adapter, solved, partial(unsharded, found, wanted))
         found = replace(found, adapters=adapters)
     if wanted.form:
-        from .other_forms import require_form
+        from .load_checks import require_form
 
         in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
         adapted = found.adapters is not None
@@ -272,12 +272,12 @@ def _converted(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
-            from ..format.variants import of_stage_of, variant
+            from ..format.small_files import of_stage_of, variant
 
             directory = of_stage_of(variant(directory, world_size), rank, world_size)
         found = manifest.read(directory)
         return CheckedSource(directory, found, manifest.read_plan(directory, found))
-    from .from_hub import find_converted
+    from .load_checks import find_converted
 
     return CheckedSource(*find_converted(wanted.path, wanted.hub, rank, world_size))
 

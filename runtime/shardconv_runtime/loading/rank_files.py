@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from ..format.manifest import (
     Manifest,
     check_shard,
     check_sizes,
+    is_intact,
     resolve,
     sha256_checksum,
 )
@@ -29,11 +32,55 @@ from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
-from .read_ahead import Span
-from .reading import Adjacent, mapped
+from .reading import Adjacent, Span, mapped
 
 if TYPE_CHECKING:
     from ..parallel.packed_modules import PackedModules
+
+# The checksums of a rank's files, compared with those in the manifest before they are read.
+
+BLOCK_BYTES = 1 << 22
+"""Read at once."""
+MAX_THREADS = 8
+"""Files that are read at a time."""
+
+
+def verify_checksums(directory: Path, manifest: Manifest, rank: int) -> None:
+    """Read all files of a rank, ``common/`` included, and compare their checksums; the manifest has its own.
+
+    Raises:
+        CheckpointError: a file has other bytes than were written, or cannot be read.
+    """
+    if not is_intact((directory / MANIFEST_NAME).read_text(encoding="utf-8")):
+        raise CheckpointError(
+            f"{directory}: {MANIFEST_NAME} is not the file that was written; copy it again, or convert again"
+        )
+    entries = list(manifest.files_of(rank))
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(lambda entry: _checksum(directory, entry), entries))
+    for entry, checksum in zip(entries, found, strict=True):
+        if checksum != entry.checksum:
+            raise CheckpointError(
+                f"{directory}: {entry.path} is not the file that was written: its checksum is {checksum}, "
+                f"and {entry.checksum} in the manifest; copy it again, or convert the model again"
+            )
+
+
+def _checksum(directory: Path, entry: FileEntry) -> str:
+    path = resolve(directory, entry.path)
+    try:
+        return _crc32(path) if entry.checksum.startswith("crc32:") else sha256_checksum(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _crc32(path: Path) -> str:
+    value = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return f"crc32:{value:08x}"
+
 
 _REMEDY = "copy the directory again, or convert the model again"
 
@@ -131,7 +178,7 @@ def read(
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_tensors import unpacked
+        from .packed_models import unpacked
 
         stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:

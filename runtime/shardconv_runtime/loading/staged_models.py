@@ -120,7 +120,7 @@ def keep_own(
         local_logits: each rank keeps its shard of the logits.
     """
     if sequence_parallel:
-        from ..format.plan_forms import of_sequence
+        from ..format.plan_json import of_sequence
 
         plan = of_sequence(plan)
     if local_logits:

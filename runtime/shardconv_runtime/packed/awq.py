@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..errors import SourceError
 from ..format.plan import PackedDim, PackedTensor, Packing
-from .bits import WORD, unpacked
 from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, matrix, require_owners
 from .held import WeightSlice, along, spread
+from .number_formats import WORD, unpacked
 
 BITS = 4
 PER_WORD = WORD // BITS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..format.plan import Packing
-from . import awq, bnb, compressed_tensors, exponents, fbgemm_fp8, fp8, gptq, mxfp4, torchao
+from . import awq, bnb, compressed_tensors, fbgemm_fp8, fp8, gptq, mxfp4, number_formats, torchao
 from .held import WeightSlice, stored_shape
 
 FORMULAS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice], Tensor]] = {
@@ -36,9 +36,9 @@ VALUES_AT_ONCE = 2**22
 CHECKS: dict[str, Callable[[Packing, Mapping[str, Tensor], WeightSlice, str], None]] = {
     "bnb_4bit": bnb.check_4bit,
     "compressed_tensors": compressed_tensors.check,
-    "fp8": exponents.check,
+    "fp8": number_formats.check,
     "gptq": gptq.check,
-    "mxfp4": exponents.check,
+    "mxfp4": number_formats.check,
 }
 """What is checked beside shapes, dtypes and that factors are finite."""
 
@@ -85,7 +85,7 @@ def check_values(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSl
                 f"{name}: its stored tensor {stored.name} is {tensor.dtype} {list(tensor.shape)}, and should "
                 f"be {stored.dtype} {list(shape)} for its part {list(held.local_shape)} of {list(held.shape)}"
             )
-        if stored.name not in exponents.VALUES and not _is_finite(tensor):
+        if stored.name not in number_formats.VALUES and not _is_finite(tensor):
             raise CheckpointError(f"{name}: its stored tensor {stored.name} has values that are not finite")
     if packing.method in CHECKS and 0 not in held.local_shape:
         CHECKS[packing.method](packing, tensors, held, name)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError, SourceError
 from ..format.plan import PackedDim, Packing
-from .bits import WORD, unpacked
 from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, matrix, require_owners
 from .held import WeightSlice, along
+from .number_formats import WORD, unpacked
 
 BITS = (2, 4, 8)
 COMPANIONS = (".qweight", ".qzeros", ".g_idx")

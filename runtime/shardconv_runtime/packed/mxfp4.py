@@ -14,9 +14,8 @@ from torch import Tensor
 from ..errors import SourceError
 from ..format.plan import PackedDim, Packing
 from .checkpoint_view import REMEDY, Checkpoint, Found, StoredGroup, info, require_owners
-from .exponents import BIAS
-from .fp4 import PER_BYTE, unpacked_fp4
 from .held import WeightSlice
+from .number_formats import BIAS, PER_BYTE, unpacked_fp4
 
 BLOCKS = "_blocks"
 BLOCK = 32

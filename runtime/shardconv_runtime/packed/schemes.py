@@ -1,8 +1,9 @@
-"""The format of a checkpoint, by the ``quantization_config`` of its config."""
+"""What a machine needs to compute with weights that stay packed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SourceError
@@ -15,6 +16,8 @@ from .fp8 import Fp8Scheme
 from .gptq import GptqScheme
 from .mxfp4 import Mxfp4Scheme
 from .torchao import TorchaoScheme
+
+# The format of a checkpoint, by the ``quantization_config`` of its config.
 
 SCHEMES: dict[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": AwqScheme.of,
@@ -58,3 +61,82 @@ def _method(settings: Mapping[str, Any]) -> str:
     if found is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         return "bitsandbytes"
     return str(getattr(found, "value", found) or "")
+
+
+# Whether a format rounds activations, too, by what it finds in each token.
+
+
+def rounds_activations(settings: Mapping[str, Any]) -> bool:
+    """Whether the factor of a token's activations comes from the token.
+
+    Each rank of a row-parallel layer then takes it from its own part of the token.
+
+    Args:
+        settings: a ``quantization_config``.
+    """
+    match settings.get("quant_method"):
+        case "fp8" | "mxfp8":
+            return bool(settings.get("activation_scheme", "dynamic") == "dynamic")
+        case "fbgemm_fp8":
+            return True
+        case "compressed-tensors":
+            groups = settings.get("config_groups") or {}
+            return any(_is_dynamic(group) for group in groups.values())
+        case _:
+            return bool(settings.get("load_in_8bit"))
+
+
+def _is_dynamic(group: Any) -> bool:
+    inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+    return isinstance(inputs, Mapping) and bool(inputs.get("dynamic"))
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Of one format."""
+
+    packages: tuple[str, ...]
+    """That transformers imports, as pip names them."""
+    why: str
+    """What they are for, and where they compute; a phrase for errors and model cards."""
+
+    @property
+    def command(self) -> str:
+        """Installs them."""
+        return f"pip install {' '.join(self.packages)}"
+
+
+BNB = Requirement(("bitsandbytes", "accelerate"), "bitsandbytes has the kernels, for CPUs and GPUs")
+
+REQUIREMENTS = {
+    "awq": Requirement(("gptqmodel", "accelerate"), "gptqmodel has the kernels, for CPUs and GPUs"),
+    "bnb_4bit": BNB,
+    "bnb_8bit": BNB,
+    "compressed_tensors": Requirement(
+        ("compressed-tensors",),
+        "compressed-tensors reads the tensors; it dequantizes most of its formats to compute",
+    ),
+    "fbgemm_fp8": Requirement(
+        ("accelerate", "fbgemm-gpu-genai"),
+        "fbgemm-gpu-genai has the kernels, for GPUs with compute capability 9.0 or more",
+    ),
+    "fp8": Requirement(
+        ("accelerate", "kernels"),
+        "kernels downloads those that multiply float8, for GPUs with compute capability 8.9 or more",
+    ),
+    "gptq": Requirement(
+        ("gptqmodel", "optimum"),
+        "gptqmodel has the kernels, for CPUs and GPUs, and optimum puts them into the model",
+    ),
+    "mxfp4": Requirement(
+        ("accelerate", "kernels"),
+        "kernels downloads those that multiply 4-bit floats, for GPUs with compute capability 7.5 or more",
+    ),
+    "torchao": Requirement(("torchao",), "torchao has the classes of tensors, for CPUs and GPUs"),
+}
+"""By the method of a packing."""
+
+
+def requirement(method: str) -> Requirement:
+    """What computing with a packed parameter of this method needs."""
+    return REQUIREMENTS[method]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Gather, Reduce, Slice
-from ..comm.terms import KeepOnFirst
+from ..comm.steps import Gather, KeepOnFirst, Reduce, Slice
 from ..errors import PlanError
 from ..format.dims import Dim, Leaf, axes_of, size
 from ..format.plan import (

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.collectives import refuse_gradient
-from ..comm.tensor_steps import Reduce, ReduceScatter
+from ..comm.steps import Reduce, ReduceScatter
 from .plan_steps import TensorStep
 from .row_ids import RowIds, zero_out_of_shard
 

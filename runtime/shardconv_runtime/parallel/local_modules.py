@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Slice
+from ..comm.steps import Slice
 from ..errors import PlanError
 from ..format.dims import size
 from ..format.plan import (
@@ -25,13 +25,43 @@ from ..format.plan import (
     ZeroOutOfShardStep,
     local_shape,
 )
+from ..format.slices import Mesh, ranges
+from ..format.stored_layout import holds_values
 from .boundary import attach, forward_signature
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .plan_steps import TensorStep, in_use, step
 from .row_ids import RowIds
 
 if TYPE_CHECKING:
-    from .packed_modules import PackedModules  # few models have them
+    from .packed_modules import PackedModules
+
+# The part of a global tensor in memory that a rank holds.
+
+
+def local_tensor(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What ``rank`` holds of a parameter in memory.
+
+    Args:
+        entry: the parameter's plan.
+        tensor: global.
+        mesh: of the plan.
+        rank: the rank.
+
+    Returns:
+        local, contiguous; of a Partial parameter, zeros where a coordinate on its axes is not 0.
+    """
+    return local_view(entry, tensor, mesh, rank).to(getattr(torch, entry.dtype)).contiguous()
+
+
+def local_view(entry: ParameterPlan, tensor: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """The same in the dtype of ``tensor``, without a copy where it holds one span of each dim."""
+    for index, dim in enumerate(entry.dims):
+        spans = ranges(dim, mesh, rank)
+        if spans != ((0, tensor.shape[index]),):
+            pieces = [tensor.narrow(index, start, stop - start) for start, stop in spans]
+            empty = tensor.narrow(index, 0, 0)
+            tensor = torch.cat(pieces, index) if len(pieces) > 1 else next(iter(pieces), empty)
+    return tensor if holds_values(entry, mesh, rank) else torch.zeros_like(tensor)
 
 
 def localize_modules(
@@ -192,7 +222,7 @@ def _embedding(target: _Target) -> nn.Module:
 
 
 def _norm(target: _Target) -> nn.Module:
-    from .sharded_norm import ShardedNorm  # few models have one
+    from .sharded_norm import ShardedNorm
 
     assert target.entry.norm is not None
     return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PlanError, brief
 from ..format.plan import PackedDim, Packing
-from ..packed.requirements import requirement
+from ..packed.schemes import requirement
 
 COMPUTED = {
     "awq": "awq",

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Reduce
+from ..comm.steps import Reduce
 from ..errors import PlanError
-from ..format.norm_checks import GATE_ACTIVATIONS
 from ..format.plan import NormInfo
+from ..format.plan_checks import GATE_ACTIVATIONS
 from .boundary import forward_signature
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from ..format.pipeline_stages import CacheCall, StagedModule, StandInDim, StandInTensor
 from ..format.slices import Mesh, local_size
-from .id_checks import IdCheck, is_recorded
+from .row_ids import IdCheck, is_recorded
 
 Shape = Callable[[Mapping[str, Any]], tuple[int, ...]]
 

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Gather, Slice
+from ..comm.steps import Gather, Slice
 from ..errors import LaunchError, PlanError
 from ..format.dims import Leaf
 from .inner_states import are_alike, digest

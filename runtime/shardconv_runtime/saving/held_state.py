@@ -18,8 +18,7 @@ from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..loaded import loaded
 from .dcp_boxes import BoxedTensor
-from .held_boxes import Box, held_boxes, owned_boxes
-from .local_windows import local_tensor, local_window
+from .held_boxes import Box, held_boxes, local_tensor, local_window, owned_boxes
 from .optimizer_index import (
     OptimizerIndex,
     ParameterGroup,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..format.json_writing import dump_document, write_text
-from ..format.typed_json import MalformedError, load_document, read_text
+from ..format.typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 1
 FORMAT = "shardconv.optimizer"

@@ -20,8 +20,7 @@ from torch import nn
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME
-from ..format.small_files import entry_of, plain_config
-from ..format.variants import stages_in
+from ..format.small_files import entry_of, plain_config, stages_in
 from ..loaded import loaded, remember, unwrapped
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
 from ..versions import converter_function

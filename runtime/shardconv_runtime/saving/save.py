@@ -23,16 +23,22 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agreement
 from ..errors import CheckpointError, PlanError
-from ..format import manifest, manifest_writing, plan_json
+from ..format import manifest, plan_json
 from ..format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from ..format.plan import Plan, parameter_plans
 from ..format.samples import sample_checksum
 from ..format.shard_files import MAX_FILE_SIZE, PlannedShard, shard_files
-from ..format.small_files import copy_small_files, copy_unused, entry_of, plain_config
+from ..format.small_files import (
+    copy_small_files,
+    copy_unused,
+    entry_of,
+    plain_config,
+    stage_directories,
+    stage_directory,
+)
 from ..format.stage_part import of_stage
 from ..format.staged_names import held_names, num_stages
 from ..format.stored_layout import holds_values
-from ..format.variants import stage_directories, stage_directory
 from ..loaded import Loaded, loaded
 from ..versions import tool_versions
 from .replicas import Replicas, full_tensor, replicas_of
@@ -247,7 +253,7 @@ def _complete(directory: Path, source: Loaded, plan: Plan, shards: list[FileEntr
         {**source.manifest.tools, **tool_versions()},
         tuple(sorted(entries, key=lambda entry: entry.path)),
     )
-    manifest_writing.write(made, directory)
+    manifest.write(made, directory)
 
 
 def _require_seen(directory: Path, shards: list[FileEntry]) -> None:

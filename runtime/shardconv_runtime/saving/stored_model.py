@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, missing
 from ..format.header import STORED_NAME
-from ..format.name_patterns import compress
-from ..format.names import expand_all
+from ..format.names import compress, expand_all
 from ..format.plan import ParameterPlan, Plan, global_shape, local_shape, parameter_plans
 from ..loaded import loaded, unwrapped
 from ..parallel.build import stored_tensors

@@ -5,14 +5,84 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ShardconvError
 from .metrics import Metrics
 from .schemas import BadRequest, Sampling
-from .text_stream import TextStream
+
+# From the tokens of an answer to its text, piece by piece.
+
+INCOMPLETE = "\ufffd"
+"""What decoding gives for a part of a character's bytes."""
+LONGEST_CHARACTER = 8
+"""Tokens after which bytes that are no character yet will be none: a character has four bytes."""
+
+
+class TextStream:
+    """The text of an answer as its tokens come, up to the first stop string.
+
+    Args:
+        tokenizer: of transformers.
+        stops: texts before which the answer ends.
+        skip_special_tokens: leave them out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._skip_special_tokens = skip_special_tokens
+        self._window = (0, 0)
+        """Tokens with which the next ones are decoded, for spaces and joined bytes: start and stop."""
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, tokens: Sequence[int], is_last: bool) -> str:
+        """The text that is known since the last call.
+
+        Args:
+            tokens: all tokens of the answer so far.
+            is_last: no more will come, so that nothing is held back.
+        """
+        if self.is_stopped:
+            return ""
+        self._held += self._decoded(tokens, is_last)
+        found = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        if found:
+            self.is_stopped, text = True, self._held[: min(found)]
+            return text
+        num_held = 0 if is_last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        text = self._held[: len(self._held) - num_held]
+        self._held = self._held[len(text) :]
+        return text
+
+    def _decoded(self, tokens: Sequence[int], is_last: bool) -> str:
+        begin, end = self._window
+        before, text = self._decode(tokens[begin:end]), self._decode(tokens[begin:])
+        if text.endswith(INCOMPLETE) and not is_last and len(tokens) - end < LONGEST_CHARACTER:
+            return ""
+        self._window = (end, len(tokens))
+        return text[len(before) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        # Spaces are cleaned up by what follows them, so that pieces would not join to the text of all.
+        return str(
+            self._tokenizer.decode(
+                list(tokens),
+                skip_special_tokens=self._skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of ``text`` with which ``stop`` begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
 
 RETRY_AFTER_S = 2
 """What a client is told to wait for when too many are answered."""

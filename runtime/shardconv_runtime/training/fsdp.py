@@ -7,8 +7,9 @@ gradients run inside of the modules, on the local parameters that FSDP has gathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,16 +18,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..comm import agreement
-from ..comm.mesh import Launch
-from ..comm.tp_dim import PP, TP, data_dims, mesh_processes, model_group
+from ..comm.mesh import PP, TP, Launch, data_dims, mesh_processes, model_group
 from ..errors import LaunchError, PlanError
 from ..format.plan import Plan, parameter_plans
-from ..format.plan_forms import of_sequence
+from ..format.plan_json import of_sequence
 from ..format.staged_names import staged_modules
 from ..loaded import loaded, unwrapped
 from ..saving.stored_model import named_modules, named_tensors
-from .repeated_layers import repeated_layers
+from .checkpointing import repeated_layers
 from .replica_inputs import compare_replicas
+
+# The models that were loaded for training on several ranks, for functions that are given tensors alone.
+
+MODELS: WeakSet[nn.Module] = WeakSet()
+"""Each holds this rank's part of every parameter; copies are added when they are first called."""
+
+
+def models_of(parameters: Iterable[object]) -> list[nn.Module]:
+    """Those of ``MODELS`` that have some of these parameters."""
+    given = set(parameters)  # by identity
+    return [model for model in MODELS if any(parameter in given for parameter in model.parameters())]
+
 
 MAX_DIMS = 2
 """Of a mesh beside tensor parallelism: replicas, and shards."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import apply, unchanged
+from ..comm.steps import apply, unchanged
 from ..errors import PlanError
 from ..format.grad_sums import GradSum, sums
 from ..format.plan import ParameterPlan

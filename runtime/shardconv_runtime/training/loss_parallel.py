@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Gather
+from ..comm.steps import Gather
 from ..errors import PlanError
 from ..format.dims import Dim
 from ..parallel.boundary import forward_signature, replace_at

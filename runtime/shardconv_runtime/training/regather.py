@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.collectives import Communicator
-from ..comm.tensor_steps import Gather, Map, ReduceScatter, Resharding, apply
+from ..comm.steps import Gather, Map, ReduceScatter, Resharding, apply
 
 MIN_BYTES = 2**20
 """Least size of a gathered tensor of which only a part is kept by default. Smaller ones take at most 200 MB

@@ -29,12 +29,10 @@ from ..comm.stage_processes import ProcessLink
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
-from .microbatches import count_labels, divide, require_alike
 from .model_losses import has_parallel_loss
 from .replica_inputs import COMPARISON, ReplicaComparison
-from .stage_forms import StageBoundary, ValueForm, measured_forms
-from .stage_training import StageLoss
-from .tied_stages import TiedGradients
+from .stage_forms import StageBoundary, ValueForm, count_labels, divide, measured_forms, require_alike
+from .stage_training import StageLoss, TiedGradients
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 """By name, the schedules of torch for one stage in each process."""

@@ -3,14 +3,136 @@ schedule, whose gradients would end where the stage begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.stage_link import StageLink
+from ..comm.process_groups import axes_group
+from ..comm.stage_link import Crossing, StageLink
+from ..comm.stage_processes import ProcessLink
 from ..errors import ShardconvError
+from ..format.plan import parameter_plans
+from ..format.staged_names import held_names, stages_of
+from ..loaded import loaded
+from ..parallel.boundary import forward_signature
+from ..parallel.stage_model import StageModel
+from ..saving.held_boxes import local_tensor
+from ..saving.stored_model import named_tensors
+from .stage_forms import StageBoundary, ValueForm, forms_inside
+from .without_cache import without_cache
+
+# A call, without gradients, of the model of a process that has several stages: one pass for each of them.
+#
+# What crosses the border of two neighboring stages goes from process to process as in a schedule, in which
+# this is one microbatch.
+
+_CACHE = "past_key_values"
+
+
+def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
+    """Have a call of a model run all stages of this process, in place.
+
+    Args:
+        model: of this process; its ``forward`` is replaced on the instance.
+        stage: its link and forms.
+    """
+    inner = getattr(model.forward, "__func__", type(model).forward)
+    names = list(forward_signature(model).parameters)
+
+    @wraps(inner)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if stage.link.is_scheduled():
+            return inner(self, *args, **kwargs)
+        given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
+        return _without_state(names, _in_passes(self, stage, given))
+
+    model.__dict__["forward"] = MethodType(forward, model)
+
+
+def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that makes no cache: each pass would make one, of the layers of its stage."""
+    if given.get(_CACHE) is not None:
+        raise ShardconvError(
+            f"{_CACHE} was given to a model with several stages in each process, which keeps none; pass full "
+            "sequences, or load it without stages_per_process"
+        )
+    return without_cache(model, names, given)
+
+
+def _without_state(names: list[str], output: Any) -> Any:
+    """The results but for those that are handed back to the model, as caches are: they are of one pass."""
+    for name in names if isinstance(output, MutableMapping) else ():
+        if output.get(name) is not None:
+            output[name] = None
+    return output
+
+
+def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> Any:
+    link, output = stage.link, None
+    forms = forms_inside(model, stage, given)
+    for number in link.stages:
+        border = StageBoundary.of(stage, number, forms)
+        handover = border.handover(_received(link, number, border.received, stage.device))
+        with link.passing(number, handover):
+            output = model.forward(**given)
+        if number < link.count - 1:
+            for x in border.leaving(handover):
+                link.send(x, (number + 1,))
+    return output
+
+
+def _received(
+    link: StageLink, number: int, forms: Mapping[Crossing, ValueForm], device: torch.device
+) -> list[Tensor]:
+    """What the stage before that of a number leaves."""
+    return [link.receive(form.shape, form.dtype, device, number - 1) for form in forms.values()]
+
+
+# Parameters that several processes hold for their stages, as an embedding that is the head too: their
+# gradients are summed. Those of stages of one process add up in its parameter by themselves.
+
+
+class TiedGradients:
+    """Sums the gradients of a step over the processes that hold a parameter; each of them makes one.
+
+    Args:
+        model: with stages.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        source = loaded(model)
+        link: ProcessLink = source.stage.link
+        tensors = named_tensors(model)
+        plan, num_places = source.plan, link.num_places
+        held = [held_names(plan, stages_of(plan, place, num_places)) for place in range(num_places)]
+        self._tied: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        for first in parameter_plans(plan):
+            places = tuple(place for place, names in enumerate(held) if first in names)
+            if len(places) < 2 or link.place not in places:
+                continue
+            tensor = tensors[held[link.place][first]]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                self._tied.append((tensor, axes_group(link.group, places)))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Sum the gradients that come about inside, and add them to those that were there."""
+        before: list[Tensor | None] = [parameter.grad for parameter, _ in self._tied]
+        for parameter, _ in self._tied:
+            parameter.grad = None
+        yield
+        for (parameter, group), earlier in zip(self._tied, before, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local_tensor(parameter.grad), group=group)
+            if earlier is not None:
+                parameter.grad += earlier
 
 
 class StageLoss:

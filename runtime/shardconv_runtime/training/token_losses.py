@@ -16,8 +16,7 @@ from torch import Tensor
 from ..comm.collectives import Communicator
 from ..errors import ShardconvError
 from ..format.dims import Dim, axes_of, size
-from ..format.gathering import gather_index
-from ..format.slices import Range
+from ..format.slices import Range, gather_index
 
 
 class LossInputError(ShardconvError):

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest, manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.header import STORED_NAME, StoredTensor, read_header
 from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntry, Manifest
 from shardconv_runtime.format.plan import ParameterPlan, Plan, local_shape
@@ -163,7 +163,7 @@ def open_contents(directory: Path) -> Contents:
         )
     try:
         found = manifest.read(directory)
-        is_intact = manifest_writing.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
+        is_intact = manifest.is_intact(read_text(manifest.resolve(directory, MANIFEST_NAME)))
     except (MalformedError, CheckpointError) as error:
         remedy = "" if ";" in str(error) else "; copy the directory again, or convert the model again"
         raise CheckpointError(f"{error}{remedy}") from error

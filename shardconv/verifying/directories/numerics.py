@@ -18,7 +18,7 @@ from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import Packing, global_shape, parameter_plans
 from shardconv_runtime.format.slices import Range
-from shardconv_runtime.loading.packed_tensors import held_part
+from shardconv_runtime.loading.packed_models import held_part
 from shardconv_runtime.packed.dequantize import check_values, dequantize
 from shardconv_runtime.packed.held import WeightSlice
 from shardconv_runtime.parallel.meta_model import build_model

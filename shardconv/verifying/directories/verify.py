@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.fingerprint import check_code
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Plan
-from shardconv_runtime.format.variants import stage_directories
+from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 
 from ...converted.shards import of_all_stages
@@ -264,7 +264,7 @@ def _record(part: Contents, outcome: Numerics | None) -> list[str]:
     if manifest.read(directory) != verified:
         return [f"the result was not written to {MANIFEST_NAME}, which has changed meanwhile"]
     try:
-        manifest_writing.write(replace(verified, numerics=outcome), directory)
+        manifest.write(replace(verified, numerics=outcome), directory)
     except OSError as error:
         return [f"the result was not written to {MANIFEST_NAME} ({error.strerror})"]
     return []

@@ -19,7 +19,7 @@ from shardconv_runtime.format.slices import ranges
 from shardconv_runtime.format.staged_names import num_stages
 from shardconv_runtime.parallel.build import parallelize, stored_tensors
 from shardconv_runtime.parallel.fused_products import refresh_fused
-from shardconv_runtime.parallel.local_tensor import local_view
+from shardconv_runtime.parallel.local_modules import local_view
 from shardconv_runtime.training.prepare import parallelize_for_training
 from shardconv_runtime.training.sequence import attach_sequence
 from torch import Tensor, nn

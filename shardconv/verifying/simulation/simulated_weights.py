@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.parallel.build import owner_of
-from shardconv_runtime.parallel.local_tensor import local_tensor
+from shardconv_runtime.parallel.local_modules import local_tensor
 from torch import Tensor, nn
 
 

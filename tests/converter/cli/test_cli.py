@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import Plan
 
 from shardconv import cli
@@ -198,7 +198,7 @@ class TestConvert:
         def interrupt(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(manifest_writing, "dumps", interrupt)
+        monkeypatch.setattr(manifest, "dumps", interrupt)
         code, out, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
         assert (code, out, err.strip()) == (
             130,
@@ -217,7 +217,7 @@ class TestConvert:
         def fail(*args: object) -> None:
             raise ZeroDivisionError("oh")
 
-        monkeypatch.setattr(manifest_writing, "dumps", fail)
+        monkeypatch.setattr(manifest, "dumps", fail)
         code, _, err = run(capsys, "convert", llama_dir, tmp_path / "out", "--tp", 2, "-q")
         assert (code, err.count("\n")) == (1, 1)
         assert err.startswith("error: internal error (ZeroDivisionError: oh); please report it")
@@ -357,7 +357,7 @@ class TestBadInput:
         def fail(*args: object) -> None:
             raise OSError(28, "No space left on device", "out/plan.json")
 
-        monkeypatch.setattr(manifest_writing, "dumps", fail)
+        monkeypatch.setattr(manifest, "dumps", fail)
         err = self.refused(capsys, "convert", llama_dir, "--tp", 2, tmp_path / "out", "-q")
         assert "No space left on device" in err
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]

@@ -17,7 +17,7 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.errors import CheckpointError, PlanError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.plan import parameter_plans
 from small_conversion import Model, crashes, placed
 from small_models import hand_plan, make_custom, save_random, small_config
@@ -250,7 +250,7 @@ class TestRefused:
             dataclasses.replace(entry, num_bytes=size) if entry.path == "config.json" else entry
             for entry in found.files
         ]
-        manifest_writing.write(dataclasses.replace(found, files=tuple(files)), out)
+        manifest.write(dataclasses.replace(found, files=tuple(files)), out)
         self.refused(out, r"was planned as .*:LlamaForCausalLM, and its config.json now gives", PlanError)
 
     def test_a_tensor_that_the_model_has_not(self, out: Path) -> None:

@@ -15,7 +15,7 @@ from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.pipeline_stages import StagedModule, StandInDim
 from shardconv_runtime.format.plan import Plan, parameter_plans
-from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.format.staged_names import held_before, held_names, staged_modules, stages_of
 from shardconv_runtime.parallel.meta_model import build_model
 from small_models import small_config

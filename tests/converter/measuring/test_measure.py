@@ -11,8 +11,7 @@ import torch
 import transformers
 from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.format.measured import MemoryPlan
-from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
+from shardconv_runtime.format.measured import MemoryPlan, cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.build import owner_of, parallelize, retie, stored_tensors
 from shardconv_runtime.parallel.meta_model import build_model

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shardconv_runtime.format.measured import LiveBytes
-from shardconv_runtime.format.memory_sizes import moment_bytes
+from shardconv_runtime.format.measured import LiveBytes, moment_bytes
 
 from shardconv.measuring.polynomials import Growth, growth, largest_moments, live_bytes
 

@@ -10,7 +10,7 @@ from shardconv_runtime.errors import SolveError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, Plan, ReduceScatterStep, parameter_plans
-from shardconv_runtime.format.plan_forms import of_sequence
+from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.parallel.plan_steps import in_use
 from zoo.models import build
 from zoo.tasks import specification

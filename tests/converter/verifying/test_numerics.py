@@ -13,7 +13,7 @@ import transformers
 from quantized_checkpoints import dense_config, experts_config, save_quantized
 from shardconv_runtime.checkpoint.resolve import resolve
 from shardconv_runtime.errors import CheckpointError, CodeMismatchError, ShardconvError, SolveError
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, parameter_plans
 from shardconv_runtime.format.stored_layout import stored_plans
@@ -63,7 +63,7 @@ MEASURED = Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24)})
 
 def record(out: Path, found: Numerics | None = MEASURED) -> None:
     """Write a result to the manifest."""
-    manifest_writing.write(dataclasses.replace(manifest.read(out), numerics=found), out)
+    manifest.write(dataclasses.replace(manifest.read(out), numerics=found), out)
 
 
 def test_the_ranks_compute_the_same(converted: Path, source: Path) -> None:
@@ -380,7 +380,7 @@ class TestTheRecord:
         def refuse(*_: object) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr("shardconv_runtime.format.manifest_writing.write", refuse)
+        monkeypatch.setattr("shardconv_runtime.format.manifest.write", refuse)
         found = shardconv.verify(out, numerics=True)
         assert found.numerics is not None
         assert found.remarks == ("the result was not written to manifest.json (Permission denied)",)

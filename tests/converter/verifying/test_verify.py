@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SourceError
-from shardconv_runtime.format import manifest, manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import FileEntry
 from shardconv_runtime.tensors import copying
 from small_models import hand_plan, make_custom, save_random, small_config
@@ -296,7 +296,7 @@ class TestHeaders:
     def test_a_rank_without_files(self, out: Path) -> None:
         found = manifest.read(out)
         files = tuple(entry for entry in found.files if entry.path != shard(1))
-        manifest_writing.write(dataclasses.replace(found, files=files), out)
+        manifest.write(dataclasses.replace(found, files=files), out)
         problems = damage(out).problems
         assert f"{shard(1)}: the manifest does not name it; move it away" in problems
         assert sum(line.startswith("rank-00001-of-00002: no file holds ") for line in problems) == 16

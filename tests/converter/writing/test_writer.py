@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from shardconv_runtime.errors import ShardconvError
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.header import ShardFile, read_header
 from shardconv_runtime.format.plan import ParameterPlan, Plan, parameter_plans
 from shardconv_runtime.format.slices import Mesh, coordinates
 from shardconv_runtime.format.stored_layout import layout_sha256
-from shardconv_runtime.parallel.local_tensor import local_tensor
+from shardconv_runtime.parallel.local_modules import local_tensor
 from small_models import hand_plan, make_custom, small_config
 
 import shardconv
@@ -360,7 +360,7 @@ class TestReplan:
         text = json.dumps(document)
         (out / "plan.json").write_text(text)
         found = dataclasses.replace(manifest.read(out), plan_sha256=plan_json.sha256(text))
-        manifest_writing.write(found, out)
+        manifest.write(found, out)
         with pytest.raises(ShardconvError, match=r"plan\.json: version: .*run `shardconv replan OUT`"):
             manifest.read_plan(out, found)
         read = read_any_version(out / "plan.json")

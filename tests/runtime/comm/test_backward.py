@@ -9,11 +9,10 @@ import torch
 from boundaries import boundary
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.dim_segments import local_segments
 from shardconv_runtime.format.dims import Leaf, parse, size
 from shardconv_runtime.format.grad_sums import sums
 from shardconv_runtime.format.plan import Boundary, ParameterPlan
-from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.format.slices import Mesh, local_segments
 from shardconv_runtime.parallel.plan_steps import step
 from shardconv_runtime.training.gates import Gated, GradientGate, attach_gates
 from torch import Tensor, nn

@@ -12,11 +12,10 @@ from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.comm.collectives import CPU, Communicator, ProcessCommunicator
-from shardconv_runtime.comm.inner_dims import Inner
+from shardconv_runtime.comm.dim_parts import KnownParts, Select
 from shardconv_runtime.comm.mesh import Launch
-from shardconv_runtime.comm.parts import KnownParts, Select
 from shardconv_runtime.comm.process_groups import axes_group
-from shardconv_runtime.comm.tensor_steps import Gather, Reduce, Slice
+from shardconv_runtime.comm.steps import Gather, Inner, Reduce, Slice
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, parse, size
 from shardconv_runtime.format.slices import Mesh, group_of, ranges

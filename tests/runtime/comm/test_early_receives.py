@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_processes
 from shardconv_runtime import ShardconvError
-from shardconv_runtime.comm.early_receives import Traffic
+from shardconv_runtime.comm.stage_link import Traffic
 from shardconv_runtime.comm.stage_processes import ProcessLink
 
 SHAPES = ((1, 5, 4), (1, 1, 4), (1, 20, 4))

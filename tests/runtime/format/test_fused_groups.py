@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.adjacent_tensors import adjacent_tensors, in_units
 from shardconv_runtime.format.dims import Dim, Leaf
-from shardconv_runtime.format.fused_groups import fused_groups
+from shardconv_runtime.format.fused_groups import adjacent_tensors, fused_groups, in_units
 from shardconv_runtime.format.plan import (
     AllGatherStep,
     AllReduceStep,

@@ -20,8 +20,8 @@ from places import GOLDEN_PLAN
 from shardconv_runtime import PlanError
 from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
-from shardconv_runtime.format.json_writing import to_json
 from shardconv_runtime.format.stored_layout import layout_sha256
+from shardconv_runtime.format.typed_json import to_json
 
 PLAN = GOLDEN_PLAN.read_bytes()
 FILE = {"path": "rank-00001-of-00004/a", "num_bytes": 12, "checksum": "crc32:0123abcd", "rank": 1}

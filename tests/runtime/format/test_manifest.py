@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GOLDEN_PLAN, ROOT
 from shardconv_runtime.errors import CheckpointError, PlanError
-from shardconv_runtime.format import manifest, manifest_writing, plan_json
+from shardconv_runtime.format import manifest, plan_json
 from shardconv_runtime.format.header import read_header
 from shardconv_runtime.format.manifest import FileEntry, Manifest, Source
 from shardconv_runtime.format.measured import Numerics
@@ -51,7 +51,7 @@ def converted(tmp_path: Path) -> Path:
         FileEntry(path, len(data), manifest.sha256_checksum(directory / path), rank)
         for path, (data, rank) in sorted(contents.items())
     ]
-    manifest_writing.write(
+    manifest.write(
         Manifest(TP, PLAN_SHA256, Source("org/model", "abc"), {"shardconv": "0.1.0"}, tuple(entries)),
         directory,
     )
@@ -75,24 +75,24 @@ def test_exact_bytes_and_round_trip() -> None:
         '"checksum": "crc32:0123abcd", "rank": 1}\n  ]\n}\n'
     )
     digest = plan_json.sha256(plain)
-    text = manifest_writing.dumps(value)
+    text = manifest.dumps(value)
     assert text == plain.removesuffix("\n}\n") + f',\n  "sha256": "{digest}"\n}}\n'
     assert manifest.loads(text) == replace(value, sha256=digest)
-    assert manifest_writing.is_intact(text)
+    assert manifest.is_intact(text)
 
 
 def test_a_result_of_numerics_is_optional() -> None:
     value = Manifest(4, "b" * 64, Source("name"), {"torch": "2"}, ())
-    assert "numerics" not in manifest_writing.dumps(value)
+    assert "numerics" not in manifest.dumps(value)
     measured = replace(value, numerics=Numerics(2e-15, 1e-9, "float64", {"input_ids": (3, 24), "scale": ()}))
-    text = manifest_writing.dumps(measured)
+    text = manifest.dumps(measured)
     assert text.endswith(
         '\n  "numerics": {"worst": 2e-15, "tolerance": 1e-09, "dtype": "float64", '
         '"inputs": {"input_ids": [3, 24], "scale": []}}\n}\n'
     )
     assert manifest.loads(text).numerics == measured.numerics
-    assert manifest_writing.is_intact(text)
-    assert not manifest_writing.is_intact(text.replace("2e-15", "1e-15"))
+    assert manifest.is_intact(text)
+    assert not manifest.is_intact(text.replace("2e-15", "1e-15"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_result_of_numerics_is_optional() -> None:
 def test_results_that_are_refused(old: str, new: str, problem: str) -> None:
     value = Manifest(4, "b" * 64, Source("name"), {"torch": "2"}, ())
     value = replace(value, numerics=Numerics(2e-15, 1e-9, "float64", {"input_ids": (3,)}))
-    text = manifest_writing.dumps(value)
+    text = manifest.dumps(value)
     assert old in text
     with pytest.raises(CheckpointError, match=problem):
         manifest.loads(text.replace(old, new))
@@ -119,14 +119,14 @@ def test_results_that_are_refused(old: str, new: str, problem: str) -> None:
 @pytest.mark.parametrize(("old", "new"), [("name", "nome"), ("2", "3"), ("\n  ", "\n\t "), ("0123", "0133")])
 def test_a_changed_manifest_is_not_intact(old: str, new: str) -> None:
     entry = FileEntry("config.json", 12, "crc32:0123abcd")
-    text = manifest_writing.dumps(Manifest(4, "b" * 64, Source("org/name"), {"torch": "x2"}, (entry,)))
+    text = manifest.dumps(Manifest(4, "b" * 64, Source("org/name"), {"torch": "x2"}, (entry,)))
     at = text.rindex(old)
-    assert not manifest_writing.is_intact(text[:at] + new + text[at + len(old) :])
+    assert not manifest.is_intact(text[:at] + new + text[at + len(old) :])
 
 
 def test_example_in_the_documentation_is_a_manifest() -> None:
     (block,) = [part.split("```")[0] for part in DOCUMENT.read_text("utf-8").split("```json manifest\n")[1:]]
-    assert manifest_writing.dumps(manifest.loads(block)) == block
+    assert manifest.dumps(manifest.loads(block)) == block
 
 
 def test_an_intact_directory_passes(converted: Path) -> None:

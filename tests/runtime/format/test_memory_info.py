@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
-from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
-from shardconv_runtime.format.memory_sizes import cache_bytes, prefill_bytes
+from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan, cache_bytes, prefill_bytes
 from small_models import hand_plan, small_config
 
 MEMORY = MemoryPlan(

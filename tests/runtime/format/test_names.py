@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardconv_runtime.errors import PlanError
-from shardconv_runtime.format.name_patterns import compress, natural_key
-from shardconv_runtime.format.names import expand, expand_all
+from shardconv_runtime.format.names import compress, expand, expand_all, natural_key
 
 components = st.one_of(
     st.integers(0, 12).map(str),

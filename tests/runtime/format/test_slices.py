@@ -24,8 +24,7 @@ from shardconv_runtime.format.dims import (
     size,
     to_text,
 )
-from shardconv_runtime.format.gathering import gather_index
-from shardconv_runtime.format.slices import Mesh
+from shardconv_runtime.format.slices import Mesh, gather_index
 
 MESHES = [(), (1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (4, 3), (2, 2, 2), (3, 2, 2), (1, 4)]
 

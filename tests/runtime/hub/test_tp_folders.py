@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from shardconv_runtime.errors import CheckpointError, SourceError
-from shardconv_runtime.format.variants import variant
+from shardconv_runtime.format.small_files import variant
 from shardconv_runtime.hub.tp_folders import Folder, folder_in, folders, nothing_for, only, stages_for
 
 STAGES = [f"pp-2-tp-4/stage-{k:05d}-of-00002/manifest.json" for k in (0, 1)]

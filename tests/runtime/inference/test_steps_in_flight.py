@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from shardconv_runtime.inference.steps_in_flight import StepsInFlight
+from shardconv_runtime.inference.staged_batching import StepsInFlight
 
 
 class Scheduler:

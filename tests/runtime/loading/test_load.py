@@ -23,7 +23,7 @@ from shardconv_runtime.errors import (
     PlanError,
     ShardconvError,
 )
-from shardconv_runtime.format import manifest, manifest_writing
+from shardconv_runtime.format import manifest
 from shardconv_runtime.format.manifest import rank_directory
 from shardconv_runtime.format.slices import Mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -252,7 +252,7 @@ def rewrite(path: Path, **changes: Any) -> None:
         assert old in text
         text = text.replace(old, new)
     (path / manifest.PLAN_NAME).write_text(text)
-    manifest_writing.write(
+    manifest.write(
         dataclasses.replace(found, plan_sha256=manifest.sha256_of(path / manifest.PLAN_NAME)), path
     )
 

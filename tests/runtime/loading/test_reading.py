@@ -25,9 +25,8 @@ from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.header import STORED_NAME, ShardFile, read_header
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan
-from shardconv_runtime.loading import packed_tensors, rank_files, read_ahead
-from shardconv_runtime.loading.read_ahead import ReadAhead
-from shardconv_runtime.loading.reading import mapped
+from shardconv_runtime.loading import packed_models, rank_files, reading
+from shardconv_runtime.loading.reading import ReadAhead, mapped
 from shardconv_runtime.loading.staged_reading import ALIGNMENT, DeviceEvent, staged
 from torch import Tensor
 
@@ -399,7 +398,7 @@ def test_blocks_of_float8(tmp_path: Path, read: Read, monkeypatch: pytest.Monkey
         llama_plan(random_llama().config, (1,), "bfloat16"),
         parameters=(scaled, ParameterPlan(("plain",), (Leaf(4), Leaf(4)), "bfloat16")),
     )
-    found = dict(packed_tensors.unpacked(read(shards), plan, 0))
+    found = dict(packed_models.unpacked(read(shards), plan, 0))
     assert torch.equal(found["plain"], plain)
     assert torch.equal(found["scaled"], dequantized(values, factors))
 
@@ -426,8 +425,8 @@ def test_an_error_of_the_model_ends_the_reading(tmp_path: Path, monkeypatch: pyt
 def cached_pieces(path: Path) -> list[bool]:
     descriptor = os.open(path, os.O_RDONLY)
     found = [
-        read_ahead._is_cached(descriptor, begin, begin + read_ahead.PIECE_BYTES)
-        for begin in range(0, path.stat().st_size, read_ahead.PIECE_BYTES)
+        reading._is_cached(descriptor, begin, begin + reading.PIECE_BYTES)
+        for begin in range(0, path.stat().st_size, reading.PIECE_BYTES)
     ]
     os.close(descriptor)
     return found
@@ -457,11 +456,11 @@ def test_reading_ahead_fills_the_page_cache(cold_file: Path) -> None:
 
 def test_reading_ahead_keeps_to_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for, that is: the kernel itself may read a little further."""
-    piece = read_ahead.PIECE_BYTES
+    piece = reading.PIECE_BYTES
     files = [tmp_path / "large", tmp_path / "small"]
     for path, num_bytes in zip(files, (2 * piece + 5, 10), strict=True):
         path.write_bytes(bytes(num_bytes))
-    monkeypatch.setattr(read_ahead, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(reading, "_is_cached", lambda *_: False)
     for budget, expected in ((piece - 1, 0), (2 * piece + 4, 2), (2 * piece + 5, 3), (1 << 40, 4)):
         asked: list[int] = []
         monkeypatch.setattr(os, "preadv", lambda fd, views, at, asked=asked: asked.append(at) or 0)
@@ -471,18 +470,18 @@ def test_reading_ahead_keeps_to_its_budget(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_budget_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = read_ahead._budget_bytes()
+    alone = reading._budget_bytes()
     assert alone > 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert alone / 16 < read_ahead._budget_bytes() < alone / 4
+    assert alone / 16 < reading._budget_bytes() < alone / 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
-    assert read_ahead._budget_bytes() == 0
+    assert reading._budget_bytes() == 0
 
 
 def test_reading_ahead_stops_when_told_and_says_nothing_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    path.write_bytes(bytes(4 * read_ahead.PIECE_BYTES))
-    ahead = ReadAhead([(path, 0, 4 * read_ahead.PIECE_BYTES), (tmp_path / "nowhere", 0, 9)])
+    path.write_bytes(bytes(4 * reading.PIECE_BYTES))
+    ahead = ReadAhead([(path, 0, 4 * reading.PIECE_BYTES), (tmp_path / "nowhere", 0, 9)])
     path.unlink()
     ahead.stop()
     ReadAhead([]).stop()

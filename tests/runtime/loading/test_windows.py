@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.header import data_start, parse_header
-from shardconv_runtime.loading.windows import Windows
+from shardconv_runtime.loading.by_plan import Windows
 from shardconv_runtime.tensors import lazy_tensor
 from shardconv_runtime.tensors.copying import read_tensor
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor

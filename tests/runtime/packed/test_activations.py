@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from shardconv_runtime.packed.activations import rounds_activations
+from shardconv_runtime.packed.schemes import rounds_activations
 
 INPUTS = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
 

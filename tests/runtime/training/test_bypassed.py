@@ -6,7 +6,7 @@ import pytest
 import torch
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import ModulePlan
-from shardconv_runtime.training.bypassed import watch_first_pass
+from shardconv_runtime.training.prepare import watch_first_pass
 from torch import Tensor, nn
 from torch.nn import functional
 

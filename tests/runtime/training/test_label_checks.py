@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from shardconv_runtime.parallel import id_checks
-from shardconv_runtime.training.label_checks import LabelCheck
+from shardconv_runtime.parallel import row_ids
+from shardconv_runtime.training.loss import LabelCheck
 from shardconv_runtime.training.token_losses import LossInputError
 
 GOOD = torch.tensor([[0, 9, -100], [3, 4, 5]], dtype=torch.int32)
@@ -26,7 +26,7 @@ def test_labels_on_the_cpu_are_checked_at_once() -> None:
 
 
 def test_others_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(id_checks, "is_on_host", lambda x: False)
+    monkeypatch.setattr(row_ids, "is_on_host", lambda x: False)
     check = LabelCheck(10)
     check(GOOD, -100)
     check(BAD, -100)
@@ -46,8 +46,8 @@ def test_nothing_is_read_in_the_call_itself(monkeypatch: pytest.MonkeyPatch) -> 
     def watched(x: torch.Tensor) -> object:
         return lambda: (read.append(len(read)), x)[1]
 
-    monkeypatch.setattr(id_checks, "is_on_host", lambda x: False)
-    monkeypatch.setattr(id_checks, "to_host", watched)
+    monkeypatch.setattr(row_ids, "is_on_host", lambda x: False)
+    monkeypatch.setattr(row_ids, "to_host", watched)
     check = LabelCheck(10)
     check(GOOD, -100)
     assert not read

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardconv_runtime.comm.collectives import Communicator
-from shardconv_runtime.comm.tensor_steps import Gather, ReduceScatter
+from shardconv_runtime.comm.steps import Gather, ReduceScatter
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.training import regather
 from shardconv_runtime.training.regather import attach_regather

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import PlanError
-from ..format.dims import Dim, axes_of, to_text
-from ..format.gathering import gather_index
-from ..format.slices import Mesh, Range, group_of, ranges
+from ..format.dims import Dim, Leaf, axes_of, to_text
+from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, ranges
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
@@ -128,7 +127,7 @@ class KnownParts(Parts):
 
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
         """See ``Parts``."""
-        from ..format.dim_segments import local_segments  # only gradients are divided
+        from ..format.slices import local_segments
 
         wanted = frozenset(axes)
         pieces = [
@@ -185,3 +184,57 @@ def padded_to(x: Tensor, dim: int, size: int) -> Tensor:
     if x.shape[dim] == size:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, size - x.shape[dim]))
+
+
+# Parts of a dim whose size is decided by the input: a sequence.
+
+
+class OpenParts(Parts):
+    """Equal parts of a dim whose size is decided by the input; the number of ranks divides it."""
+
+    def __init__(self, layout: Leaf, mesh: Mesh, rank: int) -> None:
+        super().__init__(layout, mesh)
+        self._count = math.prod(mesh[a] for a in self.axes)
+        self._index = 0
+        for axis in self.axes:
+            self._index = self._index * mesh[axis] + coordinates(mesh, rank)[axis]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        share = self._share(x, dim)
+        return x.narrow(dim, self._index * share, share).contiguous()
+
+    def own_in_zeros(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        share = x.shape[dim]
+        before, after = self._index * share, (self._count - self._index - 1) * share
+        return F.pad(x, (0, 0) * (x.dim() - 1 - dim % x.dim()) + (before, after))
+
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def unpadded(self, x: Tensor, dim: int) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def joined(self, members: tuple[Tensor, ...], dim: int) -> Tensor:
+        """See ``Parts``."""
+        return torch.cat(members, dim)
+
+    def separated(self, x: Tensor, dim: int) -> list[Tensor]:
+        """See ``Parts``."""
+        return list(torch.split(x, self._share(x, dim), dim))
+
+    def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
+        """See ``Parts``."""
+        return x
+
+    def _share(self, x: Tensor, dim: int) -> int:
+        size = x.shape[dim]
+        if size % self._count:
+            raise PlanError(
+                f"a sequence of {size} positions cannot be sharded evenly over {self._count} ranks; "
+                "the model was called in a way in which its inputs were not padded"
+            )
+        return size // self._count

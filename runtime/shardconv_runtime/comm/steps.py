@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded
+from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded, size
+from ..format.slices import local_size
 from .collectives import Axes, Communicator, refuse_gradient
 
 if TYPE_CHECKING:
-    from .parts import Parts
+    from .dim_parts import Parts
 
 Map = Callable[[Tensor], Tensor]
 
@@ -164,10 +165,10 @@ class Resharding(ABC):
 def _parts_of(layout: Dim, comm: Communicator) -> Parts:
     """The parts of a dim of this layout."""
     if isinstance(layout, Leaf) and not layout.size:
-        from .open_parts import OpenParts
+        from .dim_parts import OpenParts
 
         return OpenParts(layout, comm.mesh, comm.rank)
-    from .parts import KnownParts  # a single rank needs none
+    from .dim_parts import KnownParts
 
     return KnownParts(layout, comm.mesh, comm.rank, comm.device)
 
@@ -223,3 +224,106 @@ class ReduceScatter(Resharding):
 def unchanged(x: Tensor) -> Tensor:
     """The identity on any shape, for steps on the gradient alone, and where one rank has all positions."""
     return x
+
+
+# A step of a plan that makes a replicated tensor a term of a sum over ranks.
+
+
+class KeepOnFirst:
+    """The step ``keep_on_first`` of a plan, on a local tensor of any shape: Replicate to Partial.
+
+    The first rank along the axes keeps the tensor, the others have zeros, so that the sum is exact. Backward:
+    the gradient of a Partial is the same on all ranks, and so is that of the tensor: it passes.
+
+    Args:
+        comm: the ranks.
+        axes: mesh axes over which the result is Partial.
+        training: it has a backward.
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int], training: bool = False) -> None:
+        self._is_first = comm.rank == comm.group(axes)[0]
+        self._back = unchanged if training else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, self._forward, self._back)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x) if self._is_first else torch.zeros_like(x)
+
+
+# Steps of a plan that return their input, and change its gradient.
+
+
+class GradReduce:
+    """The step ``grad_all_reduce`` of a plan: the identity on a local tensor of any shape.
+
+    Backward: the gradient, a Partial, is all-reduced. (Megatron-LM's f, arXiv 1909.08053, section 3.)
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self.comm = comm
+        self.axes = comm.real(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward) if self.axes else x
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return self.comm.all_reduce(gradient, self.axes)
+
+
+class GradDivide:
+    """The step ``grad_divide`` of a plan: the identity on a local tensor of any shape.
+
+    Backward: the gradient, replicated, becomes a Partial with equal terms, divided by the number of ranks.
+    """
+
+    def __init__(self, comm: Communicator, axes: Iterable[int]) -> None:
+        self._count = comm.num_ranks(axes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return apply(x, unchanged, self._backward)
+
+    def _backward(self, gradient: Tensor) -> Tensor:
+        return gradient / self._count
+
+
+# Steps on the known factors of a dim whose open factor is decided by the input.
+
+
+class Inner:
+    """A step on the known factors of a dim: local ``[..., outer * n * inner, ...]`` for any ``n``.
+
+    Backward: that of the step.
+
+    Args:
+        step: class of the step.
+        comm: the ranks.
+        dim: the tensor dim.
+        outer: known factors outside of the open one; ``outer`` or ``inner`` is sharded.
+        inner: known factors inside of it.
+        grad_axes, local_grad_axes: see ``Resharding``.
+    """
+
+    def __init__(
+        self,
+        step: type[Resharding],
+        comm: Communicator,
+        dim: int,
+        outer: Dim,
+        inner: Dim,
+        grad_axes: Axes | None = None,
+        local_grad_axes: Axes = (),
+    ) -> None:
+        self.dim = dim
+        on_outer = bool(axes_of(outer))
+        factor = (0, outer) if on_outer else (2, inner)
+        self._step = step(comm, *factor, grad_axes, local_grad_axes)
+        known = [local_size(d, comm.mesh, comm.rank) if step is Gather else size(d) for d in (outer, inner)]
+        self._sizes = (known[0], -1, known[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim = self.dim % x.dim()
+        factors = x.unflatten(dim, self._sizes)  # type: ignore[no-untyped-call]
+        factors = factors.movedim((dim, dim + 1, dim + 2), (0, 1, 2))
+        return self._step(factors).movedim((0, 1, 2), (dim, dim + 1, dim + 2)).flatten(dim, dim + 2)

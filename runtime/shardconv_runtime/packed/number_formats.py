@@ -1,0 +1,70 @@
+"""Factors that are stored as exponents of two, a byte each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..format.plan import Packing
+from .held import WeightSlice
+
+# Floats of 4 bits: a sign, two bits of exponent, one of mantissa; two in a byte, the first one low.
+
+POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = POSITIVE + tuple(-value for value in POSITIVE)
+PER_BYTE = 2
+
+
+def unpacked_fp4(stored: Tensor) -> Tensor:
+    """The values of bytes, bfloat16 ``[..., 2 * n]`` of ``[..., n]``."""
+    values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16, device=stored.device)
+    codes = torch.stack([stored & 15, stored >> 4], -1).flatten(-2)
+    return values[codes.int()]
+
+
+# Small integers that are packed into words.
+
+WORD = 32
+"""Bits of a word."""
+
+
+def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
+    """The integers of int32 words, the lowest bits first.
+
+    Args:
+        words: ``[..., n, ...]``, with n in ``dim``.
+        bits: of an integer; divides 32.
+
+    Returns:
+        int32 ``[..., n * 32 / bits, ...]``, from 0.
+    """
+    shape = [1] * (words.dim() + 1)
+    shape[dim + 1] = WORD // bits
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device).view(shape)
+    integers: Tensor = (words.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)
+    return integers.flatten(dim, dim + 1)
+
+
+BIAS = 127
+NOT_FINITE = 255
+VALUES = ("*", "*_blocks", "*_packed", "_*_qdata")
+"""Stored tensors with the values themselves."""
+
+
+def as_factors(stored: Tensor) -> Tensor:
+    """Factors in float32 of factors in any dtype; bytes are exponents."""
+    return (stored.float() - BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
+
+
+def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, name: str) -> None:
+    """Check the bytes that are exponents.
+
+    Raises:
+        CheckpointError: one stands for no number.
+    """
+    for part, tensor in tensors.items():
+        if part not in VALUES and tensor.dtype == torch.uint8 and (tensor == NOT_FINITE).any():
+            raise CheckpointError(f"{name}: its stored tensor {part} has values that are not finite")
