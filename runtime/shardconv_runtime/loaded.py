@@ -16,6 +16,7 @@ from .comm.mesh import Launch
 from .errors import PlanError
 from .format.manifest import Manifest
 from .format.plan import Plan
+from .format.stage_part import of_stage
 
 _ATTRIBUTE = "_shardconv_loaded"
 
@@ -60,7 +61,6 @@ class Loaded:
         """Of what this process holds: all, or its stages' parameters by their names in its model."""
         if self.stage is None:
             return self.plan
-        from .format.stage_part import of_stage
 
         return of_stage(self.plan, self.stages)
 

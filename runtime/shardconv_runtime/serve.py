@@ -12,12 +12,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import ShardconvError
-
-if TYPE_CHECKING:
-    from .serving.schemas import Sampling
+from .loaded import loaded
+from .loading.load import load
+from .serving.answers import AnswerOptions, Served, answer
+from .serving.endpoints import application
+from .serving.request_sampling import default_sampling, serving_config
+from .serving.schemas import Sampling
 
 WATCH_S = 0.5
 """How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
@@ -86,10 +89,6 @@ def run_rank(arguments: argparse.Namespace) -> None:
     """
     from transformers import AutoTokenizer, ContinuousBatchingConfig
 
-    from .loaded import loaded
-    from .loading.load import load
-    from .serving.request_sampling import default_sampling, serving_config
-
     end_with_launcher()
     model = load(arguments.out)
     directory = loaded(model).directory
@@ -118,9 +117,6 @@ def serve(
 ) -> None:
     """Listen, on rank 0, until the process is interrupted or the ranks fail."""
     import uvicorn
-
-    from .serving.answers import Served
-    from .serving.endpoints import application
 
     text_config = model.config.get_text_config(decoder=True)
     served = Served(
@@ -154,9 +150,6 @@ def serve(
 
 async def warm_up(served: Any) -> None:
     """Answer a request, so that the first client does not wait for what is made once."""
-    from .serving.answers import AnswerOptions, answer
-    from .serving.schemas import Sampling
-
     async for _ in answer(served, [0], AnswerOptions(1, Sampling(temperature=0.0))):
         pass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import PlanError, SourceError
 from ..format.dims import axes_of
@@ -15,9 +15,7 @@ from ..format.slices import Mesh, ranges
 from ..format.stored_layout import holds_values
 from ..packed.schemes import rounds_activations
 from ..tensors.lazy_tensor import LazyTensor, cast, take, zeros
-
-if TYPE_CHECKING:
-    from .quantized import PackedWeight
+from .quantized import PackedWeight
 
 # A rank's local part of the weights of an ordinary checkpoint, by a plan.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..format.slices import Mesh, group_of
+from .process_groups import needs_host
 
 _functional = torch.ops._c10d_functional
 
@@ -164,11 +165,9 @@ class ProcessCommunicator(Communicator):
         self.groups = dict(groups)
         self._names = {axes: group.group_name for axes, group in groups.items()}
         self._all_reduce = all_reduce
-        self._through_host = False
-        if device.type == "cuda":
-            from .host_gather import needs_host  # registers an operator, which jobs on CPUs never call
-
-            self._through_host = any(needs_host(group, device) for group in groups.values())
+        self._through_host = any(needs_host(group, device) for group in groups.values())
+        if self._through_host:
+            from . import host_gather  # noqa: F401  (registers the operator, which takes 20 ms)
 
     def _sum(self, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         if self._all_reduce is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..format.dims import Dim, Leaf, axes_of, to_text
-from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, ranges
+from ..format.slices import Mesh, Range, coordinates, gather_index, group_of, local_segments, ranges
 
 MAX_CONCATENATED = 64
 """Up to so many ranges are put together with ``torch.cat``; more with one ``index_select``."""
@@ -127,8 +127,6 @@ class KnownParts(Parts):
 
     def divided(self, x: Tensor, dim: int, axes: Iterable[int]) -> Tensor:
         """See ``Parts``."""
-        from ..format.slices import local_segments
-
         wanted = frozenset(axes)
         pieces = [
             x.narrow(dim, start, stop - start) / math.prod(self._mesh[a] for a in wanted - sharded)

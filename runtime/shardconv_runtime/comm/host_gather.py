@@ -8,15 +8,9 @@ process is aborted (https://github.com/pytorch/pytorch/issues/152645).
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 _functional = torch.ops._c10d_functional
-
-
-def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on this device are gathered through the host in a group."""
-    return device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group)
 
 
 # One operator, so that compiled code has no graph break and does not look into the copies.

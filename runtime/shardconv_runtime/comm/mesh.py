@@ -16,7 +16,8 @@ from ..format.plan import AllGatherStep, AllReduceStep, LocalRowsStep, ModulePla
 from ..format.slices import Mesh, group_of
 from . import env_int
 from .collectives import AllReduce, ProcessCommunicator
-from .process_groups import axes_group, control_group
+from .devices import find_device
+from .process_groups import axes_group, check_group, control_group, start_group, warm_up
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,11 @@ def launch(
     everyone = group is None and not dist.is_initialized()
     found_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found_device.type == "cuda":
-        from .devices import find_device
-
         found_device = find_device(found_device, env_int("LOCAL_WORLD_SIZE", 0) if everyone else 0)
     if found_device.type == "cuda":
         torch.cuda.set_device(found_device)
     if everyone and "RANK" not in os.environ:
         return Launch(0, 1, found_device)
-    from .process_groups import check_group, control_group, start_group
 
     if everyone:
         start_group(found_device, timeout_s)
@@ -141,12 +139,8 @@ def connect(
     for axes in sorted(used_axes(plan, (*more_axes, all_axes))):
         members = group_of(plan.mesh, axes, start.rank)
         if len(members) > 1 and start.group is not None:
-            from .process_groups import axes_group
-
             groups[axes] = axes_group(start.group, members)
     if groups:
-        from .process_groups import warm_up
-
         warm_up(groups.values(), start.device)
     return ProcessCommunicator(start.rank, plan.mesh, groups, all_reduce, start.device)
 

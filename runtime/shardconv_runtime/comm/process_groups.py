@@ -34,6 +34,11 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]
 _subgroups = WeakKeyDictionary()
 
 
+def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on this device are gathered through the memory of the host: ranks share one GPU."""
+    return device.type == "cuda" and "cuda:gloo" in dist.get_backend_config(group)
+
+
 def control_group(group: dist.ProcessGroup, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
     """Processes of a group over gloo, for control messages: waiting for one needs no GPU, and may be long.
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LaunchError
-from .host_gather import needs_host
 from .mesh import Launch
-from .process_groups import axes_group, control_group, warm_up
+from .process_groups import axes_group, control_group, needs_host, warm_up
 from .stage_link import EarlyReceives, StageLink, Traffic
 
 

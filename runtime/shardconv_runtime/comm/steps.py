@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from torch import Tensor
 from ..format.dims import Dim, Leaf, axes_of, is_partially_sharded, size
 from ..format.slices import local_size
 from .collectives import Axes, Communicator, refuse_gradient
-
-if TYPE_CHECKING:
-    from .dim_parts import Parts
+from .dim_parts import KnownParts, OpenParts, Parts
 
 Map = Callable[[Tensor], Tensor]
 
@@ -165,10 +163,7 @@ class Resharding(ABC):
 def _parts_of(layout: Dim, comm: Communicator) -> Parts:
     """The parts of a dim of this layout."""
     if isinstance(layout, Leaf) and not layout.size:
-        from .dim_parts import OpenParts
-
         return OpenParts(layout, comm.mesh, comm.rank)
-    from .dim_parts import KnownParts
 
     return KnownParts(layout, comm.mesh, comm.rank, comm.device)
 

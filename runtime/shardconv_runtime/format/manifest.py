@@ -27,6 +27,7 @@ from .header import StoredTensor, read_header
 from .measured import Numerics
 from .plan import Plan
 from .plan_checks import check_tp, is_sha256
+from .stage_checks import check_numerics
 from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 VERSION = 2
@@ -332,8 +333,6 @@ def _check(manifest: Manifest) -> None:
     for index, entry in enumerate(manifest.files):
         _check_entry(f"files[{index}]", entry, manifest.tp)
     if manifest.numerics is not None:
-        from .stage_checks import check_numerics
-
         check_numerics(manifest.numerics)
     texts = [manifest.source.name, manifest.source.revision or "", *chain(*manifest.tools.items())]
     if any(len(text) > MAX_TEXT_LENGTH for text in texts):

@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import PlanError
+from .fused_groups import check_fused
 from .names import expand_all
+from .packed_layout import check_packings
 from .plan import FORMAT, VERSION, Plan, parameter_plans
-from .plan_checks import check_plan
-from .typed_json import MalformedError, load_document, read_text
+from .plan_checks import check_norms, check_plan, check_training
+from .stage_checks import check_memory, check_stages
+from .typed_json import MalformedError, dump_document, load_document, read_text, write_text
 
 # The forms in which a plan can be used beside inference: for training, and sequence-parallel.
 
@@ -82,8 +85,6 @@ def dumps(plan: Plan) -> str:
     Raises:
         PlanError: ``loads`` would refuse it.
     """
-    from .typed_json import dump_document
-
     try:
         text = dump_document(plan, FORMAT)
     except (TypeError, ValueError) as error:
@@ -130,8 +131,6 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> str:
     Raises:
         PlanError: see ``dumps``.
     """
-    from .typed_json import write_text
-
     text = dumps(plan)
     write_text(Path(path), text)
     return sha256(text)
@@ -146,26 +145,14 @@ def _check(plan: Plan) -> None:
     """All checks; those that few plans need are imported for these plans only."""
     check_plan(plan)
     if any(entry.norm is not None for entry in plan.modules):
-        from .plan_checks import check_norms
-
         check_norms("modules", plan.modules, plan.mesh)
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_layout import check_packings
-
         check_packings(plan.parameters, plan.mesh)
     if plan.fused:
-        from .fused_groups import check_fused
-
         check_fused(plan)
     if plan.training is not None and (plan.training.sequence or plan.training.draws):
-        from .plan_checks import check_training
-
         check_training(plan)
     if plan.stages is not None:
-        from .stage_checks import check_stages
-
         check_stages(plan)
     if plan.memory is not None:
-        from .stage_checks import check_memory
-
         check_memory(plan.memory)

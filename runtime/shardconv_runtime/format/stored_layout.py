@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 from .dims import axes_of, size
 from .names import expand_all
+from .packed_layout import packed_entries
 from .plan import ParameterPlan, Plan, by_name
 from .slices import Mesh, coordinates, ranges
+from .staged_names import own_parameters
 
 
 def layout_sha256(plan: Plan) -> str:
@@ -61,15 +63,11 @@ def stored_entries(plan: Plan) -> Iterator[ParameterPlan]:
     stage, those of that stage."""
     parameters = plan.parameters
     if plan.stages is not None and plan.stages.own is not None:
-        from .staged_names import own_parameters  # few plans need it
-
         parameters = own_parameters(plan, plan.stages.own)
     for entry in parameters:
         if entry.packing is None:
             yield entry
         else:
-            from .packed_layout import packed_entries  # few plans need it
-
             yield from packed_entries(entry)
 
 

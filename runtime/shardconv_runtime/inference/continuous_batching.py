@@ -12,7 +12,7 @@ import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -21,11 +21,10 @@ from ..comm.mesh import Launch
 from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
+from .batching_manager import RankBatchingManager, require_idle
 from .paged_check import RequestCheck
 from .paged_model import PagedModel, attempt, cached_heads, kinds_of_layers, kinds_of_stages
-
-if TYPE_CHECKING:
-    from .batching_manager import RankBatchingManager
+from .staged_batching import StagedBatchingManager
 
 CPU_MEMORY = 0.6
 """Of a machine's memory, for the caches of all ranks on its processors; transformers' for one process."""
@@ -84,8 +83,6 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
         workload_hints: Any | None = None,
         num_microbatches: int | None = None,
     ) -> RankBatchingManager:
-        from .batching_manager import RankBatchingManager, require_idle
-
         if not gather_logits:
             raise PlanError("continuous batching needs full logits; load the model with gather_logits=True")
         require_idle(start)
@@ -110,8 +107,6 @@ def _manager_of_rank(start: Launch, gather_logits: bool, link: StageLink | None)
             if link is None:
                 manager = RankBatchingManager.adopt(manager, start)
             else:
-                from .staged_batching import StagedBatchingManager
-
                 manager = StagedBatchingManager.on_stage(manager, start, link, in_flight)
             error = _dropped(manager, self, generation_config)
         agree(start, error)

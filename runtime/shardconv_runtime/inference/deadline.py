@@ -19,6 +19,7 @@ from typing import Self
 import torch.distributed as dist
 
 from ..comm.mesh import Launch, can_capture
+from ..comm.process_groups import abort_groups, timeout_of
 from ..errors import LaunchError
 
 # The errors of collectives when another rank has ended, in our words.
@@ -64,7 +65,6 @@ def deadline(start: Launch) -> Iterator[None]:
     if start.world_size == 1 or not can_capture(start):
         yield
         return
-    from ..comm.process_groups import abort_groups, timeout_of
 
     assert start.group is not None
     group, limit = start.group, timeout_of(start.group)

@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import exchange
+from ..comm.agreement import exchange, share_rng_state
 from ..comm.mesh import Launch
+from ..comm.same_calls import compare_calls, digest
 from ..comm.stage_link import StageLink
 from ..errors import PlanError
-from .deadline import progress
+from .assisted import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
+from .continuous_batching import prepare_batches
+from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
 #
@@ -185,7 +188,6 @@ def prepare_generation(
     model.generate = MethodType(_in_step(start, gather_logits, link), model)  # type: ignore[assignment]
     if start.world_size > 1:
         # Private, but every criterion passes through it, wherever it was set.
-        from .assisted import candidates_of_rank_0
 
         if hasattr(model, "_get_candidate_generator"):
             candidates = MethodType(candidates_of_rank_0(start), model)
@@ -209,8 +211,6 @@ def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | No
     """A method of continuous batching, whose code is imported when it is called."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .continuous_batching import prepare_batches
-
         prepare_batches(self, start, gather_logits, link)
         return getattr(self, name)(*args, **kwargs)
 
@@ -224,9 +224,6 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         args, kwargs = _by_name(type(self).generate, args, kwargs)
         if start.world_size == 1:
             return _generate(self, args, kwargs)
-        from ..comm.agreement import share_rng_state
-        from .assisted import with_draft
-        from .deadline import deadline
 
         is_streamed, drafts = _check_same_call(start, args, kwargs)
         kwargs = with_draft(kwargs, drafts)
@@ -240,8 +237,6 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
 
                 return on_stages(self, link, args, kwargs)
         except RuntimeError as error:
-            from .deadline import raise_lost_rank
-
             raise_lost_rank(error, start)
             raise
 
@@ -278,9 +273,6 @@ def _check_same_call(
     Raises:
         LaunchError: the calls differ, or a rank was not called.
     """
-    from ..comm.same_calls import compare_calls, digest
-    from .assisted import ARGUMENT, vocabulary_of_draft
-
     given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
     is_streamed = given.pop("streamer", None) is not None
     draft = vocabulary_of_draft(given.pop(ARGUMENT, None))

@@ -7,38 +7,51 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..adapters.adapter_set import AdapterSet
+from ..adapters.attaching import Adapter, Attached, attach
+from ..checkpoint.quantized import without_quantization
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
+from ..comm.stage_processes import StageProcesses
+from ..comm.symmetric import connect_by_name
 from ..format import plan_json as codec
+from ..format.fused_groups import adjacent_tensors
 from ..format.header import ShardFile
 from ..format.manifest import Manifest
 from ..format.plan import Plan
 from ..format.slices import Rows
+from ..format.stage_part import of_stage
+from ..format.staged_names import absent_modules, held_by
+from ..hub.fetch import Repository
 from ..hub_options import Hub
+from ..inference.compiling import compile_model
 from ..inference.generation import prepare_generation
+from ..inference.staged_compiling import compile_stage
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
+from ..parallel.stage_model import StageModel, argument_names
+from ..tensors.lazy_tensor import LazyTensor
+from ..training.prepare import parallelize_for_training
+from ..training.replica_inputs import compare_replicas
+from ..training.stage_training import evaluate_in_passes
 from . import rank_files
-from .reading import Span
-
-if TYPE_CHECKING:
-    # Imported where they are used: most jobs load a local directory for inference, and need none of it.
-    from ..adapters.adapter_set import AdapterSet
-    from ..adapters.attaching import Attached
-    from ..comm.stage_processes import StageProcesses
-    from ..hub.fetch import Repository
-    from ..parallel.stage_model import StageModel
-    from ..tensors.lazy_tensor import LazyTensor
-    from .data_sharding import DataSharding
+from .by_plan import local_tensors
+from .data_sharding import DataSharding
+from .load_checks import remote_class
+from .packed_models import packed_modules
+from .rank_files import verify_checksums
+from .reading import Span, with_rows
+from .several_ranks import guard
+from .staged_models import keep_own, place_of, tensors_of_stages
 
 AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """One, or several by the names that the adapters get."""
@@ -164,8 +177,6 @@ class ModelBuilder:
 
     def unsharded_wrapper(self) -> nn.Module:
         """A ``peft.PeftModel`` of the whole model, global, on meta, with new adapters of the same configs."""
-        from ..adapters.attaching import Adapter, attach
-
         assert self.checked.adapters is not None, "it has some"
         configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
         new = {name: Adapter(config) for name, config in configs.items()}
@@ -181,8 +192,6 @@ class ModelBuilder:
         start, checked = self.start, self.checked
         place: StageProcesses | None = None
         if checked.plan.stages is not None:
-            from .staged_models import place_of
-
             find = partial(place_of, checked.plan, start, self.wanted.stages_per_process)
             place = agreement.together(self.everyone, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
@@ -196,23 +205,16 @@ class ModelBuilder:
         if self.compiled:
             self._compile(model, place)
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
-            from .several_ranks import guard
-
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
-            from ..training.replica_inputs import compare_replicas
-
             compare_replicas(model, self.everyone)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:
         if place is None:
-            from ..inference.compiling import compile_model
-
             several = self.start.world_size > 1
             compile_model(model, cuda_graphs=launching.can_capture(self.start), same_bits=several)
             return
-        from ..inference.staged_compiling import compile_stage
 
         compile_stage(model, self.start, place.link, same_bits=place.ranks.world_size > 1)
 
@@ -230,10 +232,6 @@ class ModelBuilder:
         if attached is not None:
             dtypes |= attached.dtypes_of_model(checked.plan, dtypes)
         if place is not None:
-            from ..format.stage_part import of_stage
-            from ..format.staged_names import absent_modules
-            from ..parallel.stage_model import argument_names
-
             stages = place.link.stages
             absent = [absent_modules(plan, number) for number in stages]
             built = replace(built, fused=of_stage(built, stages).fused)
@@ -241,8 +239,6 @@ class ModelBuilder:
         stage: StageModel | None = None
         packed = None
         if stays_packed(plan, wanted):
-            from .packed_models import packed_modules
-
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
             packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
@@ -250,8 +246,6 @@ class ModelBuilder:
         if attached is not None and plan.logits is not None:
             heads = attached.in_place_of(plan.logits.module)
         if wanted.form:
-            from ..training.prepare import parallelize_for_training
-
             parallelize_for_training(
                 model,
                 built,
@@ -266,9 +260,6 @@ class ModelBuilder:
         else:
             parallelize(model, built, comm, wanted.gather_logits, packed, heads)
         if place is not None:
-            from ..format.staged_names import held_by
-            from .staged_models import keep_own
-
             forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
             forms["local_logits"] = wanted.gather_logits is False
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
@@ -277,15 +268,11 @@ class ModelBuilder:
             checked = replace(checked, plan=of_stage(base, stages), checkpoint=weights)
             built = replace(of_stage(plan, stages), fused=built.fused)
         if wanted.verify:
-            from .rank_files import verify_checksums
-
             for part in (checked, *checked.more):
                 verify_checksums(part.directory, part.manifest, start.rank)
         files = built if adapters is None else replace(checked.plan, fused=())
         stored = partial(_stored, checked, files, start)
         if checked.more:
-            from .staged_models import tensors_of_stages
-
             parts = [partial(_stored, part, files, start) for part in (checked, *checked.more)]
             stored = partial(tensors_of_stages, base, stages, parts)
         if adapters is not None and attached is not None:
@@ -302,8 +289,6 @@ class ModelBuilder:
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
         if link is not None and stage is not None and len(link.stages) > 1:
-            from ..training.stage_training import evaluate_in_passes
-
             evaluate_in_passes(model, stage)
         is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
@@ -326,8 +311,6 @@ def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Mod
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
     if any(entry.packing is not None for entry in plan.parameters):
-        from ..checkpoint.quantized import without_quantization
-
         config = without_quantization(config)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     try:
@@ -346,8 +329,6 @@ def _connect(
 ) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
     if isinstance(all_reduce, str):
-        from ..comm.symmetric import connect_by_name
-
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
@@ -362,20 +343,14 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
     Of the tensors in ``rows``, these positions of the first dim.
     """
     if checked.checkpoint is not None:
-        from .by_plan import local_tensors
-
         weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
         return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()
     if plan.fused:
-        from ..format.fused_groups import adjacent_tensors
-
         adjacent = adjacent_tensors(plan)
     shards: Sequence[ShardFile] = checked.files.shards
     if rows:
-        from .reading import with_rows
-
         shards = with_rows(shards, rows)
     return rank_files.tensors(shards, start.device, adjacent)
 
@@ -383,6 +358,5 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
 def _model_class(directory: Path, plan: Plan) -> type[nn.Module]:
     if not plan.model.trust_remote_code:
         return find_class(plan.model.class_name)
-    from .load_checks import remote_class
 
     return remote_class(directory, plan.model.class_name)

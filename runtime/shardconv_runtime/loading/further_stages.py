@@ -8,6 +8,7 @@ from ..errors import CheckpointError
 from ..format import manifest
 from ..format.small_files import stage_directory
 from ..format.staged_names import num_stages, stages_of
+from ..hub.fetch import beside
 from .building import CheckedSource
 
 
@@ -35,8 +36,6 @@ def _beside(found: CheckedSource, stage: int) -> CheckedSource:
         directory = found.directory.parent / name
         described = manifest.read(directory)
     else:
-        from ..hub.fetch import beside
-
         repository, described = beside(repository, name)
         directory = repository.directory
     other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)

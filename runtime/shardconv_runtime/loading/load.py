@@ -7,27 +7,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..adapters.adapter_set import AdapterSet
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce
-from ..comm.mesh import Launch
+from ..comm.mesh import Launch, model_group
+from ..comm.own_gpus import require_own_gpus
 from ..errors import PlanError, ShardconvError
 from ..format import fingerprint, manifest
+from ..format.small_files import of_stage_of, variant
 from ..hub_options import Hub
+from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
+from ..parallel.local_logits import with_local_logits
+from ..training.fsdp import DataParallel
 from . import rank_files
+from .adapted_models import guard_adapters
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
+from .by_plan import ordinary
+from .data_sharding import DataSharding, data_sharding
+from .further_stages import with_further
+from .load_checks import find_converted, refuse_options, require_form, require_same
+from .packed_models import require_packages
 from .reading import ReadAhead
-
-if TYPE_CHECKING:
-    from ..training.fsdp import DataParallel
-    from .data_sharding import DataSharding
+from .staged_models import require_known, require_several
 
 T = TypeVar("T")
 
@@ -149,17 +158,11 @@ def load(
     if regather is not None and not (training and sequence_parallel):
         raise PlanError("regather= is about training with sequence_parallel=True; leave it out")
     if other:
-        from .load_checks import refuse_options
-
         refuse_options(other)
     if mesh is not None:
-        from ..comm.mesh import model_group
-
         group = model_group(mesh, group)
     sharding: DataSharding | None = None
     if data_parallel:
-        from .data_sharding import data_sharding
-
         sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)
     wanted = LoadOptions(
         os.fspath(path),
@@ -190,14 +193,9 @@ def load(
         agreement.agree(everyone, error)
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
-            from ..comm.own_gpus import require_own_gpus
-            from .load_checks import require_same
-
             require_same(everyone, checked.common_manifest, wanted, checked.adapters)
             require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
-            from .packed_models import require_packages
-
             needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
             agreement.together(everyone, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
@@ -210,12 +208,8 @@ def load(
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if adapter is not None:
-        from .adapted_models import guard_adapters
-
         guard_adapters(model)
     if warm_up:
-        from ..inference.compiling import warm_up_decoding
-
         warm_up_decoding(unwrapped(model), warm_up)
     return model
 
@@ -232,24 +226,15 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
             "read that code, then pass trust_remote_code=True"
         )
     if solved.stages is not None:
-        from .staged_models import require_known
-
         require_known(wanted.unknown_to_stages)
     if wanted.stages_per_process != 1:
-        from .further_stages import with_further
-        from .staged_models import require_several
-
         require_several(solved, wanted.stages_per_process, training=wanted.training)
         found = with_further(found, wanted.stages_per_process)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
-        from ..adapters.adapter_set import AdapterSet
-
         adapters = AdapterSet.read(wanted.adapter, solved, partial(unsharded, found, wanted))
         found = replace(found, adapters=adapters)
     if wanted.form:
-        from .load_checks import require_form
-
         in_parts, packed = wanted.data_parallel is not None, stays_packed(solved, wanted)
         adapted = found.adapters is not None
         about = {"stays_packed": packed, "in_parts": in_parts, "adapted": adapted}
@@ -259,8 +244,6 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
     if wanted.gather_logits is False and solved.logits is None:
         raise PlanError(f"{directory}: gather_logits=False, but the plan does not shard the logits")
     if wanted.gather_logits is False and solved.stages is not None:
-        from ..parallel.local_logits import with_local_logits
-
         with_local_logits(solved)
     if found.repository is None and found.checkpoint is None and rank < found.num_ranks:
         return _with_files(found, rank)
@@ -272,20 +255,15 @@ def _converted(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource
     directory = Path(wanted.path).expanduser()
     if directory.is_dir():
         if not (directory / manifest.MANIFEST_NAME).is_file():
-            from ..format.small_files import of_stage_of, variant
-
             directory = of_stage_of(variant(directory, world_size), rank, world_size)
         found = manifest.read(directory)
         return CheckedSource(directory, found, manifest.read_plan(directory, found))
-    from .load_checks import find_converted
 
     return CheckedSource(*find_converted(wanted.path, wanted.hub, rank, world_size))
 
 
 def _ordinary(wanted: LoadOptions, plan: str) -> CheckedSource:
     """An ordinary model, to be sharded by a plan while it is read."""
-    from .by_plan import ordinary
-
     found = ordinary(
         wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code, dtype=wanted.dtype
     )

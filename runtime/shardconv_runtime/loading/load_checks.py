@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from ..adapters.adapter_set import AdapterSet
 from ..comm import mesh as launching
 from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce, ProcessCommunicator
@@ -22,9 +23,7 @@ from ..hub.fetch import Repository, find
 from ..hub.time_limits import looks_like_path
 from ..hub.tp_folders import folder_in
 from ..hub_options import Hub
-
-if TYPE_CHECKING:
-    from ..adapters.adapter_set import AdapterSet
+from ..training.backward_axes import backward_axes
 
 # A converted directory in a repository of the Hub, whose manifest and plan were fetched.
 
@@ -188,7 +187,5 @@ def connect(
     plan: Plan, start: Launch, all_reduce: AllReduce | None, *, training: bool, sequence_parallel: bool
 ) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
-    from ..training.backward_axes import backward_axes
-
     used = of_sequence(plan) if sequence_parallel else plan
     return launching.connect(used, start, all_reduce, backward_axes(used) if training else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from ..format.packed_layout import tensor_name
 from ..format.plan import ParameterPlan, Plan, global_shape, parameter_plans
 from ..format.slices import Mesh, ranges
 from ..format.small_files import small_files
+from ..hub.fetch import Repository
 from ..packed.dequantize import check_values, dequantize
 from ..packed.held import WeightSlice
 from ..parallel.model_config import read_config
 from ..parallel.packed_modules import PackedModules
 from ..parallel.quantizers import Quantized, require_computable
-
-if TYPE_CHECKING:
-    from ..hub.fetch import Repository
 
 # Packed parameters of a rank out of their stored tensors.
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,15 @@ from ..format.manifest import (
     sha256_checksum,
 )
 from ..format.plan import ParameterPlan, Plan, local_shape, parameter_plans
+from ..format.samples import check_sample
 from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
+from ..parallel.fused_products import refresh_fused
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
+from ..parallel.packed_modules import PackedModules
+from .packed_models import unpacked
 from .reading import Adjacent, Span, mapped
-
-if TYPE_CHECKING:
-    from ..parallel.packed_modules import PackedModules
+from .staged_reading import Cuda, staged
 
 # The checksums of a rank's files, compared with those in the manifest before they are read.
 
@@ -120,8 +121,6 @@ def check_files(directory: Path, manifest: Manifest, plan: Plan, rank: int) -> R
         path = resolve(directory, entry.path)
         shards.append(ShardFile(path, entry.num_bytes, check_shard(path, entry.rank, plan.tp, layout)))
         if entry.sample:
-            from ..format.samples import check_sample
-
             check_sample(path, entry.sample)
         for name, tensor in shards[-1].tensors.items():
             if name in found:
@@ -146,8 +145,6 @@ def tensors(
         CheckpointError: a file cannot be read, or is shorter than it was.
     """
     if device.type == "cuda" and hasattr(os, "preadv"):
-        from .staged_reading import Cuda, staged
-
         yield from staged(shards, Cuda(device), adjacent)
         return
     for name, tensor in mapped(shards, adjacent):
@@ -178,8 +175,6 @@ def read(
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(entry.packing is not None for entry in plan.parameters):
-        from .packed_models import unpacked
-
         stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:
         for name, tensor in parameters:
@@ -190,8 +185,6 @@ def read(
         raise CheckpointError(f"no file had {min(todo)}; {_REMEDY}")
     retie(model, plan)
     if plan.fused:
-        from ..parallel.fused_products import refresh_fused
-
         refresh_fused(model)
     _move_buffers(model, start.device)
     if packed is not None:

@@ -22,6 +22,14 @@ from ..inference.given_caches import localize_caches
 from ..loaded import loaded
 from ..parallel.model_changes import refuse_changes
 from ..parallel.user_hooks import watch_hooks
+from ..saving.ordinary_checkpoint import save_pretrained
+from ..saving.stored_model import named_tensors
+from ..training.fsdp import MODELS
+from ..training.optimizer_guards import (
+    look_for_infinities_over_ranks,
+    refuse_whole_tensor_optimizers,
+    take_norms_over_ranks,
+)
 
 # Whether the ranks of a model get the same inputs: with different ones they would compute nothing of use.
 #
@@ -113,19 +121,11 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """In place of transformers' method; few inference jobs save."""
-    from ..saving.ordinary_checkpoint import save_pretrained
-
     save_pretrained(model, *args, **kwargs)
 
 
 def _watch_training(model: nn.Module) -> None:
     """Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts."""
-    from ..training.fsdp import MODELS
-    from ..training.optimizer_guards import (
-        look_for_infinities_over_ranks,
-        refuse_whole_tensor_optimizers,
-        take_norms_over_ranks,
-    )
 
     def known(model: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling():
@@ -140,8 +140,6 @@ def _watch_training(model: nn.Module) -> None:
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Of the full model; arguments as of transformers' method."""
-    from ..saving.stored_model import named_tensors
-
     if loaded(model).plan.stages is not None:
         if only_trainable or exclude_embeddings:
             raise PlanError(

@@ -12,9 +12,12 @@ from ..comm.mesh import Launch
 from ..comm.stage_processes import StageProcesses, stage_processes
 from ..errors import PlanError
 from ..format.plan import Plan
+from ..format.plan_json import of_sequence
 from ..format.slices import Rows
 from ..format.staged_names import held_names, num_stages
+from ..parallel.local_logits import with_local_logits
 from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
+from ..training.stage_training import prepare_stage
 
 Tensors = Generator[tuple[str, Tensor]]
 """Names, and local tensors."""
@@ -120,16 +123,10 @@ def keep_own(
         local_logits: each rank keeps its shard of the logits.
     """
     if sequence_parallel:
-        from ..format.plan_json import of_sequence
-
         plan = of_sequence(plan)
     if local_logits:
-        from ..parallel.local_logits import with_local_logits
-
         plan = with_local_logits(plan)
     dtype = dtype or getattr(torch, plan.model.dtype)
     if training:
-        from ..training.stage_training import prepare_stage
-
         prepare_stage(model, place.link)
     return keep_stage(model, plan, place.link, place.ranks.rank, place.ranks.device, dtype, names)

@@ -7,13 +7,14 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Communicator
 from ..errors import PlanError
+from ..format.fused_groups import fused_groups
 from ..format.plan import (
     ModulePlan,
     ParameterPlan,
@@ -23,9 +24,12 @@ from ..format.plan import (
     module_plans,
     parameter_plans,
 )
-
-if TYPE_CHECKING:
-    from .packed_modules import PackedModules  # few models have them
+from .fused_products import fuse
+from .guards import attach_guards
+from .local_logits import WHY_NO_LABELS, without_logits_gather
+from .local_modules import localize_modules
+from .packed_modules import PackedModules
+from .refusals import refuse
 
 
 def parallelize(
@@ -54,9 +58,6 @@ def parallelize(
     require_mesh(plan, comm)
     modules = module_plans(plan)
     if gather_logits is False:
-        from .local_logits import WHY_NO_LABELS, without_logits_gather
-        from .refusals import refuse
-
         modules = without_logits_gather(modules, plan.logits, heads)
         refuse(model, "labels", WHY_NO_LABELS)
     apply_plan(model, plan, comm, modules, packed=packed)
@@ -99,8 +100,6 @@ def apply_plan(
     _check_names(model, plan, parameters)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if plan.tp > 1 or packed is not None:  # a single rank computes as the unsharded model does
-        from .local_modules import localize_modules
-
         targets = {fqn: submodule(model, fqn) for fqn in modules}
         localize_modules(model, plan, modules, targets, parameters, comm, training, packed)
     plain = parameters if packed is None else {n: e for n, e in parameters.items() if n not in packed.names}
@@ -109,16 +108,11 @@ def apply_plan(
     if plan.fused and not training:
         _fuse(model, plan, packed)
     if plan.modules and plan.tp > 1:
-        from .guards import attach_guards
-
         attach_guards(model, plan, modules, parameters, comm)
 
 
 def _fuse(model: nn.Module, plan: Plan, packed: PackedModules | None) -> None:
     """Fuse the groups of the plan; those of packed weights where their format allows it."""
-    from ..format.fused_groups import fused_groups
-    from .fused_products import fuse
-
     groups = fused_groups(plan)
     names = frozenset[str]() if packed is None else packed.names
     fuse(model, [group for group in groups if not any(f"{fqn}.weight" in names for fqn in group)])

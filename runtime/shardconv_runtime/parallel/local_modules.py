@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,12 @@ from ..format.plan import (
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import holds_values
 from .boundary import attach, forward_signature
+from .edits import apply_edits, raise_flags
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .packed_modules import PackedModules
 from .plan_steps import TensorStep, in_use, step
 from .row_ids import RowIds
-
-if TYPE_CHECKING:
-    from .packed_modules import PackedModules
+from .sharded_norm import ShardedNorm
 
 # The part of a global tensor in memory that a rank holds.
 
@@ -91,8 +91,6 @@ def localize_modules(
     """
     for fqn, entry in modules.items():
         if entry.edits or entry.flags:
-            from .edits import apply_edits, raise_flags
-
             with _at(fqn):
                 apply_edits(targets[fqn], entry.edits, comm.rank)
                 raise_flags(targets[fqn], entry.flags)
@@ -222,8 +220,6 @@ def _embedding(target: _Target) -> nn.Module:
 
 
 def _norm(target: _Target) -> nn.Module:
-    from .sharded_norm import ShardedNorm
-
     assert target.entry.norm is not None
     return ShardedNorm(target.entry.norm, target.module, target.comm, target.training)
 

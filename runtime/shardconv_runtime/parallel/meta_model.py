@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..errors import PlanError
+from .steady_sets import SteadySet
 
 _building = threading.Lock()
 """The default dtype, which constructors go by, is one for all threads."""
@@ -339,8 +340,6 @@ def _steady_sets(model: nn.Module) -> None:
         if type(value) is set and value and not name.startswith("_")
     ]
     if found:
-        from .steady_sets import SteadySet
-
         for module, name in found:
             setattr(module, name, SteadySet(getattr(module, name)))
 

@@ -34,7 +34,7 @@ from .fused_products import (
     linear_members,
 )
 from .layers import ColumnParallelLinear
-from .packed_values import KEEPS_MODULES, Part, fill_module, is_repacked, joined_parts
+from .packed_values import KEEPS_MODULES, Part, can_be_joined, fill_module, is_repacked, joined_parts
 from .quantizers import Quantized, quantizer_of
 
 # Layers of packed weights and of one input that are computed as one product: see ``fused_products``.
@@ -281,8 +281,6 @@ class PackedModules:
         Raises:
             PlanError: a module has steps on its input.
         """
-        from .packed_values import can_be_joined
-
         assert self._model is not None, "modules are replaced before they are fused"
         joinable = [g for g in groups if all(can_be_joined(self._packings[f"{n}.weight"].method) for n in g)]
         for group, product in zip(joinable, fuse_packed(self._model, joinable), strict=True):

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from ..comm.collectives import Communicator
-from ..comm.steps import Gather, Reduce, ReduceScatter, Resharding, Slice
+from ..comm.steps import (
+    Gather,
+    GradDivide,
+    GradReduce,
+    Inner,
+    KeepOnFirst,
+    Reduce,
+    ReduceScatter,
+    Resharding,
+    Slice,
+)
 from ..errors import PlanError
 from ..format.dims import open_parts
 from ..format.plan import (
@@ -50,12 +60,8 @@ def step(boundary: Boundary, comm: Communicator, training: bool = False) -> Tens
         case AllReduceStep():
             return Reduce(comm, boundary.axes, boundary.grad_axes if training else None)
         case KeepOnFirstStep():
-            from ..comm.steps import KeepOnFirst
-
             return KeepOnFirst(comm, boundary.axes, training)
         case GradAllReduceStep() | GradDivideStep():
-            from ..comm.steps import GradDivide, GradReduce
-
             kind = GradReduce if isinstance(boundary, GradAllReduceStep) else GradDivide
             return kind(comm, boundary.axes)
         case AllGatherStep() | SliceStep():
@@ -76,8 +82,6 @@ def _resharding(
     kind = _RESHARDING[type(boundary)]
     parts = open_parts(boundary.layout)
     if parts is not None:
-        from ..comm.steps import Inner
-
         return Inner(kind, comm, boundary.dim, *parts, grad_axes, local_grad_axes)
     return kind(comm, boundary.dim, boundary.layout, grad_axes, local_grad_axes)
 

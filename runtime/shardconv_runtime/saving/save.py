@@ -42,6 +42,7 @@ from ..format.stored_layout import holds_values
 from ..loaded import Loaded, loaded
 from ..versions import tool_versions
 from .replicas import Replicas, full_tensor, replicas_of
+from .saved_adapters import save_adapters, wrapper_of
 from .staging import Staging, staged
 from .stored_model import StoredModel, dtypes_of, stored_model, with_dtypes
 
@@ -80,8 +81,6 @@ def save(
         >>> # shardconv merge trained/ plain/
     """
     if loaded(model).attached is not None:
-        from .saved_adapters import save_adapters, wrapper_of
-
         save_adapters(wrapper_of(model), out, overwrite=overwrite)
         return
     holders = replicas_of(model, replicas)

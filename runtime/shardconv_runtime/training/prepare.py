@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +17,13 @@ from ..format.staged_names import is_inside
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
 from ..parallel.local_logits import WHY_NO_LABELS, without_logits_gather
+from ..parallel.packed_modules import PackedModules
 from ..parallel.refusals import refuse
 from .gates import Gated, GradientGate, attach_gates
 from .loss_parallel import GATHERED, LOCAL, LogitsGather, attach_loss
 from .random_streams import attach_random_streams
 from .regather import MIN_BYTES, attach_regather
 from .sequence import FLAT_OUTPUTS, attach_sequence
-
-if TYPE_CHECKING:
-    from ..parallel.packed_modules import PackedModules
 
 # A check for code that was not traced, such as a fused kernel, and bypasses the layers that sum activations.
 #

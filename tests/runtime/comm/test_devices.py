@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from converted import llama_plan, random_llama, write_directory
 from distributed import run_errors, run_processes
-from shardconv_runtime.comm import own_gpus, process_groups
+from shardconv_runtime.comm import mesh, own_gpus, process_groups
 from shardconv_runtime.comm.devices import find_device
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.comm.own_gpus import shared_gpu_error
@@ -120,7 +120,7 @@ def groups_warmed(path: Path, others_come: bool) -> Any:
             process_groups.JOIN_TIMEOUT_S = 1
             warm_up(groups, device)
 
-    process_groups.warm_up = watched
+    mesh.warm_up = watched
     shardconv_runtime.load(path)
     return sizes
 

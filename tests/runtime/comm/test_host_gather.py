@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_errors, run_processes
 from shardconv_runtime.comm.collectives import ProcessCommunicator
-from shardconv_runtime.comm.host_gather import needs_host
 from shardconv_runtime.comm.mesh import Launch
+from shardconv_runtime.comm.process_groups import needs_host
 from shardconv_runtime.comm.stage_processes import stage_processes
 from shardconv_runtime.errors import LaunchError
 from torch.utils._python_dispatch import TorchDispatchMode

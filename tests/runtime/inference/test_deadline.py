@@ -21,7 +21,6 @@ from converted import llama_plan, random_llama, write_directory
 from distributed import run_outcomes
 from forked import run_forked
 from shardconv_runtime import LaunchError
-from shardconv_runtime.comm import process_groups
 from shardconv_runtime.comm.mesh import Launch
 from shardconv_runtime.inference import deadline as deadlines
 from shardconv_runtime.inference.deadline import EXIT_CODE, Deadline, deadline, progress
@@ -129,7 +128,7 @@ def generate_while_one_fails(path: Path) -> int:
     """As if the collectives were in a graph: rank 0 waits until the abort of its groups."""
     aborted = threading.Event()
     deadlines.can_capture = lambda start: True
-    process_groups.abort_groups = lambda group: aborted.set()
+    deadlines.abort_groups = lambda group: aborted.set()
     model = shardconv_runtime.load(path, timeout_s=1)
     seen = []
 
@@ -177,7 +176,7 @@ def decode_while_a_streamer_fails(path: Path) -> int:
     """Rank 1's step is as if its sums were in a CUDA graph: it waits until the abort of its groups."""
     aborted = threading.Event()
     deadlines.can_capture = lambda start: True
-    process_groups.abort_groups = lambda group: aborted.set()
+    deadlines.abort_groups = lambda group: aborted.set()
     steps_of_call = Replay.steps_of_call
     issued = []
 
@@ -198,7 +197,7 @@ def decode_while_a_streamer_fails(path: Path) -> int:
         ids = torch.tensor([[3, 1, 4]])
         model.generate(ids, max_new_tokens=2, pad_token_id=0, do_sample=False)
         Replay.steps_of_call = waiting  # type: ignore[method-assign]
-        process_groups.timeout_of = lambda group: timedelta(seconds=1)
+        deadlines.timeout_of = lambda group: timedelta(seconds=1)
         try:
             streamer = FailsAtPut() if os.environ["RANK"] == "0" else None
             model.generate(ids, max_new_tokens=9, pad_token_id=0, do_sample=False, streamer=streamer)
