@@ -26,6 +26,7 @@ from .arguments import (
 )
 from .reporting.progress import Progress, Silent
 from .writing.output import Output, WriteOptions
+from .writing.stage_outputs import prepared, write_to
 
 if TYPE_CHECKING:
     from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights
@@ -113,7 +114,6 @@ def convert(
     options = SolveOptions(tp, experts, sequence_parallel, check, measure=True, pp=pp, stages=stages)
     require_seed(seed, random_init=random_init)
     write_options = WriteOptions(parse_size(max_file_size), parse_memory(memory), parse_ranks(ranks, tp * pp))
-    from .writing.stage_outputs import prepared, write_to
 
     outputs = prepared(out, pp, overwrite=overwrite, source=model, options=write_options, tp=tp)
 

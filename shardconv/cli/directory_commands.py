@@ -14,6 +14,10 @@ from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
 from ..engines.state_manifest import is_engine_state
+from ..engines.verify_state import verify_state
+from ..reporting.human_numbers import human_bytes
+from ..reporting.report import files_report
+from ..reporting.summary import summarize
 from ..verifying.directories.verify import DamagedError, describe, verify
 from .opening import adapter_plan, opened, require_local
 from .options import (
@@ -115,8 +119,6 @@ def inspect_command(out: str, as_json: bool, tokens: int, tp: int | None, **hub:
         found.check_sizes()
     print_plan(parts[0].plan, as_json, tokens)
     if not as_json:
-        from ..reporting.report import files_report
-
         for found in parts:
             title = f"{found.directory.name}\n" if len(parts) > 1 else ""
             click.echo(printable("\n" + title + files_report(found.manifest)), nl=False)
@@ -203,9 +205,6 @@ def verify_command(out: str, quiet: bool, verbose: bool, **options: Any) -> None
 
 def _verify_engine_state(out: str, quiet: bool, verbose: bool, options: dict[str, Any]) -> None:
     """Check a directory that ``export --format vllm`` wrote."""
-    from ..engines.verify_state import verify_state
-    from ..reporting.human_numbers import human_bytes
-
     if any(options.values()):
         raise click.UsageError(f"{out} holds an engine's files: they are checked without options")
     try:
@@ -239,8 +238,6 @@ def merge_command(out: str, hf_dir: str, quiet: bool, verbose: bool, **options: 
     Example:
       shardconv merge out/ my-model/
     """
-    from ..reporting.human_numbers import human_bytes
-
     with working(quiet, verbose) as progress:
         merged = merge(out, hf_dir, progress=progress, **options)
     if not quiet:
@@ -270,9 +267,6 @@ def reshard_command(
     Example:
       shardconv reshard out/ out-4/ --tp 4
     """
-    from ..reporting.human_numbers import human_bytes
-    from ..reporting.summary import summarize
-
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     with working(quiet, verbose) as progress:
         solved = reshard(out, out2, tp, check=not no_check, progress=progress, **options)

@@ -11,6 +11,8 @@ from ..arguments import parse_ranks, require_tp
 from ..converted.export_dcp import FORMATS as OF_DIRECTORIES
 from ..converted.export_dcp import export
 from ..engines.export_vllm import StateExport, export_vllm
+from ..engines.vllm_package import TESTED, is_tested
+from ..reporting.human_numbers import human_bytes
 from .options import DTYPES, hub_options, loudness_options, size_options, stream_option, trust_option, working
 
 VLLM = "vllm"
@@ -68,7 +70,6 @@ def export_command(
     given = [name for name, value in options.items() if name not in _OF_SIZES and value not in (None, False)]
     if given:
         raise click.UsageError(f"--{given[0].replace('_', '-')} is for --format {VLLM}")
-    from ..reporting.human_numbers import human_bytes
 
     sizes = {name: options[name] for name in _OF_SIZES}
     with working(quiet, verbose) as progress:
@@ -92,9 +93,6 @@ def _export_vllm(model: str, directory: str, quiet: bool, verbose: bool, options
 
 
 def _described(directory: str, tp: int, found: StateExport) -> list[str]:
-    from ..engines.vllm_package import TESTED, is_tested
-    from ..reporting.human_numbers import human_bytes
-
     lines = [
         f"{directory}: {found.num_tensors} tensors on each of {tp} ranks in {_files(found.num_files)}, "
         f"{human_bytes(found.rank_bytes)} a rank",

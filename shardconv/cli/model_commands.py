@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.manifest import MANIFEST_NAME
 from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.typed_json import write_text
+from shardconv_runtime.hub_options import Hub
 
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
 from ..reporting.fits import RESERVE, Workload
+from ..reporting.human_numbers import human_bytes
+from ..reporting.memory_lines import aligned
+from ..reporting.report import report
+from ..reporting.summary import summarize
 from .options import (
     auto_tp_option,
     device_options,
@@ -64,9 +71,6 @@ def convert_command(
       shardconv convert org/large --tp 8 --ranks 0-3 out/    # 4-7 on another machine
       shardconv convert --random-init --seed 7 my-config/ --tp 8 out/
     """
-    from ..reporting.human_numbers import human_bytes
-    from ..reporting.summary import summarize
-
     parse_ranks(options["ranks"], tp * options["pp"])  # here too, before the libraries are imported
     require_seed(options["seed"], random_init=options["random_init"])
     with working(quiet, verbose) as progress:
@@ -152,8 +156,6 @@ def plan_command(
       shardconv plan ./my-model --tp 4 --json -o plan.json
       shardconv plan ./my-model --tp 4 --format tp_plan -o tp_plan.json
     """
-    from shardconv_runtime.format.typed_json import write_text
-
     if as_json and chosen not in (None, "json"):
         raise click.UsageError(f"--json and --format {chosen} contradict each other; give one")
     chosen = "json" if as_json else chosen
@@ -204,7 +206,6 @@ def _smallest(
 ) -> tuple[Plan, str]:
     """The plan for the fewest ranks that fit, and a table of their neighbors as text."""
     from ..fitting import smallest_tp, table
-    from ..reporting.memory_lines import aligned
 
     assert load is not None
 
@@ -226,8 +227,6 @@ def _plan_text(
 ) -> str:
     """The plan in one of the formats; ``options`` are those of ``plan``."""
     if chosen == "tp_plan":
-        from shardconv_runtime.hub_options import Hub
-
         from ..converted.tp_plan import skeleton, to_json, tp_plan
 
         hub = Hub(*(options[name] for name in ("revision", "cache_dir", "local_files_only", "token")))
@@ -238,10 +237,7 @@ def _plan_text(
 
         return shard_boxes.dumps(solved)
     if chosen == "json":
-        from shardconv_runtime.format import plan_json as codec
-
         return codec.dumps(solved)
-    from ..reporting.report import report
 
     return report(solved, num_tokens=tokens, load=load)
 

@@ -8,7 +8,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardconv_runtime.adapters.adapter_names import PLAN_NAME
 from shardconv_runtime.errors import CheckpointError, SourceError
+from shardconv_runtime.format import plan_json
+from shardconv_runtime.format.manifest import MANIFEST_NAME, read_plan
+from shardconv_runtime.format.small_files import stage_directories, variant
+from shardconv_runtime.hub.tp_folders import folder_in, folders, only
+from shardconv_runtime.hub_options import Hub
+
+from ..converted.shards import of_all_stages
 
 if TYPE_CHECKING:
     from shardconv_runtime.format.manifest import Manifest
@@ -64,8 +72,6 @@ def opened(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
             f"{out} is converted for {number} ranks, not for {tp}; leave out --tp, or convert it again"
         )
     if len(parts) > 1:
-        from ..converted.shards import of_all_stages
-
         parts = [replace(each, plan=of_all_stages(each.plan)) for each in parts]
     if any(each.plan != parts[0].plan for each in parts):
         raise CheckpointError(f"{out} has stages of several conversions; convert again")
@@ -78,13 +84,9 @@ def adapter_plan(out: str) -> Plan | None:
     Raises:
         PlanError: the plan is malformed or of another version.
     """
-    from shardconv_runtime.adapters.adapter_names import PLAN_NAME
-    from shardconv_runtime.format.manifest import MANIFEST_NAME
-
     path = Path(out) / PLAN_NAME
     if not path.is_file() or (Path(out) / MANIFEST_NAME).is_file():
         return None
-    from shardconv_runtime.format import plan_json
 
     return plan_json.read(path)
 
@@ -94,7 +96,6 @@ def is_on_hub(out: str) -> bool:
     if "/" not in out or out.endswith(".json") or Path(out).exists():
         return False
     from shardconv_runtime.hub.time_limits import looks_like_path
-    from shardconv_runtime.hub.tp_folders import folder_in
 
     return not looks_like_path(folder_in(out)[0])
 
@@ -113,10 +114,8 @@ def require_local(out: str) -> None:
 
 
 def _on_hub(out: str, tp: int | None, hub: Mapping[str, Any]) -> list[Opened]:
-    from shardconv_runtime.format.manifest import read_plan
     from shardconv_runtime.hub.fetch import find_all
     from shardconv_runtime.hub.hub_errors import without_hub_logging
-    from shardconv_runtime.hub_options import Hub
 
     with without_hub_logging():
         found = find_all(out, Hub(**hub), tp)
@@ -134,10 +133,6 @@ def _local(path: Path, tp: int | None) -> list[Opened]:
 
 def _directories(path: Path, tp: int | None) -> list[Path]:
     """The converted directories in ``path``, or itself."""
-    from shardconv_runtime.format.manifest import MANIFEST_NAME
-    from shardconv_runtime.format.small_files import stage_directories, variant
-    from shardconv_runtime.hub.tp_folders import folders, only
-
     if tp is not None:
         path = variant(path, tp)
     elif not (path / MANIFEST_NAME).is_file():

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
+from shardconv_runtime.format import plan_json as codec
 from shardconv_runtime.format.plan_checks import EXPERT_MODES
 
 from ..arguments import parse_memory, parse_size, require_tp
+from ..reporting.progress import for_terminal
+from ..reporting.report import report
 
 # Shared by commands: progress, quiet libraries, printed plans.
 
@@ -20,8 +23,6 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
     """Progress on standard error, and silence from the libraries unless ``verbose``."""
     gc.set_threshold(100_000, 50, 50)  # the libraries create many objects that stay: a quarter of the start
     from shardconv_runtime.hub.hub_errors import without_library_logging
-
-    from ..reporting.progress import for_terminal
 
     progress = for_terminal(quiet=quiet)
     if verbose:
@@ -33,10 +34,6 @@ def working(quiet: bool, verbose: bool) -> Iterator[Any]:
 
 def print_plan(solved: Any, as_json: bool, tokens: int) -> None:
     """Print a plan as JSON, or as a report on a forward pass of ``tokens`` tokens."""
-    from shardconv_runtime.format import plan_json as codec
-
-    from ..reporting.report import report
-
     click.echo(codec.dumps(solved) if as_json else printable(report(solved, num_tokens=tokens)), nl=False)
 
 

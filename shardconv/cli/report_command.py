@@ -7,7 +7,11 @@ from typing import Any
 
 import click
 from shardconv_runtime.errors import CheckpointError
+from shardconv_runtime.format import plan_json as codec
+from shardconv_runtime.format.manifest import MANIFEST_NAME
+from shardconv_runtime.format.typed_json import write_text
 
+from ..publishing.picture import picture
 from .opening import is_on_hub, opened
 from .options import tokens_option, where_options
 
@@ -39,10 +43,6 @@ def report_command(
       shardconv report user/model-tp --tp 8      # writes model-tp-8-report.html
       shardconv report plan.json -o page.html
     """
-    from shardconv_runtime.format import plan_json as codec
-    from shardconv_runtime.format.typed_json import write_text
-
-    from ..publishing.picture import picture
     from ..reporting.html_report import html_report
 
     path = Path(out)
@@ -78,8 +78,6 @@ def _beside(out: Path) -> Path:
 
 def _directory(out: Path) -> Path | None:
     """The converted directory that OUT is, or whose plan it is."""
-    from shardconv_runtime.format.manifest import MANIFEST_NAME
-
     if out.is_dir():
         return out
     return out.parent if (out.parent / MANIFEST_NAME).exists() else None

@@ -11,7 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardconv_runtime.adapters.adapter_names import CONFIG_NAME, DEFAULT, PLAN_NAME, WEIGHTS_NAME
+from shardconv_runtime.adapters.adapter_names import (
+    CONFIG_NAME,
+    DEFAULT,
+    PLAN_NAME,
+    WEIGHTS_NAME,
+    naming_errors,
+)
 from shardconv_runtime.errors import CheckpointError, SolveError, SourceError
 from shardconv_runtime.format import fingerprint, manifest
 from shardconv_runtime.format import plan_json as codec
@@ -21,6 +27,7 @@ from shardconv_runtime.format.small_files import stage_directories
 from ..arguments import SolveOptions
 from ..reporting.progress import Progress, Silent
 from .derived import has_sequence_form
+from .shards import read
 
 if TYPE_CHECKING:
     from shardconv_runtime.adapters.attaching import Adapter
@@ -180,7 +187,6 @@ def _copy(source: Path, target: Path, config: Any) -> tuple[str, ...]:
     """
     from peft.utils import load_peft_weights
     from safetensors.torch import save_file
-    from shardconv_runtime.adapters.adapter_names import naming_errors
 
     for name in COPIED:
         if (source / name).is_file():
@@ -239,8 +245,6 @@ def _copies(directory: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
         return {}
     import torch
     from shardconv_runtime.tensors.copying import read_into
-
-    from .shards import read
 
     converted = read(directory)
     entries = parameter_plans(converted.plan)

@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING
 
 from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, rank_directory
+from shardconv_runtime.format.shard_files import grouped
+from shardconv_runtime.format.small_files import config_in_dtype, entry_of
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_size, require_tp
+from ..converted import derived
 from ..reporting.progress import Progress, Silent
+from ..writing.durable import write_durably
 from ..writing.output import Output, WriteOptions
+from ..writing.target import target_file
+from ..writing.workspace import opened
+from . import state_manifest
+from .state_manifest import signature
 from .vllm_package import require_vllm
 
 if TYPE_CHECKING:
@@ -163,7 +171,6 @@ def _source(
 
 
 def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
-    from ..converted import derived
     from ..converted.saved import checkpoint_tensors
     from ..writing.writer import Origin
 
@@ -179,10 +186,6 @@ def _from_converted(path: Path, trust_remote_code: bool) -> EngineSource:
 
 def _target_files(state: EngineState, max_file_size: int) -> list[TargetFile]:
     """The files of all ranks."""
-    from shardconv_runtime.format.shard_files import grouped
-
-    from ..writing.target import target_file
-
     files = []
     for rank, tensors in enumerate(state.ranks):
         owner = rank_directory(rank, len(state.ranks))
@@ -205,7 +208,6 @@ def _write(
 ) -> bool:
     """Write the files; whether the directory is complete."""
     from ..writing.fill import fill
-    from ..writing.workspace import opened
     from ..writing.writer import claim_of, require_unchanged
 
     source = found.origin.source
@@ -228,8 +230,6 @@ def _write(
 
 
 def _signatures(state: EngineState) -> tuple[str, ...]:
-    from .state_manifest import signature
-
     return tuple(
         signature((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
         for tensors in state.ranks
@@ -240,9 +240,7 @@ def _finish(
     workspace: Workspace, found: EngineSource, state: EngineState, version: str, progress: Progress
 ) -> bool:
     """Complete the directory if all ranks are written."""
-    from ..writing.durable import write_durably
     from ..writing.writer import listed_owners
-    from . import state_manifest
 
     if workspace.is_finishing:
         workspace.finish_again()
@@ -273,8 +271,6 @@ def _finish(
 
 def _small_files(directory: Path, found: EngineSource, dtype: str) -> list[FileEntry]:
     """Config and tokenizer; the config says the dtype that vLLM is to take."""
-    from shardconv_runtime.format.small_files import config_in_dtype, entry_of
-
     entries = {entry.path: entry for entry in found.origin.copy_small_files(directory)}
     if CONFIG_NAME not in entries:
         raise ShardconvError(f"{found.name} has no {CONFIG_NAME}, which vLLM needs")

@@ -21,6 +21,7 @@ from shardconv_runtime.checkpoint.recorded import RecordedTensor
 from shardconv_runtime.errors import brief
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
+from . import vllm_rank
 from .recorded_writes import RecordedWrites, RefusedRawReads
 from .strided_views import UnknownContentError
 
@@ -151,6 +152,4 @@ def main(request: str, answer: str) -> None:
 
 
 if __name__ == "__main__":
-    from shardconv.engines import vllm_rank  # so that what is pickled is of this module, not of __main__
-
     vllm_rank.main(*sys.argv[1:])

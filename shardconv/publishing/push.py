@@ -24,9 +24,11 @@ from shardconv_runtime.format.manifest import MANIFEST_NAME, PLAN_NAME, FileEntr
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub.tp_folders import Folder, folders
 
+from ..reporting.human_numbers import human_bytes
 from ..reporting.progress import Advance, Progress, Silent
 from ..verifying.directories.verify import verify
 from .changes import Changes, Item, Tree, breaks_manifest, compare, is_there, new_bytes, text_item
+from .picture import picture
 from .published import Published, published
 
 if TYPE_CHECKING:
@@ -115,8 +117,6 @@ def push(
 
 def describe(pushed: Pushed, dry_run: bool) -> list[str]:
     """The result of ``push``, as lines to print."""
-    from ..reporting.human_numbers import human_bytes
-
     if not pushed.sent and not pushed.deleted:
         return [f"{pushed.url}: {pushed.path} is up to date, nothing was sent"]
     amount = f"{human_bytes(pushed.sent_bytes)} to send, {len(pushed.there)} files are in place"
@@ -245,8 +245,6 @@ class _Push:
 
     def _picture(self, variant: Published) -> Item:
         """The picture of a plan, drawn once."""
-        from .picture import picture
-
         digest = variant.manifest.plan_sha256  # of stages, the first one's
         if digest not in self._drawn:
             self._drawn[digest] = picture(variant.plan)

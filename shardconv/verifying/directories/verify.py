@@ -17,6 +17,7 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.small_files import stage_directories
 from shardconv_runtime.hub_options import Hub
 
+from ...converted import shards
 from ...converted.shards import of_all_stages
 from ...reporting.human_numbers import human_bytes
 from ...reporting.progress import Progress, Silent
@@ -204,7 +205,6 @@ def _compare(
 
     Where there are problems already, files that cannot be read are not another one.
     """
-    from ...converted import shards
     from .against import compare, compare_small_files
 
     try:
@@ -247,7 +247,6 @@ def _run(
 ) -> Numerics:
     from shardconv_runtime.checkpoint.resolve import resolve
 
-    from ...converted import shards
     from .numerics import run_numerics
 
     spec = resolve(first, trust_remote_code=trust_remote_code, need_weights=False)

@@ -31,7 +31,8 @@ before = resident()
 import shardconv_runtime
 model = shardconv_runtime.load(sys.argv[1])
 num_bytes = resident() - before
-tokens = model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+ids = torch.ones(1, 4, dtype=torch.long)
+tokens = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
 print(json.dumps([num_bytes, sorted({"shardconv", "click"} & set(sys.modules)), tokens.shape[1]]))
 """
 
