@@ -235,7 +235,13 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
     weights = {name: tensor for name, tensor in tensors.items() if name not in stored}
     weights |= {name: _stand_in(name, weight, state) for name, weight in packed.items()}
     weights |= {alias: weights[name] for alias, name in found.plan.tied}
-    _require_known(found, weights, state)
+    # Raises ``SourceError`` if some weights would be left out.
+    extra = sorted(set(weights) - set(state))
+    if extra:
+        raise SourceError(
+            f"{found.directory} holds {extra[0]}, which the model lacks in this environment; "
+            "use the version of transformers that it was planned for"
+        )
     require_loadable(spec, model, weights, dict(found.plan.tied))
     saved = with_packed(saved_tensors(model, weights), packed)
     return {name: _in_bands(name, tensor) for name, tensor in saved.items()}, model.num_parameters()
@@ -243,16 +249,6 @@ def checkpoint_tensors(found: Converted, spec: ModelSpec) -> tuple[dict[str, Laz
 
 def _in_bands(name: str, tensor: LazyTensor) -> LazyTensor:
     return gathered(name, tensor) if is_interleaved(tensor) else tensor
-
-
-def _require_known(found: Converted, weights: Iterable[str], names: Iterable[str]) -> None:
-    """Raises ``SourceError`` if some weights would be left out."""
-    extra = sorted(set(weights) - set(names))
-    if extra:
-        raise SourceError(
-            f"{found.directory} holds {extra[0]}, which the model lacks in this environment; "
-            "use the version of transformers that it was planned for"
-        )
 
 
 def _packed(found: Converted, weights: Mapping[str, LazyTensor]) -> dict[str, PackedWeight]:

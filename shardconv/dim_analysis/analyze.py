@@ -19,7 +19,7 @@ from .analysis import Analysis
 from .dim_trees import Conflict, Node
 from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
-from .rules import POINTWISE, RULES, Rule, views
+from .rules import POINTWISE, RULES, views
 from .structure import frozen_leaves
 
 STRICT_RULES = "SHARDCONV_STRICT_RULES"
@@ -192,7 +192,15 @@ def _apply(builder: Builder, op: Op) -> None:
         _block_all(builder, op, op.name)
         return
     try:
-        _apply_rule(rule, builder, op)
+        # Call a rule.
+        # An error that it raises is a bug in it, or a call that its author did not think of. Replicating all
+        # tensors of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
+        try:
+            rule(builder, op, Arguments(op))
+        except (LookupError, TypeError, ValueError, AssertionError) as error:
+            if os.environ.get(STRICT_RULES):
+                raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
+            raise NotCovered from error
     except (Conflict, NotCovered):  # statements of the rule so far only constrain
         _block_all(builder, op, f"{op.name} as it is called")
         return
@@ -200,24 +208,6 @@ def _apply(builder: Builder, op: Op) -> None:
         builder.parametric.update(op.outputs)
     if (base in views.RULES or base in _PARTS) and not builder.from_stack.isdisjoint(op.inputs):
         builder.from_stack.update(op.outputs)
-
-
-def _apply_rule(rule: Rule, builder: Builder, op: Op) -> None:
-    """Call a rule.
-
-    An error that it raises is a bug in it, or a call that its author did not think of. Replicating all
-    tensors of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
-
-    Raises:
-        Conflict: dims of this call do not fit together.
-        NotCovered: the rule does not cover this call.
-    """
-    try:
-        rule(builder, op, Arguments(op))
-    except (LookupError, TypeError, ValueError, AssertionError) as error:
-        if os.environ.get(STRICT_RULES):
-            raise RuleError(f"the rule of {op.name} failed: {type(error).__name__}: {error}") from error
-        raise NotCovered from error
 
 
 _PARTS = frozenset({"aten.split", "aten.chunk", "aten.slice", "aten.contiguous"})

@@ -185,20 +185,16 @@ def _split_factor(part: Node, inner: int, done: int) -> tuple[Node, Node]:
         pair = leaf(part.size // need), leaf(need)
         _refine(part, PRODUCT, pair)
         return pair
-    return _split_sum(part, need)
-
-
-def _split_sum(node: Node, inner: int) -> tuple[Node, Node]:
-    """A sum whose segments share an inner factor is a product of a sum and that factor."""
-    parts = segments(node)
-    if any(p.size % inner for p in parts):
-        return _as_repetition(node, inner)
-    pairs = [split(p, inner) for p in parts]
+    # A sum whose segments share an inner factor is a product of a sum and that factor.
+    parts = segments(part)
+    if any(p.size % need for p in parts):
+        return _as_repetition(part, need)
+    pairs = [split(p, need) for p in parts]
     shared = pairs[0][1]
     for _, other in pairs[1:]:
         unify(shared, other)
     outer = concatenation([p[0] for p in pairs])
-    node.kind, node.children = PRODUCT, (outer, shared)
+    part.kind, part.children = PRODUCT, (outer, shared)
     return outer, shared
 
 
@@ -281,7 +277,14 @@ def unify(a: Node, b: Node) -> None:
     if a.kind != LEAF and b.kind == LEAF:
         a, b = b, a
     if a.kind == LEAF:
-        _forward_leaf(a, b)
+        a.parent = b
+        if a.blocked or (a.atomic and b.kind != LEAF):
+            block(b, a.why)
+        if a.atomic:
+            make_atomic(b)
+        links, a.links = a.links, {}
+        for other in links:
+            link(b, other)
         return
     try:
         _pair_up(a, b, unify)
@@ -292,17 +295,6 @@ def unify(a: Node, b: Node) -> None:
     a, b = find(a), find(b)
     if a is not b:
         a.parent = b
-
-
-def _forward_leaf(a: Node, b: Node) -> None:
-    a.parent = b
-    if a.blocked or (a.atomic and b.kind != LEAF):
-        block(b, a.why)
-    if a.atomic:
-        make_atomic(b)
-    links, a.links = a.links, {}
-    for other in links:
-        link(b, other)
 
 
 def link(a: Node, b: Node) -> None:
@@ -347,18 +339,14 @@ def _mirror(node: Node, made: dict[Node, Node]) -> Node:
 def _pair_up(a: Node, b: Node, join: Join) -> None:
     """Refine two trees until their parts correspond, and ``join`` the parts."""
     if a.kind == SUM and b.kind == SUM:
-        _pair_segments(a, b, join)
+        left, right = segments(a), segments(b)
+        if _is_shifted(left, right):
+            raise Conflict
+        sizes = _common_sizes([s.size for s in left], [s.size for s in right])
+        for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
+            join(x, y)
     else:
         _pair_factors(a, b, join)
-
-
-def _pair_segments(a: Node, b: Node, join: Join) -> None:
-    left, right = segments(a), segments(b)
-    if _is_shifted(left, right):
-        raise Conflict
-    sizes = _common_sizes([s.size for s in left], [s.size for s in right])
-    for x, y in zip(cut(a, sizes), cut(find(b), sizes), strict=True):
-        join(x, y)
 
 
 def _is_shifted(left: Sequence[Node], right: Sequence[Node]) -> bool:

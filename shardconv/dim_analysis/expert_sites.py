@@ -166,23 +166,19 @@ def isolate(tape: Tape, sites: Iterable[ExpertSite]) -> Tape:
     """The tape on which each site is one operator ``EXPERTS`` between the marks of its module."""
     sources = tape.sources()
     for site in sites:
-        tape = _isolated(tape, site)
+        call, fqn = site.where.call, site.where.fqn
+        inside = _inside(tape, call)
+        events: list[Event] = []
+        for event in tape.events:
+            if event.call not in inside:
+                events.append(event)
+            elif isinstance(event, Mark) and event.call == call:
+                if event.is_output:
+                    events.append(_operator(site))
+                events.append(event)
+        replays = [r for r in tape.replays if r.fqn != fqn and not r.fqn.startswith(fqn + ".")]
+        tape = replace(tape, events=events, replays=replays)
     return replace(tape, inner_sources=sources)
-
-
-def _isolated(tape: Tape, site: ExpertSite) -> Tape:
-    call, fqn = site.where.call, site.where.fqn
-    inside = _inside(tape, call)
-    events: list[Event] = []
-    for event in tape.events:
-        if event.call not in inside:
-            events.append(event)
-        elif isinstance(event, Mark) and event.call == call:
-            if event.is_output:
-                events.append(_operator(site))
-            events.append(event)
-    replays = [r for r in tape.replays if r.fqn != fqn and not r.fqn.startswith(fqn + ".")]
-    return replace(tape, events=events, replays=replays)
 
 
 def _operator(site: ExpertSite) -> Op:

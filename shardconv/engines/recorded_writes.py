@@ -147,7 +147,21 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         if func.overloadpacket in (*_EMPTY, *_FILLED, *_RANDOM):
-            return self._allocate(func, args, kwargs)
+            # A new tensor; a large one has no values.
+            like = on_meta(func, args, kwargs, lambda result: result)
+            if _device(args, kwargs).type == "meta":
+                return like
+            if func.overloadpacket in _EMPTY or like.numel() >= LARGE:
+                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+                record = self._track(made, is_real=like.numel() < LARGE)
+            else:
+                made = func(*tree_map(_blank, args), **kwargs)
+                record = self._track(made, is_real=True)
+            if func.overloadpacket in _RANDOM:
+                record.note(made, RANDOM)
+            elif func.overloadpacket in _FILLED:
+                record.note(made, None if record.is_real else _filled(func, args, kwargs, made))
+            return made
         return func(*args, **kwargs) if func.is_view else self._read(func, args, kwargs)
 
     def _record_of(self, tensor: torch.Tensor) -> StorageRecord | None:
@@ -165,23 +179,6 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record = self._record_of(tensor)
         return not isinstance(tensor, RecordedTensor) and (record is None or record.is_real)
 
-    def _allocate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A new tensor; a large one has no values."""
-        like = on_meta(func, args, kwargs, lambda result: result)
-        if _device(args, kwargs).type == "meta":
-            return like
-        if func.overloadpacket in _EMPTY or like.numel() >= LARGE:
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-            record = self._track(made, is_real=like.numel() < LARGE)
-        else:
-            made = func(*tree_map(_blank, args), **kwargs)
-            record = self._track(made, is_real=True)
-        if func.overloadpacket in _RANDOM:
-            record.note(made, RANDOM)
-        elif func.overloadpacket in _FILLED:
-            record.note(made, None if record.is_real else _filled(func, args, kwargs, made))
-        return made
-
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that changes some of its arguments."""
         changed = list(_changed(func, args, kwargs))
@@ -195,7 +192,12 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in changed:
             content = self._written(func, args, kwargs, tensor)
             if isinstance(tensor, RecordedTensor):
-                self._change_source(tensor, content)
+                # Change a tensor of the checkpoint, or one made of it; others of the same bytes may be its
+                # views.
+                if isinstance(content, str):
+                    raise UnknownContentError(f"of a tensor of the checkpoint, {content}")
+                self._changed.update(piece.leaf for piece in tensor.lazy.pieces)
+                tensor.lazy = content
                 continue
             record = self._record_of(tensor) or self._track_memory(tensor)
             record.is_real = False
@@ -228,7 +230,10 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _filled(func, args, kwargs, tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return RANDOM
-        compute = _without_writing(func)
+        # The operator that computes what another one writes to its first argument; None if there is none.
+        name = func._schema.name.partition("::")[2]
+        packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+        compute = getattr(packet, func._overloadname, None)
         try:
             if func.overloadpacket is aten.copy_:
                 source = self._as_lazy(args[1])
@@ -243,17 +248,6 @@ class RecordedWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if source.shape != tensor.shape:
             source = source.expand(tensor.shape)
         return source.lazy if isinstance(source, RecordedTensor) else constant(source)
-
-    def _change_source(self, tensor: RecordedTensor, content: LazyTensor | str) -> None:
-        """Change a tensor of the checkpoint, or one made of it; others of the same bytes may be its views.
-
-        Raises:
-            UnknownContentError: the new content is not known.
-        """
-        if isinstance(content, str):
-            raise UnknownContentError(f"of a tensor of the checkpoint, {content}")
-        self._changed.update(piece.leaf for piece in tensor.lazy.pieces)
-        tensor.lazy = content
 
     def _as_lazy(self, values: Any) -> Any:
         """Arguments with a recorded tensor for each tensor without values, and copies of the others."""
@@ -320,13 +314,6 @@ def _to_meta(value: Any) -> Any:
         if isinstance(value, RecordedTensor)
         else value
     )
-
-
-def _without_writing(func: Any) -> Any:
-    """The operator that computes what another one writes to its first argument; None if there is none."""
-    name = func._schema.name.partition("::")[2]
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-    return getattr(packet, func._overloadname, None)
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -96,19 +96,7 @@ def record(request: Request) -> Answer:
         enforce_eager=True,
     ).create_engine_config()
     model_config = config.model_config
-    loader = _loader(config.load_config, request.tensors)
-    with set_current_vllm_config(config), lone_rank(request.rank, request.tp), RecordedWrites() as writes:  # type: ignore[no-untyped-call]
-        with RefusedRawReads(writes), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
-            model = loader.create_model(vllm_config=config, model_config=model_config)
-            loader.load_weights(model, model_config)
-        state = ShardedStateLoader._filter_subtensors(model.state_dict())
-    tensors, refused = _contents(writes, state)
-    dtype = str(model_config.dtype).removeprefix("torch.")
-    return Answer(tensors, refused, dtype, current_platform.device_name, type(model).__name__)
-
-
-def _loader(load_config: Any, tensors: Mapping[str, LazyTensor]) -> Any:
-    """vLLM's default loader, which gets the tensors in place of those of files."""
+    # vLLM's default loader, which gets the tensors in place of those of files.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class _Loader(DefaultModelLoader):  # type: ignore[misc]
@@ -118,9 +106,17 @@ def _loader(load_config: Any, tensors: Mapping[str, LazyTensor]) -> Any:
             if self.is_read or source.subfolder is not None:
                 raise ValueError(f"weights of {source.model_or_path} are loaded beside the checkpoint's own")
             self.is_read = True
-            return ((source.prefix + name, RecordedTensor(lazy)) for name, lazy in tensors.items())
+            return ((source.prefix + name, RecordedTensor(lazy)) for name, lazy in request.tensors.items())
 
-    return _Loader(load_config)
+    loader = _Loader(config.load_config)
+    with set_current_vllm_config(config), lone_rank(request.rank, request.tp), RecordedWrites() as writes:  # type: ignore[no-untyped-call]
+        with RefusedRawReads(writes), set_default_torch_dtype(model_config.dtype), torch.device("cpu"):  # type: ignore[no-untyped-call]
+            model = loader.create_model(vllm_config=config, model_config=model_config)
+            loader.load_weights(model, model_config)
+        state = ShardedStateLoader._filter_subtensors(model.state_dict())
+    tensors, refused = _contents(writes, state)
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    return Answer(tensors, refused, dtype, current_platform.device_name, type(model).__name__)
 
 
 def _contents(

@@ -66,7 +66,13 @@ def recorded_state(
     with ThreadPoolExecutor(min(tp, MAX_PROCESSES, len(os.sched_getaffinity(0)))) as pool:
         answers = list(pool.map(of_rank, range(tp)))
     for rank, answer in enumerate(answers):
-        _refuse_unknown(name, rank, answer)
+        if answer.refused:
+            texts = [f"{parameter}: {reason}" for parameter, reason in answer.refused.items()]
+            more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+            raise SourceError(
+                f"what vLLM writes to parameters of {name} cannot be recorded (rank {rank}): "
+                f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
+            )
     first = answers[0]
     return EngineState(
         tuple(answer.tensors for answer in answers), first.dtype, first.platform, first.model_class
@@ -111,13 +117,3 @@ def _pickled(name: str, request: Request) -> bytes:
 def _last(lines: Sequence[str]) -> str:
     """The last line that says something."""
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
-
-
-def _refuse_unknown(name: str, rank: int, answer: Answer) -> None:
-    if answer.refused:
-        texts = [f"{parameter}: {reason}" for parameter, reason in answer.refused.items()]
-        more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-        raise SourceError(
-            f"what vLLM writes to parameters of {name} cannot be recorded (rank {rank}): "
-            f"{'; '.join(texts[:SHOWN])}{more}; save the state from vLLM itself"
-        )

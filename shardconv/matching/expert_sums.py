@@ -231,7 +231,15 @@ class _Trial:
 
     def _run(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         slots = {self.where.x: x, self.where.ids: ids.clone(), self.where.weights: weights.clone()}
-        args, named = _arguments({slot.partition(".")[2]: value for slot, value in slots.items()}, module)
+        # By position as far as that goes: the ways to run experts name their parameters differently.
+        values = {slot.partition(".")[2]: value for slot, value in slots.items()}
+        args = []
+        for position, name in enumerate(forward_signature(module).parameters):
+            key = next((k for k in (name, str(position)) if k in values), None)
+            if key is None:
+                break
+            args.append(values.pop(key))
+        args, named = args, values
         try:
             with torch.inference_mode(), Float64():
                 result = module(*args, **named)
@@ -268,17 +276,6 @@ class _Trial:
         widened = (*shape, 1) if len(weights) > len(ids) else shape
         values = torch.randn(*_lead(x[:-1]), self.width, generator=self.generator, dtype=torch.float64)
         return values, chosen.reshape(shape), (top % 1 + 0.5).reshape(widened)
-
-
-def _arguments(values: dict[str, Tensor], module: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """By position as far as that goes: the ways to run experts name their parameters differently."""
-    args = []
-    for position, name in enumerate(forward_signature(module).parameters):
-        key = next((k for k in (name, str(position)) if k in values), None)
-        if key is None:
-            break
-        args.append(values.pop(key))
-    return args, values
 
 
 def _lead(shape: Sequence[int]) -> tuple[int, ...]:

@@ -146,7 +146,9 @@ def measure_memory(
         bypassed = bypassed_on(plan, stage, bypassed)
         keep_stage(local, plan, UnansweredLink(plan, stage), 0, META, getattr(torch, plan.model.dtype), names)
     counts = Counter(how.like for how in bypassed.values())
-    buffer_bytes = _buffer_bytes(local)
+    # Of the buffers that are not among the stored tensors.
+    stored = {id(tensor) for _, tensor in stored_tensors(local)}
+    buffer_bytes = sum(buffer.nbytes for buffer in local.buffers() if id(buffer) not in stored)
     bypass(local, bypassed)
     problem: Exception | None = None
     for with_all in (False, True):
@@ -157,12 +159,6 @@ def measure_memory(
         except Exception as error:  # whatever the model's code raises
             problem = problem or error
     raise NotMeasured(f"{type(problem).__name__}: {problem}") from problem
-
-
-def _buffer_bytes(model: nn.Module) -> int:
-    """Of the buffers that are not among the stored tensors."""
-    stored = {id(tensor) for _, tensor in stored_tensors(model)}
-    return sum(buffer.nbytes for buffer in model.buffers() if id(buffer) not in stored)
 
 
 class _Measurement:

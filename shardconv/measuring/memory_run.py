@@ -69,23 +69,20 @@ class Runner:
             TooLong: there are more operators.
         """
         if size not in self._known:
-            self._known[size] = self._prompt(size, max_operators)
+            mode = self._mode(max_operators)
+            outputs = self._call(mode, self.calls.prompt(size))
+            cached = dict(_cached(self.calls.handed_back(outputs), mode))
+            self._known[size] = MemoryRun(
+                live=self._live(mode, cached),
+                cache=_by_path(cached, mode),
+                logits_token_bytes=_logits_token_bytes(outputs),
+                num_operators=max_operators - mode.operators_left,
+                has_views=any(
+                    tensor.nbytes < tensor.untyped_storage().nbytes()
+                    for _, tensor in tensors_of(self.calls.handed_back(outputs))
+                ),
+            )
         return self._known[size]
-
-    def _prompt(self, size: Size, max_operators: int) -> MemoryRun:
-        mode = self._mode(max_operators)
-        outputs = self._call(mode, self.calls.prompt(size))
-        cached = dict(_cached(self.calls.handed_back(outputs), mode))
-        return MemoryRun(
-            live=self._live(mode, cached),
-            cache=_by_path(cached, mode),
-            logits_token_bytes=_logits_token_bytes(outputs),
-            num_operators=max_operators - mode.operators_left,
-            has_views=any(
-                tensor.nbytes < tensor.untyped_storage().nbytes()
-                for _, tensor in tensors_of(self.calls.handed_back(outputs))
-            ),
-        )
 
     def continued(self, size: Size, max_operators: int) -> Mapping[str, CachedTensor]:
         """The cache of ``size``, of which the last token was read alone, as in decoding.

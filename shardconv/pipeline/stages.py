@@ -127,7 +127,14 @@ def _traced(spec: ModelSpec, options: SolveOptions, adaptation: Adaptation | Non
     tell("building the model")
     model = _built(spec)
     adapted = adaptation.attached(model) if adaptation is not None else None
-    _require_dims(spec, model, options.tp)
+    # Raises ``SolveError`` if every rank but some would hold nothing of any matrix.
+    tp = options.tp
+    largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
+    if tp > largest:
+        raise SolveError(
+            f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
+            f"{largest}; give a smaller tp"
+        )
     tell("tracing")
     inputs, tape = trace_inputs(model, RULES, multiple=options.tp if options.sequence_parallel else 1)
     return _Run.of(model, inputs, tape, adapted, options.sequence_parallel)
@@ -251,16 +258,6 @@ def _solved_run(
             if adapted is not None:
                 check.require_right_when_disabled(of_sequence(plan))
     return plan if adapted is None else adapted.stored(plan)
-
-
-def _require_dims(spec: ModelSpec, model: nn.Module, tp: int) -> None:
-    """Raises ``SolveError`` if every rank but some would hold nothing of any matrix."""
-    largest = max((max(p.shape) for p in model.parameters() if p.dim()), default=1)
-    if tp > largest:
-        raise SolveError(
-            f"{spec.name} cannot be shared out over {tp} ranks: no dim of its parameters is larger than "
-            f"{largest}; give a smaller tp"
-        )
 
 
 def _without_left_out(plan: Plan, inputs: TraceInputs) -> Plan:

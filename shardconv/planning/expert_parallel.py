@@ -63,7 +63,10 @@ class ExpertParallel:
 
     def __init__(self, analysis: Analysis) -> None:
         self.analysis = analysis
-        _refuse_picked(analysis)
+        # Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules.
+        for stack in find_stacks(analysis.tape):
+            if stack.is_picked:
+                raise _not_distributable(analysis.tape, stack.parameter)
         self.dense = [] if analysis.experts else _dense_stacks(analysis)
         if not analysis.experts and not self.dense:
             raise SolveError(f"--experts ep: the model has no stacks of experts; {REMEDY}")
@@ -117,19 +120,17 @@ class ExpertParallel:
 
 def _dense_stacks(analysis: Analysis) -> list[int]:
     """Stacks whose products are summed over the stack."""
-    summed = _summed_leaves(analysis)
+    # Leaves over which activations are summed, and those that become one of them behind marks.
+    # Sums over products with a weight do not count: such a weight may be a matrix that mixes heads.
+    before: dict[Node, list[Node]] = {}
+    for a, b in _across_marks(analysis):
+        before.setdefault(b, []).append(a)
+    summed = set(_reached([find(x) for x in _contracted(analysis)], before))
     out = []
     for stack in find_stacks(analysis.tape):
         if not summed.isdisjoint(leaves(analysis.dims[stack.parameter][0])):  # else matrices of heads
             out.append(stack.parameter)
     return out
-
-
-def _refuse_picked(analysis: Analysis) -> None:
-    """Raises ``SolveError`` where single matrices are taken out of a stack, outside of proven modules."""
-    for stack in find_stacks(analysis.tape):
-        if stack.is_picked:
-            raise _not_distributable(analysis.tape, stack.parameter)
 
 
 def _not_distributable(tape: Tape, tid: int) -> SolveError:
@@ -141,17 +142,6 @@ def _not_distributable(tape: Tape, tid: int) -> SolveError:
 
 def _owner(tape: Tape, tid: int) -> str:
     return tape.tensors[tid].name.rpartition(".")[0] or "the model"
-
-
-def _summed_leaves(analysis: Analysis) -> set[Node]:
-    """Leaves over which activations are summed, and those that become one of them behind marks.
-
-    Sums over products with a weight do not count: such a weight may be a matrix that mixes heads.
-    """
-    before: dict[Node, list[Node]] = {}
-    for a, b in _across_marks(analysis):
-        before.setdefault(b, []).append(a)
-    return set(_reached([find(x) for x in _contracted(analysis)], before))
 
 
 def _join(analysis: Analysis, tid: int) -> None:

@@ -184,7 +184,13 @@ def module_plans(solution: Solution) -> tuple[ModulePlan, ...] | Obstacle:
         An obstacle where a module that is called more than once would need different steps each time.
     """
     entries: dict[str, _Entry] = {}
-    _collect_categories(solution, entries)
+    for event in solution.analysis.tape.events:
+        if isinstance(event, Op) and event.outputs and event.outputs[0] in solution.analysis.dims:
+            category = _category(solution, event)
+            if category:
+                entries.setdefault(solution.fqn(event), _Entry()).category = category
+    _collect_lookups(solution, entries)
+    _collect_experts(solution, entries)
     obstacle = _collect_steps(solution, entries)
     if obstacle is not None:
         return obstacle
@@ -220,16 +226,6 @@ def _module_plan(entry: _Entry) -> ModulePlan:
 
 
 # Categories ----------------------------------------------------------------------------------------
-
-
-def _collect_categories(solution: Solution, entries: dict[str, _Entry]) -> None:
-    for event in solution.analysis.tape.events:
-        if isinstance(event, Op) and event.outputs and event.outputs[0] in solution.analysis.dims:
-            category = _category(solution, event)
-            if category:
-                entries.setdefault(solution.fqn(event), _Entry()).category = category
-    _collect_lookups(solution, entries)
-    _collect_experts(solution, entries)
 
 
 def _category(solution: Solution, op: Op) -> str:

@@ -94,7 +94,21 @@ def _split(name: str, depth: int) -> tuple[str, int, str]:
 
 def kinds_of(layers: Mapping[tuple[str, int], LayerParts]) -> list[AlikeLayers]:
     """Group the layers of each stack that look alike, or lack only a few parts of others."""
-    return _ordered(list(_kinds(layers)))
+    # Give modules that only later kinds of a stack have the order of those that they lack.
+    # A plan lists a module of all layers where the first layer runs it, so a module that only later layers have
+    # is listed after all modules of the first layer.
+    kinds = list(_kinds(layers))
+    first: dict[str, AlikeLayers] = {}
+    for kind in sorted(kinds, key=lambda kind: min(kind.numbers)):
+        earlier = first.setdefault(kind.stack, kind).layer.modules
+        known = {order for order, _ in earlier.values()}
+        other = min((o for name, (o, _) in earlier.items() if name not in kind.layer.modules), default=None)
+        own = sorted({order for order, _ in kind.layer.modules.values()} - known)
+        if other is not None and own:
+            moved = {order: other + index / (len(own) + 1) for index, order in enumerate(own)}
+            modules = kind.layer.modules.items()
+            kind.layer.modules = {name: (moved.get(order, order), m) for name, (order, m) in modules}
+    return kinds
 
 
 def _kinds(layers: Mapping[tuple[str, int], LayerParts]) -> Iterator[AlikeLayers]:
@@ -133,22 +147,3 @@ def _looks(layer: LayerParts) -> Iterator[Hashable]:
 def layout_of(entry: ParameterPlan) -> Hashable:
     """Everything about a tensor that a picture shows."""
     return entry.dims, entry.dtype, entry.partial, entry.packing
-
-
-def _ordered(kinds: list[AlikeLayers]) -> list[AlikeLayers]:
-    """Give modules that only later kinds of a stack have the order of those that they lack.
-
-    A plan lists a module of all layers where the first layer runs it, so a module that only later layers have
-    is listed after all modules of the first layer.
-    """
-    first: dict[str, AlikeLayers] = {}
-    for kind in sorted(kinds, key=lambda kind: min(kind.numbers)):
-        earlier = first.setdefault(kind.stack, kind).layer.modules
-        known = {order for order, _ in earlier.values()}
-        other = min((o for name, (o, _) in earlier.items() if name not in kind.layer.modules), default=None)
-        own = sorted({order for order, _ in kind.layer.modules.values()} - known)
-        if other is not None and own:
-            moved = {order: other + index / (len(own) + 1) for index, order in enumerate(own)}
-            modules = kind.layer.modules.items()
-            kind.layer.modules = {name: (moved.get(order, order), m) for name, (order, m) in modules}
-    return kinds

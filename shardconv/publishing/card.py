@@ -87,7 +87,8 @@ def _introduction(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:
     yield ""
     sources = sorted({(v.manifest.source.name, v.manifest.source.revision or "") for v in variants})
     named = " and ".join(_source(name, revision) for name, revision in sources)
-    sizes = _listed([str(_num_ranks(v)) for v in variants])
+    words = [str(_num_ranks(v)) for v in variants]
+    sizes = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     yield (
         f"The weights of {named}, converted ahead of time with shardconv for tensor parallelism on {sizes} "
         "ranks: each rank reads only the bytes that it holds. The weights are those of the base model, in "
@@ -103,10 +104,6 @@ def _source(name: str, revision: str) -> str:
 
 def _num_ranks(variant: Published) -> int:
     return variant.folder.tp * variant.folder.stages
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _loading(repo_id: str, variants: Sequence[Published]) -> Iterator[str]:

@@ -106,7 +106,10 @@ class AxisProblem(AxisVariables):
         if given.sequence:
             self._sequence()
         for key, chosen in pinned.items():
-            self._pin(key, chosen)
+            # The choice is made; without effect where no constraint or cost mentions the leaf or state.
+            variable = self.variables.get(key)
+            if variable is not None:
+                self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
 
     def _weight(self, call: int) -> float:
         return self.given.folded.weight(self.given.analysis.tape.calls[call].fqn)
@@ -275,12 +278,6 @@ class AxisProblem(AxisVariables):
                     for dim in given.analysis.dims[tid]:
                         if find(dim) in given.sequence and (v := self.leaf(dim)) is not None:
                             self._charge(v, -SEQUENCE * self._weight(event.call) * self.latency)
-
-    def _pin(self, key: Node | Partial, chosen: bool) -> None:
-        """The choice is made; without effect where no constraint or cost mentions the leaf or state."""
-        variable = self.variables.get(key)
-        if variable is not None:
-            self._add((variable,), np.array([np.inf, 0.0] if chosen else [0.0, np.inf]))
 
     def _reward(self, dims: Sequence[Node]) -> None:
         """A product over these dims is better computed in parts."""

@@ -43,7 +43,9 @@ def pins_of(analysis: Analysis, given: Given) -> Pins:
     Raises:
         SolveError: the code of the model with adapters does not allow a dim of a parameter to be laid out so.
     """
-    primes = _prime_axes(given.mesh)
+    # For each axis of a mesh, the indices of its prime factors among those of tp.
+    counts = [len(prime_factors(extent)) for extent in given.mesh]
+    primes = [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(given.mesh))]
     pinned: dict[Node, tuple[int, ...]] = {}
     others: list[Node] = []
     parameters = [
@@ -82,12 +84,6 @@ def prime_factors(n: int) -> tuple[int, ...]:
             n //= factor
         factor += 1
     return tuple(out)
-
-
-def _prime_axes(mesh: Mesh) -> list[tuple[int, ...]]:
-    """For each axis of a mesh, the indices of its prime factors among those of tp."""
-    counts = [len(prime_factors(extent)) for extent in mesh]
-    return [tuple(range(sum(counts[:i]), sum(counts[: i + 1]))) for i in range(len(mesh))]
 
 
 def _chosen(node: Node, dim: Dim) -> Iterator[tuple[Node, tuple[int, ...]]]:

@@ -103,7 +103,8 @@ def solve(
     first = best = _solve(given, tp, SAVING_WEIGHTS[0], pins or {})
     if pins:
         return best
-    least = _unshardable(given)
+    # Fraction of the elements of matrices none of whose leaves may be sharded.
+    least = _fraction_without(given, given.may_be_sharded)
     enough = MAX_REPLICATED if least < MAX_REPLICATED else least + MIN_GAIN
     if best.replicated[0] <= enough:
         return best
@@ -149,11 +150,6 @@ def _solve(
 def _replicated(given: SolverInput, sharded: Collection[Node]) -> float:
     """Fraction of the elements of matrices none of whose leaves is sharded."""
     return _fraction_without(given, lambda leaf: leaf in sharded)
-
-
-def _unshardable(given: SolverInput) -> float:
-    """Fraction of the elements of matrices none of whose leaves may be sharded."""
-    return _fraction_without(given, given.may_be_sharded)
 
 
 def _fraction_without(given: SolverInput, is_one: Callable[[Node], bool]) -> float:

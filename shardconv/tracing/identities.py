@@ -105,7 +105,17 @@ class Identities:
         """The identity of ``tensor``; an unknown one is a constant."""
         key = tensor_key(tensor)
         if key in self._stale:
-            self._refresh(tensor)
+            # ``tensor`` shares memory with some that were written to: it has a new value.
+            missed = self._stale.pop(tensor_key(tensor))
+            for mutated, holder in self._writes[storage_key(self.meta(tensor))][missed:]:
+                old = self._tids[tensor_key(tensor)]
+                new = self.new(tensor)
+                shape = self.tape.tensors[mutated].shape
+                overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
+                call = self._stack[-1] if self._stack else 0
+                op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), call)
+                self.tape.events.append(op)
+                self.values.wrote(op, MemoryLayout.of(self.meta(tensor)), MemoryLayout.of(self.meta(holder)))
         tid = self._tids.get(key)
         if tid is None:
             tid = self._same_memory(tensor)
@@ -170,19 +180,6 @@ class Identities:
                 self._stale[key] = len(writes)
         writes.append((tid, tensor))
         return tid
-
-    def _refresh(self, tensor: Tensor) -> None:
-        """``tensor`` shares memory with some that were written to: it has a new value."""
-        missed = self._stale.pop(tensor_key(tensor))
-        for mutated, holder in self._writes[storage_key(self.meta(tensor))][missed:]:
-            old = self._tids[tensor_key(tensor)]
-            new = self.new(tensor)
-            shape = self.tape.tensors[mutated].shape
-            overwrites_all = tensor.numel() == _storage_size(tensor) == math.prod(shape)
-            call = self._stack[-1] if self._stack else 0
-            op = Op(ALIAS_WRITE, (overwrites_all,), {}, (old, mutated), (new,), call)
-            self.tape.events.append(op)
-            self.values.wrote(op, MemoryLayout.of(self.meta(tensor)), MemoryLayout.of(self.meta(holder)))
 
     def point(self) -> IdentitiesPoint:
         """The state of now."""

@@ -238,7 +238,12 @@ class _ModuleHook:
         self.tracer = tracer
         self.recorder = tracer.recorder
         self.fqn = fqn
-        self.parameters = _parameter_names(module)
+        out = []
+        for parameter in inspect.signature(module.forward).parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+                break
+            out.append(parameter.name)
+        self.parameters = out
         self.own_forward = module.__dict__.get("forward")
         self.is_entered = False
 
@@ -315,25 +320,22 @@ class _ModuleHook:
                 is_hopeless = error is self.tracer.wrong_inputs
                 if not self.fqn or not self.tracer.on_numbers or is_hopeless:
                     raise
-                return self._instead(point, error, args, kwargs)
+                # The module as one operator; if that fails as well, the error that it raised when traced.
+                may_be_numbers = bool(self.recorder.tape.guesses) or "meta" in str(error)
+                try:
+                    output = self._opaque(point, args, kwargs)
+                except Exception as other:
+                    if not may_be_numbers and (type(other), str(other)) == (type(error), str(error)):
+                        self.tracer.wrong_inputs = error
+                    raise error from None
+                self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"
+                return output
 
         return run
 
     def _key(self) -> tuple[str, int]:
         call = self.recorder.tape.calls[self.recorder.stack[-1]]
         return call.fqn, call.index
-
-    def _instead(self, point: Point, error: Exception, args: Any, kwargs: Any) -> Any:
-        """The module as one operator; if that fails as well, the error that it raised when traced."""
-        may_be_numbers = bool(self.recorder.tape.guesses) or "meta" in str(error)
-        try:
-            output = self._opaque(point, args, kwargs)
-        except Exception as other:
-            if not may_be_numbers and (type(other), str(other)) == (type(error), str(error)):
-                self.tracer.wrong_inputs = error
-            raise error from None
-        self.recorder.tape.opaque[self._key()] = f"{type(error).__name__}: {error}"
-        return output
 
     def _opaque(self, point: Point, args: Any, kwargs: Any) -> Any:
         read = self.tracer.rewind(point)
@@ -371,15 +373,6 @@ def _is_object(value: Any) -> bool:
 
 def _reads(event: Event) -> tuple[int, ...]:
     return (event.source,) if isinstance(event, Mark) else event.inputs
-
-
-def _parameter_names(module: nn.Module) -> list[str]:
-    out = []
-    for parameter in inspect.signature(module.forward).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
-            break
-        out.append(parameter.name)
-    return out
 
 
 def _tensor_slots(prefix: str, value: Any) -> Any:

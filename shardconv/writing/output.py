@@ -73,7 +73,12 @@ class Output:
             if not overwrite and not _is_being_finished(path):
                 raise ShardconvError(f"OUT {out} is not empty; name another directory, or pass --overwrite")
             _require_replaceable(path, Path(source).expanduser())
-        _require_writable(path)
+        parent = path
+        while not parent.exists():
+            parent = parent.parent
+        anchor = parent if parent != path else path.parent
+        if not anchor.is_dir() or not os.access(anchor, os.W_OK | os.X_OK):
+            raise ShardconvError(f"OUT {path} cannot be created: no permission to write in {anchor}")
         refuse_if_busy(path, owners)
         return cls(path, overwrite)
 
@@ -132,12 +137,3 @@ def _require_replaceable(path: Path, source: Path) -> None:
         raise ShardconvError(
             f"OUT {path} holds {unknown[0]}, which shardconv did not write; move it away first"
         )
-
-
-def _require_writable(path: Path) -> None:
-    parent = path
-    while not parent.exists():
-        parent = parent.parent
-    anchor = parent if parent != path else path.parent
-    if not anchor.is_dir() or not os.access(anchor, os.W_OK | os.X_OK):
-        raise ShardconvError(f"OUT {path} cannot be created: no permission to write in {anchor}")

@@ -280,7 +280,9 @@ def opened(
             try:
                 check()
             except ShardconvError:
-                _remove_if_unused(partial)
+                # Remove the files that this process created before it was refused.
+                if not (partial / JOB_NAME).exists():
+                    _empty(partial)
                 raise
             _agree(out, as_json(job), journals, is_part, tell)
             for handle in journals.values():
@@ -365,12 +367,6 @@ def _empty(partial: Path) -> None:
     for name in (JOB_NAME, LOCK_NAME):
         (partial / name).unlink(missing_ok=True)
     _remove_if_empty(partial)
-
-
-def _remove_if_unused(partial: Path) -> None:
-    """Remove the files that this process created before it was refused."""
-    if not (partial / JOB_NAME).exists():
-        _empty(partial)
 
 
 def _remove_if_empty(directory: Path) -> None:

@@ -154,7 +154,15 @@ def parse_header(
         CheckpointError: it is malformed or truncated.
     """
     try:
-        length = _read_length(read(0, _LENGTH_BYTES), num_bytes)
+        prefix = read(0, _LENGTH_BYTES)
+        if len(prefix) < _LENGTH_BYTES:
+            raise MalformedError("", f"it has only {num_bytes} bytes")
+        (length,) = struct.unpack("<Q", prefix)
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise MalformedError("", f"its header would have {length} bytes")
+        if _LENGTH_BYTES + length > num_bytes:
+            raise MalformedError("", f"its header has {length} bytes, the file {num_bytes}")
+        length = int(length)
         text = read(_LENGTH_BYTES, length).decode("utf-8")
         return _parse(text, num_bytes - _LENGTH_BYTES - length)
     except UnicodeDecodeError as error:
@@ -163,17 +171,6 @@ def parse_header(
         raise CheckpointError(
             f"{name}: not an intact safetensors file: {error}; copy or convert it again"
         ) from error
-
-
-def _read_length(prefix: bytes, num_bytes: int) -> int:
-    if len(prefix) < _LENGTH_BYTES:
-        raise MalformedError("", f"it has only {num_bytes} bytes")
-    (length,) = struct.unpack("<Q", prefix)
-    if not 2 <= length <= MAX_HEADER_BYTES:
-        raise MalformedError("", f"its header would have {length} bytes")
-    if _LENGTH_BYTES + length > num_bytes:
-        raise MalformedError("", f"its header has {length} bytes, the file {num_bytes}")
-    return int(length)
 
 
 def _parse(text: str, num_data_bytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -340,11 +340,7 @@ def _check(manifest: Manifest) -> None:
     paths = [entry.path for entry in manifest.files]
     if paths != sorted(set(paths)):
         raise MalformedError("files", "must be sorted by path, each path once")
-    _check_distinct(paths)
-
-
-def _check_distinct(paths: Iterable[str]) -> None:
-    """On some file systems, names that differ in case only are one file."""
+    # On some file systems, names that differ in case only are one file.
     known = {MANIFEST_NAME: MANIFEST_NAME, PLAN_NAME: PLAN_NAME}
     for path in paths:
         other = known.setdefault(unicodedata.normalize("NFC", path).casefold(), path)

@@ -128,7 +128,10 @@ def compress(names: Iterable[str]) -> tuple[str, ...]:
     """
     groups: dict[tuple[str | None, ...], set[_Numbers]] = {}
     for name in names:
-        _check_name(name)
+        if name and (FORBIDDEN.search(name) or "" in name.split(".")):
+            raise PlanError(
+                f"the name {shown(name)} has an empty component, a brace, a slash or a control character"
+            )
         components = name.split(".")
         skeleton = tuple(None if NUMBER.fullmatch(c) else c for c in components)
         groups.setdefault(skeleton, set()).add(tuple(int(c) for c in components if NUMBER.fullmatch(c)))
@@ -138,13 +141,6 @@ def compress(names: Iterable[str]) -> tuple[str, ...]:
         for grid in _products(frozenset(rows))
     ]
     return tuple(pattern for _, pattern in sorted(patterns))
-
-
-def _check_name(name: str) -> None:
-    if name and (FORBIDDEN.search(name) or "" in name.split(".")):
-        raise PlanError(
-            f"the name {shown(name)} has an empty component, a brace, a slash or a control character"
-        )
 
 
 def _products(rows: frozenset[_Numbers]) -> Iterator[list[_Numbers]]:

@@ -141,16 +141,6 @@ def _check_packing(where: str, entry: ParameterPlan, packing: Packing, mesh: Mes
         fail(where, "a packed parameter cannot be Partial: its zeros cannot be stored")
     if any(name.endswith("}") for name in entry.names):
         fail(where, "a packed parameter has a name of its own in its module, not a number")
-    _check_settings(where, packing)
-    for index, tensor in enumerate(packing.tensors):
-        _check_tensor(f"{where}.tensors[{index}]", tensor, global_shape(entry))
-    names = [tensor.name for tensor in packing.tensors]
-    if len(set(names)) < len(names):
-        fail(f"{where}.tensors", "two of them have one name")
-    check_packing(entry, mesh)
-
-
-def _check_settings(where: str, packing: Packing) -> None:
     if not packing.method or len(packing.method) > MAX_STEP_LENGTH:
         fail(f"{where}.method", f"must have 1 to {MAX_STEP_LENGTH} characters")
     if not 1 <= len(packing.tensors) <= MAX_TENSORS:
@@ -160,6 +150,12 @@ def _check_settings(where: str, packing: Packing) -> None:
             f"{where}.settings",
             f"more than {MAX_TENSORS}, or a name of more than {MAX_STEP_LENGTH} characters",
         )
+    for index, tensor in enumerate(packing.tensors):
+        _check_tensor(f"{where}.tensors[{index}]", tensor, global_shape(entry))
+    names = [tensor.name for tensor in packing.tensors]
+    if len(set(names)) < len(names):
+        fail(f"{where}.tensors", "two of them have one name")
+    check_packing(entry, mesh)
 
 
 def _check_tensor(where: str, tensor: PackedTensor, shape: tuple[int, ...]) -> None:

@@ -90,7 +90,13 @@ def check_plan(plan: Plan) -> None:
     _check_texts(plan)
     for index, parameter in enumerate(plan.parameters):
         _check_parameter(f"parameters[{index}]", parameter, plan.mesh)
-    _check_ranges(plan)
+    # The work for each rank's part of each entry is bounded.
+    count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
+    if count * plan.tp > MAX_RANGES_IN_ALL:
+        fail(
+            "parameters",
+            f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: shard outer dims",
+        )
     for index, module in enumerate(plan.modules):
         check_module(f"modules[{index}]", module, plan)
     _check_experts(plan)
@@ -150,16 +156,6 @@ def _check_texts(plan: Plan) -> None:
             fail(where, f"more than {MAX_TEXT_LENGTH} characters")
 
 
-def _check_ranges(plan: Plan) -> None:
-    """The work for each rank's part of each entry is bounded."""
-    count = sum(1 + sum(map(num_ranges, entry.dims)) for entry in plan.parameters)
-    if count * plan.tp > MAX_RANGES_IN_ALL:
-        fail(
-            "parameters",
-            f"the parts of {plan.tp} ranks fall into more than {MAX_RANGES_IN_ALL} ranges: shard outer dims",
-        )
-
-
 def _check_parameter(where: str, entry: ParameterPlan, mesh: Mesh) -> None:
     if not entry.names or "" in entry.names:
         fail(f"{where}.names", "a parameter needs a name")
@@ -198,7 +194,10 @@ def check_module(where: str, entry: ModulePlan, plan: Plan) -> None:
         if getattr(entry, field) and not any(_has_op(entry.outputs, op) for op in ops):
             fail(f"{where}.{field}", f"needs a step {' or '.join(ops)} among the outputs")
     _check_out_of_shard(where, entry)
-    _check_flags(where, entry)
+    if flags := [flag for flag in entry.flags if not flag.isidentifier() or flag.startswith("__")]:
+        fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
+    if len(set(entry.flags)) < len(entry.flags):
+        fail(f"{where}.flags", "an attribute is named twice")
     _check_edits(f"{where}.edits", entry.edits, plan.tp)
     if entry.category == "norm" and entry.norm is None:
         fail(where, 'the key "norm" is missing')
@@ -213,13 +212,6 @@ def _check_out_of_shard(where: str, entry: ModulePlan) -> None:
         remembers |= isinstance(step, LocalRowsStep | LocalRowsOrEndStep)
     if _has_op(entry.outputs, "zero_foreign") and not _has_op(entry.inputs, "local_rows"):
         fail(f"{where}.outputs", "zero_foreign needs a local_rows among the inputs")
-
-
-def _check_flags(where: str, entry: ModulePlan) -> None:
-    if flags := [flag for flag in entry.flags if not flag.isidentifier() or flag.startswith("__")]:
-        fail(f"{where}.flags", f"not the name of an attribute: {flags[0]!r}")
-    if len(set(entry.flags)) < len(entry.flags):
-        fail(f"{where}.flags", "an attribute is named twice")
 
 
 def _check_experts(plan: Plan) -> None:

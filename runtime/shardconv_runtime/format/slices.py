@@ -179,7 +179,16 @@ def _validate_tree(dim: Dim, mesh: Mesh, root: Dim, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise PlanError(f"a dim is nested deeper than {MAX_DEPTH} levels")
     if isinstance(dim, Leaf):
-        _validate_leaf(dim, mesh, root)
+        leaf = dim
+        problem = ""
+        if leaf.size < 1:
+            problem = "the size must be 1 or more"
+        elif outside := [a for a in leaf.axes if not 0 <= a < len(mesh)]:
+            problem = f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}"
+        elif len(set(leaf.axes)) < len(leaf.axes):
+            problem = "a mesh axis is named twice"
+        if problem:
+            raise PlanError(f"dim {shown(root)}: leaf {shown(leaf)}: {problem}")
         return
     children = dim.factors if isinstance(dim, Product) else dim.segments
     if not children:
@@ -188,18 +197,6 @@ def _validate_tree(dim: Dim, mesh: Mesh, root: Dim, depth: int) -> None:
         _validate_tree(child, mesh, root, depth + 1)
     if isinstance(dim, Product) and (twice := _repeated(axes_of(child) for child in children)):
         raise PlanError(f"dim {shown(root)}: mesh axis {twice[0]} shards two factors of one product")
-
-
-def _validate_leaf(leaf: Leaf, mesh: Mesh, root: Dim) -> None:
-    problem = ""
-    if leaf.size < 1:
-        problem = "the size must be 1 or more"
-    elif outside := [a for a in leaf.axes if not 0 <= a < len(mesh)]:
-        problem = f"mesh axis {outside[0]} is outside of the mesh {list(mesh)}"
-    elif len(set(leaf.axes)) < len(leaf.axes):
-        problem = "a mesh axis is named twice"
-    if problem:
-        raise PlanError(f"dim {shown(root)}: leaf {shown(leaf)}: {problem}")
 
 
 def _repeated(groups: Iterable[Iterable[int]]) -> list[int]:

@@ -223,18 +223,6 @@ def _tags(kinds: tuple[Any, ...]) -> tuple[str, Mapping[str, Any]]:
     return name, {kind.__dataclass_fields__[name].default: kind for kind in kinds}
 
 
-def _read_tagged(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        _fail(where, f"expected an object, got {_shown(value)}")
-    name, known = _tags(kinds)
-    if name not in value:
-        _fail(where, f'the key "{name}" is missing')
-    tag = value[name]
-    if not isinstance(tag, str) or tag not in known:
-        _fail(_join(where, name), f"expected one of {', '.join(known)}; got {_shown(tag)}")
-    return _read_fields(known[tag], {key: item for key, item in value.items() if key != name}, where)
-
-
 def _read_fields(kind: Any, found: dict[str, Any], where: str) -> Any:
     schema = _schema(kind)
     if unknown := sorted(found.keys() - schema.keys()):
@@ -252,7 +240,15 @@ def _read_union(hint: Any, value: Any, where: str) -> Any:
     if frozenset(kinds) == _DIM_KINDS:
         return _read_dim(value, where)
     if len(kinds) > 1:
-        return _read_tagged(kinds, value, where)
+        if not isinstance(value, dict):
+            _fail(where, f"expected an object, got {_shown(value)}")
+        name, known = _tags(kinds)
+        if name not in value:
+            _fail(where, f'the key "{name}" is missing')
+        tag = value[name]
+        if not isinstance(tag, str) or tag not in known:
+            _fail(_join(where, name), f"expected one of {', '.join(known)}; got {_shown(tag)}")
+        return _read_fields(known[tag], {key: item for key, item in value.items() if key != name}, where)
     return from_json(kinds[0], value, where)
 
 

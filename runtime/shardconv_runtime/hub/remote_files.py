@@ -212,20 +212,17 @@ class RemoteReader:
         """The address of the bytes, cached until it expires."""
         with self._lock:
             if self._known is None:
-                self._known = self._ask()
+                file = self._file
+                url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
+                found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
+                if found.size != file.num_bytes:
+                    raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; {again()}")
+                moved = found.location != url
+                headers = dict(build_hf_headers(token=file.hub.token))
+                if urlsplit(found.location).netloc != urlsplit(url).netloc:
+                    headers.pop("authorization", None)
+                self._known = _Address(found.location, {**headers, "Accept-Encoding": "identity"}, moved)
             return self._known
-
-    def _ask(self) -> _Address:
-        file = self._file
-        url = hf_hub_url(file.repo_id, file.name, revision=file.commit)
-        found = get_hf_file_metadata(url, token=file.hub.token, timeout=TIMEOUT_S)
-        if found.size != file.num_bytes:
-            raise SourceError(f"{file} has {found.size} bytes, and had {file.num_bytes}; {again()}")
-        moved = found.location != url
-        headers = dict(build_hf_headers(token=file.hub.token))
-        if urlsplit(found.location).netloc != urlsplit(url).netloc:
-            headers.pop("authorization", None)
-        return _Address(found.location, {**headers, "Accept-Encoding": "identity"}, moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,11 @@ def with_draft(kwargs: Mapping[str, Any], drafts: Sequence[int | None]) -> dict[
                 f"than on rank 0 ({drafts[0]})"
             )
     if found.get(ARGUMENT) is None:
-        found[ARGUMENT] = _stand_in(drafts[0])
+        # What ``generate`` looks at in a draft model before it asks for candidates.
+        vocabulary_size = drafts[0]
+        from transformers import PreTrainedConfig
+
+        found[ARGUMENT] = SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))
     return found
 
 
@@ -71,7 +75,13 @@ def candidates_of_rank_0(start: Launch) -> Callable[..., Any]:
             except Exception as failure:  # where this rank alone has a draft, the others would wait for it
                 error = failure
         agree(start, error)
-        _require_like(exchange(start, None if own is None else bool(own.requires_model_outputs)))
+        # Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft.
+        needs_states = exchange(start, None if own is None else bool(own.requires_model_outputs))
+        if True in needs_states and None in needs_states:
+            raise PlanError(
+                f"this {ARGUMENT} works on states of the model itself; load it on all ranks, not on "
+                f"{needs_states.count(False) + needs_states.count(True)} of {len(needs_states)}"
+            )
         return _Candidates(own, start, is_sampling=bool(kwargs["generation_config"].do_sample))
 
     return get
@@ -142,19 +152,3 @@ class _Candidates:
             sent = torch.empty(shape, dtype=dtype, device=self._start.device)
         dist.broadcast(sent, group_src=0, group=self._start.group)
         return sent
-
-
-def _require_like(needs_states: Sequence[bool | None]) -> None:
-    """Raises ``PlanError`` if a draft works on the model's inner states, and some ranks have no draft."""
-    if True in needs_states and None in needs_states:
-        raise PlanError(
-            f"this {ARGUMENT} works on states of the model itself; load it on all ranks, not on "
-            f"{needs_states.count(False) + needs_states.count(True)} of {len(needs_states)}"
-        )
-
-
-def _stand_in(vocabulary_size: int | None) -> SimpleNamespace:
-    """What ``generate`` looks at in a draft model before it asks for candidates."""
-    from transformers import PreTrainedConfig
-
-    return SimpleNamespace(config=PreTrainedConfig(vocab_size=vocabulary_size))

@@ -66,7 +66,9 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             manager.distributed_helper = StepCoordinator(start, timeout_s, is_sampling)
             manager.is_tp_driver = start.rank == 0
         if start.rank:
-            _wait_for_rank_0_only(manager)
+            for name in ("_wake_up_loop", "_has_new_requests"):  # in versions of transformers
+                if hasattr(manager, name):
+                    setattr(manager, name, _AlwaysSet())
             manager.output_router = _NoAnswers()
         adopted: RankBatchingManager = manager
         return adopted
@@ -105,7 +107,9 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         if not self.is_tp_driver and not hard_stop and not is_handling and thread is not None:
             thread.join()
         super().stop(block, timeout, keep_for_next_session and self.failure is None, hard_stop)
-        self._release_ranks()
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
         if keep_for_next_session and self.failure is None:
             self._model.unwrapped._cached_continuous_batching_manager = self
         if self.failure is not None and not is_handling:
@@ -211,11 +215,6 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
         self._refusal = self._model.unwrapped.register_forward_pre_hook(refuse, prepend=True)
 
-    def _release_ranks(self) -> None:
-        if self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
-
     def _is_paused(self) -> bool:
         return bool(getattr(self.background_thread_status, "_paused", False))
 
@@ -256,12 +255,6 @@ class _AlwaysSet(threading.Event):
 
     def clear(self) -> None:
         """Nothing."""
-
-
-def _wait_for_rank_0_only(manager: Any) -> None:
-    for name in ("_wake_up_loop", "_has_new_requests"):  # in versions of transformers
-        if hasattr(manager, name):
-            setattr(manager, name, _AlwaysSet())
 
 
 def _tokens_of_one_request(cache: Any) -> int:

@@ -152,12 +152,9 @@ class Deadline:
     def _watch(self) -> None:
         while not self._left.wait(min(1, self._timeout_s / 10)):
             if self._last is not None and self._clock() - self._last > self._timeout_s:
-                self._expire()
+                self._expired.set()
+                print(f"shardconv: {self._message}", file=sys.stderr, flush=True)
+                self._abort()
+                if not self._left.wait(self._grace_s):
+                    self._end(EXIT_CODE)
                 return
-
-    def _expire(self) -> None:
-        self._expired.set()
-        print(f"shardconv: {self._message}", file=sys.stderr, flush=True)
-        self._abort()
-        if not self._left.wait(self._grace_s):
-            self._end(EXIT_CODE)

@@ -178,7 +178,10 @@ class Decoder:
     def _decode(self, call: Call, streamer: Any) -> Tensor | None:
         """The text with its continuation; None if the model cannot be decoded this way."""
         model = self._model
-        kind = _kind(call)
+        # What decides, besides the model, whether a call can be decoded step by step.
+        given = {name: value for name, value in call.arguments.items() if value is not None}
+        kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
+        kind = tuple(sorted(kinds.items()))
         if kind in self._unfit:
             return None
         refresh_fused(model)
@@ -366,13 +369,6 @@ class Decoder:
 
 
 _ORDINARY = "this model decodes in the ordinary way, compiled"
-
-
-def _kind(call: Call) -> tuple[tuple[str, Any], ...]:
-    """What decides, besides the model, whether a call can be decoded step by step."""
-    given = {name: value for name, value in call.arguments.items() if value is not None}
-    kinds = {name: v.dim() if isinstance(v, Tensor) else type(v).__name__ for name, v in given.items()}
-    return tuple(sorted(kinds.items()))
 
 
 def _fill(state: StepState, call: Call, arguments: dict[str, Any], prefilled: Cache) -> None:

@@ -8,7 +8,7 @@ step; a limit of time or a criterion of the user's is decided by rank 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -225,7 +225,15 @@ def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Call
         if start.world_size == 1:
             return _generate(self, args, kwargs)
 
-        is_streamed, drafts = _check_same_call(start, args, kwargs)
+        # Check that all ranks got the same call; whether some rank streams its tokens, and their draft
+        # models.
+        given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
+        is_streamed = given.pop("streamer", None) is not None
+        draft = vocabulary_of_draft(given.pop(ARGUMENT, None))
+        digests = {name: digest(value) for name, value in given.items()}
+        calls = exchange(start, (digests, is_streamed, draft), start.timeout_s)
+        compare_calls("generate", [call for call, _, _ in calls])
+        is_streamed, drafts = any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]
         kwargs = with_draft(kwargs, drafts)
         share_rng_state(start)
         if is_streamed and kwargs.get("streamer") is None:
@@ -263,23 +271,6 @@ def _by_name(
     if len(args) > len(names) or kwargs.keys() & set(names[: len(args)]):
         return args, kwargs  # Python raises, or the model's own generate takes them
     return (), dict(zip(names, args, strict=False)) | kwargs
-
-
-def _check_same_call(
-    start: Launch, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[bool, list[int | None]]:
-    """Check that all ranks got the same call; whether some rank streams its tokens, and their draft models.
-
-    Raises:
-        LaunchError: the calls differ, or a rank was not called.
-    """
-    given = {f"argument {i}": value for i, value in enumerate(args)} | dict(kwargs)
-    is_streamed = given.pop("streamer", None) is not None
-    draft = vocabulary_of_draft(given.pop(ARGUMENT, None))
-    digests = {name: digest(value) for name, value in given.items()}
-    calls = exchange(start, (digests, is_streamed, draft), start.timeout_s)
-    compare_calls("generate", [call for call, _, _ in calls])
-    return any(streams for _, streams, _ in calls), [draft for _, _, draft in calls]
 
 
 @contextmanager

@@ -185,20 +185,15 @@ class StagedBatchingManager(RankBatchingManager):
             messages = [self.distributed_helper.receive_tokens(shape, self._peers[-1])]
             own = messages[0].content
         if not self._is_early:
-            self._receive_early(sends, received)
+            # Be ready for what the next steps bring: what the first one brought, of more tokens.
+            processor = self.batch_processor
+            sent = tuple((stage, x.nbytes) for stage, _, x in sends)
+            seen = Traffic(sent, tuple((stage, x.nbytes) for stage, x in received))
+            num_tokens = processor.inputs_and_outputs.num_q_tokens
+            self._link.receive_early(seen, num_tokens, processor.max_batch_tokens, self.num_microbatches)
+            self._is_early = True
         requests = self.batch_processor.inputs_and_outputs.requests_in_batch
         self._flight.append(_Step(requests, own, messages, sends))
-
-    def _receive_early(
-        self, sends: list[tuple[int, Any, Tensor]], received: list[tuple[int, Tensor]]
-    ) -> None:
-        """Be ready for what the next steps bring: what the first one brought, of more tokens."""
-        processor = self.batch_processor
-        sent = tuple((stage, x.nbytes) for stage, _, x in sends)
-        seen = Traffic(sent, tuple((stage, x.nbytes) for stage, x in received))
-        num_tokens = processor.inputs_and_outputs.num_q_tokens
-        self._link.receive_early(seen, num_tokens, processor.max_batch_tokens, self.num_microbatches)
-        self._is_early = True
 
     def _forward(self) -> None:
         """Call the model without choosing tokens."""

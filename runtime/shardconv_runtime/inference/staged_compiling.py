@@ -94,30 +94,30 @@ class _StagedForward:
             return self._plain(*args, **kwargs)
         shapes = _shapes(args, kwargs)
         if shapes not in self._known:
-            self._known[shapes], output = self._watched(args, kwargs)
+            # An uncompiled call: its messages, and its result.
+            link = self._link
+            received: list[tuple[int, Tensor]] = []
+            sent: list[tuple[int, Any, Tensor]] = []
+            link.received, link.outgoing = received, sent
+            try:
+                output = self._plain(*args, **kwargs)
+            finally:
+                link.received = link.outgoing = None
+            for _, work, _ in sent:
+                work.wait()
+            self._known[shapes], output = (
+                Messages(
+                    tuple((stage, tuple(x.shape), x.dtype) for stage, x in received),
+                    tuple((stage, tuple(x.shape), x.dtype) for stage, _, x in sent),
+                ),
+                output,
+            )
             return output
         if shapes in self._compiled:
             return self._graph(self._known[shapes], args, kwargs)
         output = self._first_graph(self._known[shapes], args, kwargs)
         self._compiled.add(shapes)
         return output
-
-    def _watched(self, args: Any, kwargs: Any) -> tuple[Messages, Any]:
-        """An uncompiled call: its messages, and its result."""
-        link = self._link
-        received: list[tuple[int, Tensor]] = []
-        sent: list[tuple[int, Any, Tensor]] = []
-        link.received, link.outgoing = received, sent
-        try:
-            output = self._plain(*args, **kwargs)
-        finally:
-            link.received = link.outgoing = None
-        for _, work, _ in sent:
-            work.wait()
-        return Messages(
-            tuple((stage, tuple(x.shape), x.dtype) for stage, x in received),
-            tuple((stage, tuple(x.shape), x.dtype) for stage, _, x in sent),
-        ), output
 
     def _graph(self, messages: Messages, args: Any, kwargs: Any) -> Any:
         device = self._start.device

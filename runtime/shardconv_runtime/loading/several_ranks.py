@@ -115,27 +115,22 @@ def guard(model: nn.Module, start: Launch, comm: Communicator, *, training: bool
     compare_inputs(model, start, always=check_inputs, unless=scheduled)
     localize_caches(model)
     if training:
-        _watch_training(model)
+        # Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts.
+        def known(model: nn.Module, args: object) -> None:
+            if not torch.compiler.is_compiling():
+                MODELS.add(model)
+
+        MODELS.add(model)
+        model.register_forward_pre_hook(known)
+        take_norms_over_ranks()
+        look_for_infinities_over_ranks()
+        refuse_whole_tensor_optimizers()
     watch_hooks(model, comm, ranks, has_stages=found.stage is not None)
 
 
 def _save_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """In place of transformers' method; few inference jobs save."""
     save_pretrained(model, *args, **kwargs)
-
-
-def _watch_training(model: nn.Module) -> None:
-    """Let torch's clipping and optimizers know a model, and its copies, whose gradients are parts."""
-
-    def known(model: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling():
-            MODELS.add(model)
-
-    MODELS.add(model)
-    model.register_forward_pre_hook(known)
-    take_norms_over_ranks()
-    look_for_infinities_over_ranks()
-    refuse_whole_tensor_optimizers()
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

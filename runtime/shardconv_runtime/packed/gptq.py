@@ -62,7 +62,12 @@ class GptqScheme:
         words, outputs = matrix(checkpoint, names["qweight"], names["qweight"])
         groups, _ = matrix(checkpoint, names["scales"], names["qweight"])
         inputs = math.prod(info(checkpoint, names["g_idx"], names["qweight"]).shape)
-        bits = _bits(names, words, inputs)
+        bits = words * WORD // max(inputs, 1)
+        if bits * inputs != words * WORD or bits not in BITS:
+            raise SourceError(
+                f"{names['qweight']} has {words} words for {inputs} inputs, that is "
+                f"{words * WORD / max(inputs, 1):g} bits; 2, 4 and 8 are covered{REMEDY}"
+            )
         group = StoredGroup(checkpoint, (outputs, inputs), names)
         group.add("g_idx", ["int32"], (PackedDim(1, 1),))
         shared = _shared(names["g_idx"], checkpoint.read(names["g_idx"]), groups)
@@ -101,16 +106,6 @@ def check(packing: Packing, tensors: Mapping[str, Tensor], held: WeightSlice, na
             raise CheckpointError(f"{name}: g_idx names a group outside of the {groups.step} of the weight")
     elif not torch.equal(found, held.positions(1) // groups.step):
         raise CheckpointError(f"{name}: g_idx does not count groups of {groups.step} consecutive inputs")
-
-
-def _bits(names: Mapping[str, str], words: int, inputs: int) -> int:
-    bits = words * WORD // max(inputs, 1)
-    if bits * inputs != words * WORD or bits not in BITS:
-        raise SourceError(
-            f"{names['qweight']} has {words} words for {inputs} inputs, that is "
-            f"{words * WORD / max(inputs, 1):g} bits; 2, 4 and 8 are covered{REMEDY}"
-        )
-    return bits
 
 
 def _shared(name: str, indices: Tensor, groups: int) -> PackedDim:

@@ -106,7 +106,16 @@ def replace_at(value: Any, path: _Path, function: TensorStep, slot: str) -> Any:
             raise PlanError(f"slot {slot}: expected a tensor, got a {type(value).__name__}")
         return function(value)
     key = _key(value, path[0], slot)
-    return _with_item(value, key, replace_at(_item(value, key), path[1:], function, slot))
+    new = replace_at(_item(value, key), path[1:], function, slot)
+    if isinstance(value, (tuple, list)):
+        items = [*value[:key], new, *value[key + 1 :]]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        entries = {**value, key: new}
+        if type(value) is dict:
+            return entries
+        return type(value)(**entries) if dataclasses.is_dataclass(value) else _copy_with(value, key, new)
+    return dataclasses.replace(value, **{key: new})
 
 
 class _Mask:
@@ -242,18 +251,6 @@ def _key(value: Any, component: str, slot: str) -> Any:
 
 def _item(value: Any, key: Any) -> Any:
     return value[key] if isinstance(value, (tuple, list, Mapping)) else getattr(value, key)
-
-
-def _with_item(value: Any, key: Any, new: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        items = [*value[:key], new, *value[key + 1 :]]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        entries = {**value, key: new}
-        if type(value) is dict:
-            return entries
-        return type(value)(**entries) if dataclasses.is_dataclass(value) else _copy_with(value, key, new)
-    return dataclasses.replace(value, **{key: new})
 
 
 def _copy_with(value: Any, key: Any, new: Any) -> Any:

@@ -55,7 +55,10 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
     if not _is_computed(owner, path[0]):
         setattr(owner, path[0], new)
     elif id(owner) in copied:
-        _fix(owner, path[0], new)
+        # Give a copied config a value in place of what its class computes: it gets a class of its own.
+        name = path[0]
+        kind = type(owner)
+        object.__setattr__(owner, "__class__", type(kind.__name__, (kind,), {name: new}))
     else:
         raise PlanError(f"cannot edit {edit.attribute}: {type(owner).__name__} computes it")
     return owner
@@ -64,12 +67,6 @@ def _set_int(owner: Any, path: list[str], edit: Edit, value: int, copied: set[in
 def _is_computed(owner: Any, name: str) -> bool:
     found = getattr(type(owner), name, None)
     return isinstance(found, property) and found.fset is None
-
-
-def _fix(config: Any, name: str, value: int) -> None:
-    """Give a copied config a value in place of what its class computes: it gets a class of its own."""
-    kind = type(config)
-    object.__setattr__(config, "__class__", type(kind.__name__, (kind,), {name: value}))
 
 
 def _get(owner: Any, name: str, edit: Edit) -> Any:
@@ -89,7 +86,10 @@ def _own_copy(value: Any, edit: Edit, copied: set[int]) -> Any:
     if not isinstance(value, PreTrainedConfig):
         raise PlanError(f"cannot edit {edit.attribute}: it leads through a {type(value).__name__}")
     own = copy.copy(value)
-    _follow(own, value)
+    # Have a copied config name the implementations that the original names, whenever these change.
+    object.__setattr__(own, "_followed", _Followed(value))
+    kind: Any = type(own)
+    object.__setattr__(own, "__class__", _following(kind))
     copied.add(id(own))
     return own
 
@@ -103,13 +103,6 @@ class _Followed:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-
-
-def _follow(own: Any, config: Any) -> None:
-    """Have a copied config name the implementations that the original names, whenever these change."""
-    object.__setattr__(own, "_followed", _Followed(config))
-    kind: Any = type(own)
-    object.__setattr__(own, "__class__", _following(kind))
 
 
 @cache

@@ -68,7 +68,12 @@ def attach_embeddings(
             continue  # modules inside of it have steps of their own
         entry = modules.get(name, ModulePlan((), "boundary"))
         if axes_of(weight.dims[0]) and not any(isinstance(step, LocalRowsStep) for step in entry.inputs):
-            _attach_unused(name, module, weight, comm)
+            # An embedding that no forward pass calls, though others share its rows: it returns full ones.
+            rows, width = weight.dims
+            ids = RowIds(comm, rows, table=name)
+            lookup = _UnusedLookup(ids, Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
+            module.register_forward_pre_hook(lookup.before)
+            module.register_forward_hook(lookup.after)
         else:
             _attach(model, name, module, _left(entry, weight), comm)
 
@@ -214,15 +219,6 @@ class _Before:
         elif i is not None and i < len(args) and isinstance(args[i], Tensor):
             args = (*args[:i], self._state.placed(args[i]), *args[i + 1 :])
         return args, kwargs
-
-
-def _attach_unused(name: str, module: nn.Module, weight: ParameterPlan, comm: Communicator) -> None:
-    """An embedding that no forward pass calls, though others share its rows: it returns full ones."""
-    rows, width = weight.dims
-    ids = RowIds(comm, rows, table=name)
-    lookup = _UnusedLookup(ids, Gather(comm, -1, width, ()), Reduce(comm, axes_of(rows), ()))
-    module.register_forward_pre_hook(lookup.before)
-    module.register_forward_hook(lookup.after)
 
 
 class _UnusedLookup:

@@ -102,7 +102,11 @@ def localize_modules(
         with _at(fqn):
             target = _Target(fqn, targets[fqn], entry, parameters, dict(plan.tied), comm, training)
             replaced[id(targets[fqn])] = _convert(target)
-    _swap(model, replaced)
+    # Put the new modules where the old ones are, under each of their names.
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = replaced.get(id(child), child)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,13 @@ class _Target:
 
 def _convert(target: _Target) -> nn.Module:
     """The module that replaces the target; the target itself, with hooks, where its class is unknown."""
-    _check_entry(target.entry)
+    entry = target.entry
+    if entry.gather_output and not any(isinstance(step, AllGatherStep) for step in entry.outputs):
+        raise PlanError("gather_output is set, but the outputs have no all_gather")
+    if entry.reduce_output and not _sums(entry):
+        raise PlanError("reduce_output is set, but the outputs have no all_reduce or reduce_scatter")
+    if entry.category == "norm" and entry.norm is None:
+        raise PlanError("the category is norm, but the entry has no norm")
     key = (target.entry.category, type(target.module))
     if key in _PARALLEL_CLASSES:
         return _PARALLEL_CLASSES[key](target).train(target.module.training)
@@ -254,25 +264,8 @@ def _localize_padding(target: _Target) -> None:
             return
 
 
-def _check_entry(entry: ModulePlan) -> None:
-    if entry.gather_output and not any(isinstance(step, AllGatherStep) for step in entry.outputs):
-        raise PlanError("gather_output is set, but the outputs have no all_gather")
-    if entry.reduce_output and not _sums(entry):
-        raise PlanError("reduce_output is set, but the outputs have no all_reduce or reduce_scatter")
-    if entry.category == "norm" and entry.norm is None:
-        raise PlanError("the category is norm, but the entry has no norm")
-
-
 def _sums(entry: ModulePlan) -> bool:
     return any(isinstance(step, AllReduceStep | ReduceScatterStep) for step in entry.outputs)
-
-
-def _swap(model: nn.Module, replaced: dict[int, nn.Module]) -> None:
-    """Put the new modules where the old ones are, under each of their names."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = replaced.get(id(child), child)
 
 
 class _at:

@@ -269,7 +269,19 @@ def build_model(
         else:
             model = cls(config)
         if dtype != torch.float32:
-            _initialize_buffers(model)
+            # Compute the buffers that no file holds as ``from_pretrained`` does: in float32, after the
+            # constructor.
+            # A constructor's default dtype is that of the model, in which a table of positions would be another one.
+            # The method is a private one of transformers, by which ``from_pretrained`` has it done.
+            def visit(module: nn.Module, owner: Any) -> None:
+                owner = module if hasattr(module, "_init_weights") else owner
+                if owner is not None and module._non_persistent_buffers_set:
+                    owner._init_weights(module)
+                for child in module.children():
+                    visit(child, owner)
+
+            with default_dtype(torch.float32), torch.no_grad():
+                visit(model, None)
     with _building:
         _fill(model, lazy)
     if tied is not None:
@@ -311,24 +323,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         else:
             first[parameter] = name
     return found
-
-
-def _initialize_buffers(model: nn.Module) -> None:
-    """Compute the buffers that no file holds as ``from_pretrained`` does: in float32, after the constructor.
-
-    A constructor's default dtype is that of the model, in which a table of positions would be another one.
-    The method is a private one of transformers, by which ``from_pretrained`` has it done.
-    """
-
-    def visit(module: nn.Module, owner: Any) -> None:
-        owner = module if hasattr(module, "_init_weights") else owner
-        if owner is not None and module._non_persistent_buffers_set:
-            owner._init_weights(module)
-        for child in module.children():
-            visit(child, owner)
-
-    with default_dtype(torch.float32), torch.no_grad():
-        visit(model, None)
 
 
 def _steady_sets(model: nn.Module) -> None:

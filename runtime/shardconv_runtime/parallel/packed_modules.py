@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -263,14 +264,26 @@ class PackedModules:
 
     def _prepared(self, fqn: str, entry: ModulePlan, plain: nn.Module, module: nn.Module) -> ModulePlan:
         """The steps around a new module, whose attributes get their local values."""
-        _carry_over(fqn, module, entry, self._comm.rank)
+        # Edit a module that was made from an edited one; what it read of that is local already.
+        for edit in entry.edits:
+            value = edit.local[0] if len(edit.local) == 1 else edit.local[self._comm.rank]
+            found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
+            if found not in (edit.value, value):
+                raise PlanError(f"{fqn}: cannot edit {edit.attribute}: it is {found}, and was {edit.value}")
+            if hasattr(module, edit.attribute):
+                setattr(module, edit.attribute, value)
+        raise_flags(module, tuple(flag for flag in entry.flags if getattr(module, flag, None) is not True))
         weight = self._parameters.get(f"{fqn}.weight")
         if entry.category != "row" or type(plain) is not nn.Linear or weight is None:
             return entry
         bias = self._parameters.get(f"{fqn}.bias")
         if bias is not None and not bias.partial and not self._is_first(weight):
             self._without_bias.append(module)
-        return _with_slice(entry, weight)
+        # With the slice of a replicated input, which plans leave out where a parallel class does it.
+        if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
+            return entry
+        step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
+        return replace(entry, inputs=(*entry.inputs, step))
 
     def fuse(self, groups: Sequence[tuple[str, ...]]) -> None:
         """Have modules compute their products as one, where their formats allow it; before they are filled.
@@ -375,25 +388,3 @@ def _require_packed(replaced: Iterable[str], packings: Mapping[str, Packing]) ->
             f"{extra[0]}: transformers would compute it with a packed weight, and the plan has a plain one "
             f"({len(extra)} such); pass dequantize=True, or convert with --dtype"
         )
-
-
-def _carry_over(fqn: str, module: nn.Module, entry: ModulePlan, rank: int) -> None:
-    """Edit a module that was made from an edited one; what it read of that is local already."""
-    for edit in entry.edits:
-        value = edit.local[0] if len(edit.local) == 1 else edit.local[rank]
-        found = getattr(module, edit.attribute, value)  # paths into a config lead to the edited copy
-        if found not in (edit.value, value):
-            raise PlanError(f"{fqn}: cannot edit {edit.attribute}: it is {found}, and was {edit.value}")
-        if hasattr(module, edit.attribute):
-            setattr(module, edit.attribute, value)
-    raise_flags(module, tuple(flag for flag in entry.flags if getattr(module, flag, None) is not True))
-
-
-def _with_slice(entry: ModulePlan, weight: ParameterPlan) -> ModulePlan:
-    """With the slice of a replicated input, which plans leave out where a parallel class does it."""
-    if entry.input_is_parallel or any(isinstance(step, SliceStep) for step in entry.inputs):
-        return entry
-    from dataclasses import replace
-
-    step = SliceStep("input.input", dim=-1, layout=weight.dims[1])
-    return replace(entry, inputs=(*entry.inputs, step))

@@ -92,7 +92,12 @@ def quantizer_of(quantized: Quantized, packings: Iterable[Packing], rows: Iterab
             f"the model is quantized ({method}), and transformers has no kernels for that on this "
             f"{quantized.device.type} device; {_INSTEAD}"
         )
-    _require_dtype(quantizer, quantized, method)
+    wanted = quantizer.update_dtype(quantized.dtype)
+    if wanted != quantized.dtype:
+        raise PlanError(
+            f"the model is quantized ({method}), and its kernels compute in {wanted} on this device, not in "
+            f"{quantized.dtype}; pass dtype={str(wanted).removeprefix('torch.')!r}"
+        )
     return quantizer
 
 
@@ -117,34 +122,26 @@ def _require_kept(packing: Packing, quantized: Quantized, method: str) -> None:
 
 def _is_computed(packing: Packing, settings: Mapping[str, Any]) -> bool:
     if packing.method == "torchao":
-        return _is_weight_only(settings)
+        # Whether activations stay as they are, so that what the header of the file says of them is nothing.
+        names, todo = [], [settings.get("quant_type")]
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Mapping):
+                names += [str(value["_type"])] if "_type" in value else []
+                todo += value.values()
+        configs = [name for name in names if name.endswith("Config") and not name.startswith("Fqn")]
+        return bool(configs) and all(name.endswith("WeightOnlyConfig") for name in configs)
     if packing.method == "compressed_tensors":
-        return _is_float8_of_rows(packing)
+        # Whether values are float8 with a factor for each row, or for all.
+        stored = {tensor.name: tensor for tensor in packing.tensors}
+        values, scale = stored.get("*"), stored["*_scale"]
+        return (
+            values is not None
+            and values.dtype == "float8_e4m3fn"
+            and "*_zero_point" not in stored
+            and all((dim.of == 0 and dim.step == 1) or dim == PackedDim(None, 1) for dim in scale.dims)
+        )
     return packing.method in COMPUTED
-
-
-def _is_weight_only(settings: Mapping[str, Any]) -> bool:
-    """Whether activations stay as they are, so that what the header of the file says of them is nothing."""
-    names, todo = [], [settings.get("quant_type")]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Mapping):
-            names += [str(value["_type"])] if "_type" in value else []
-            todo += value.values()
-    configs = [name for name in names if name.endswith("Config") and not name.startswith("Fqn")]
-    return bool(configs) and all(name.endswith("WeightOnlyConfig") for name in configs)
-
-
-def _is_float8_of_rows(packing: Packing) -> bool:
-    """Whether values are float8 with a factor for each row, or for all."""
-    stored = {tensor.name: tensor for tensor in packing.tensors}
-    values, scale = stored.get("*"), stored["*_scale"]
-    return (
-        values is not None
-        and values.dtype == "float8_e4m3fn"
-        and "*_zero_point" not in stored
-        and all((dim.of == 0 and dim.step == 1) or dim == PackedDim(None, 1) for dim in scale.dims)
-    )
 
 
 def _decompresses(quantizer: Any) -> bool:
@@ -168,15 +165,6 @@ def _is_installed(package: str) -> bool:
         return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
         return False
-
-
-def _require_dtype(quantizer: Any, quantized: Quantized, method: str) -> None:
-    wanted = quantizer.update_dtype(quantized.dtype)
-    if wanted != quantized.dtype:
-        raise PlanError(
-            f"the model is quantized ({method}), and its kernels compute in {wanted} on this device, not in "
-            f"{quantized.dtype}; pass dtype={str(wanted).removeprefix('torch.')!r}"
-        )
 
 
 def _settings(quantized: Quantized, packings: list[Packing], rows: Iterable[int]) -> dict[str, Any]:

@@ -136,7 +136,16 @@ def _merge(
         trust = plan.model.trust_remote_code
         merge(sharded, merged, max_file_size=max_shard_size, trust_remote_code=trust)
         _write_configs(unwrapped(model), plan.model.class_name.rpartition(":")[2], merged)
-        _place(merged, target)
+        # Move all files of ``merged`` to ``target``: the config, without which nothing loads it, last.
+        target.mkdir(parents=True, exist_ok=True)
+        (target / CONFIG).unlink(missing_ok=True)
+        for pattern in _WEIGHTS:
+            for file in target.glob(pattern):
+                file.unlink()
+        files = sorted(file.relative_to(merged) for file in merged.rglob("*") if file.is_file())
+        for file in sorted(files, key=lambda file: file.name == CONFIG):
+            (target / file).parent.mkdir(exist_ok=True)
+            (merged / file).replace(target / file)
     except OSError as failure:
         return CheckpointError(f"{target} cannot be written: {failure.strerror or failure}")
     except Exception as failure:
@@ -160,16 +169,3 @@ def _write_configs(model: Any, class_name: str, directory: Path) -> None:
             model.generation_config.save_pretrained(directory)
         except ValueError:  # settings that contradict each other, with which the model was loaded
             model.generation_config.to_json_file(directory / GENERATION_CONFIG)
-
-
-def _place(merged: Path, target: Path) -> None:
-    """Move all files of ``merged`` to ``target``: the config, without which nothing loads it, last."""
-    target.mkdir(parents=True, exist_ok=True)
-    (target / CONFIG).unlink(missing_ok=True)
-    for pattern in _WEIGHTS:
-        for file in target.glob(pattern):
-            file.unlink()
-    files = sorted(file.relative_to(merged) for file in merged.rglob("*") if file.is_file())
-    for file in sorted(files, key=lambda file: file.name == CONFIG):
-        (target / file).parent.mkdir(exist_ok=True)
-        (merged / file).replace(target / file)

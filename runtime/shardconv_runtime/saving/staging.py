@@ -43,7 +43,10 @@ class Staging:
         Raises:
             OSError: the directory cannot be renamed; ``out`` is unchanged.
         """
-        _fsync_below(self.path)
+        for path in self.path.rglob("*"):
+            if path.is_dir():
+                _fsync(path)
+        _fsync(self.path)
         if not self.out.exists() or not any(self.out.iterdir()):
             self.path.rename(self.out)
             _fsync(self.out.parent)
@@ -112,19 +115,15 @@ def begin(
     return staging
 
 
-def _restore(out: Path) -> None:
-    """Put back a replaced directory after a run that died between two renames."""
-    for replaced in _left(out, "replaced"):
-        if not out.exists():
-            replaced.rename(out)
-
-
 def _require_free(out: Path, overwrite: bool, known: KnownFiles, apart_from: Path | None) -> None:
     if apart_from is not None and (out.is_relative_to(apart_from) or apart_from.is_relative_to(out)):
         raise ShardconvError(
             f"of {out} and {apart_from}, which was loaded, one contains the other; name another directory"
         )
-    _restore(out)
+    # Put back a replaced directory after a run that died between two renames.
+    for replaced in _left(out, "replaced"):
+        if not out.exists():
+            replaced.rename(out)
     if out.exists() and not out.is_dir():
         raise ShardconvError(f"{out} is a file; name a directory that does not exist yet")
     if not out.is_dir() or not any(out.iterdir()):
@@ -174,13 +173,6 @@ def _named(out: Path, failure: Exception) -> Exception:
 
 def _unshared(out: Path, path: Path) -> str:
     return f"{out}: rank 0 made {path}, which this rank does not see; use a file system that all ranks share"
-
-
-def _fsync_below(root: Path) -> None:
-    for path in root.rglob("*"):
-        if path.is_dir():
-            _fsync(path)
-    _fsync(root)
 
 
 def _fsync(path: Path) -> None:

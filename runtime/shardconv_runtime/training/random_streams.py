@@ -198,7 +198,10 @@ class _Streams:
         if axes == self._axes:
             return
         if self._axes:
-            _set_states(self._common)
+            found = self._common
+            torch.set_rng_state(found[0])
+            if len(found) > 1:
+                torch.cuda.set_rng_state(found[1])
             self._common = ()
         self._axes = axes
         if axes:
@@ -250,7 +253,14 @@ class _StreamHooks:
                     "torch.utils.checkpoint around full layers"
                 )
             self._is_inside = bool(self._streams.frames)
-            _require_all_layers(self._name, module)
+            # Refuse layerdrop: ranks that skip different layers would wait for each other in collectives.
+            name = self._name
+            for attribute, value in vars(module).items():
+                if "layerdrop" in attribute.lower().replace("_", "") and value not in (0, None, False):
+                    raise PlanError(
+                        f"{name or 'the model'} skips layers at random ({attribute}={value}), and ranks draw "
+                        "different numbers here, so they would skip different layers; set it to 0"
+                    )
             self._streams.enter(self._name, self._plan)
         elif not torch.compiler.is_compiling():
             self._resting = states()
@@ -290,16 +300,6 @@ def _probabilities(module: nn.Module) -> list[tuple[Any, str]]:
     return list(found.values())
 
 
-def _require_all_layers(name: str, module: nn.Module) -> None:
-    """Refuse layerdrop: ranks that skip different layers would wait for each other in collectives."""
-    for attribute, value in vars(module).items():
-        if "layerdrop" in attribute.lower().replace("_", "") and value not in (0, None, False):
-            raise PlanError(
-                f"{name or 'the model'} skips layers at random ({attribute}={value}), and ranks draw "
-                "different numbers here, so they would skip different layers; set it to 0"
-            )
-
-
 def _is_in(name: str, other: str) -> bool:
     return not other or name.startswith(other + ".")
 
@@ -309,12 +309,6 @@ def states() -> GeneratorStates:
     if _uses_cuda():
         return torch.get_rng_state(), torch.cuda.get_rng_state()
     return (torch.get_rng_state(),)
-
-
-def _set_states(found: GeneratorStates) -> None:
-    torch.set_rng_state(found[0])
-    if len(found) > 1:
-        torch.cuda.set_rng_state(found[1])
 
 
 def _seed(seed: int) -> None:

@@ -71,7 +71,10 @@ class _Pass:
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
-        self._around = _hooks_around()
+        # The hooks that would see what autograd saves.
+        # Torch has no public way to ask for them; this line alone knows of it.
+        found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        self._around = _Hooks(*found[:2]) if found is not None else _Hooks(_with_version, _of_same_version)
         self._latest: _Reference = _nothing
 
     def end(self) -> None:
@@ -217,15 +220,6 @@ class _Hooks:
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
-
-
-def _hooks_around() -> _Hooks:
-    """The hooks that would see what autograd saves.
-
-    Torch has no public way to ask for them; this function alone knows of it.
-    """
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    return _Hooks(*found[:2]) if found is not None else _Hooks(_with_version, _of_same_version)
 
 
 def _with_version(x: Tensor) -> tuple[Tensor, int]:

@@ -194,7 +194,14 @@ class _Padding:
             )
         self._require_second_sequence(given)
         if missing:
-            self._refuse_flat_outputs(module, given, length)
+            # Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed.
+            for name in FLAT_OUTPUTS:
+                if is_asked_for(module, name, given.get(name)):
+                    raise PlanError(
+                        f"{name} was requested, and {length} tokens cannot be sharded over {self._num_ranks} "
+                        "ranks without padding, which cannot be trimmed from it; pass a length that "
+                        f"{self._num_ranks} divides"
+                    )
         self._pick(given, length, length + missing)
         if missing:
             self._pad(given, tokens, length, missing)
@@ -212,16 +219,6 @@ class _Padding:
             if isinstance(value, Tensor) and value.shape[1] % self._num_ranks:
                 raise PlanError(
                     f"{name} {tuple(value.shape)}: a decoder's sequence is not padded; pass a length that "
-                    f"{self._num_ranks} divides"
-                )
-
-    def _refuse_flat_outputs(self, module: nn.Module, given: Mapping[str, Any], length: int) -> None:
-        """Refuse outputs whose tokens are not a dim of their own, since they cannot be trimmed."""
-        for name in FLAT_OUTPUTS:
-            if is_asked_for(module, name, given.get(name)):
-                raise PlanError(
-                    f"{name} was requested, and {length} tokens cannot be sharded over {self._num_ranks} "
-                    "ranks without padding, which cannot be trimmed from it; pass a length that "
                     f"{self._num_ranks} divides"
                 )
 

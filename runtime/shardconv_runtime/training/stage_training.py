@@ -50,7 +50,22 @@ def evaluate_in_passes(model: nn.Module, stage: StageModel) -> None:
         if stage.link.is_scheduled():
             return inner(self, *args, **kwargs)
         given = _without_cache(self, names, dict(zip(names, args, strict=False)) | kwargs)
-        return _without_state(names, _in_passes(self, stage, given))
+        link = stage.link
+        output: Any = None
+        forms = forms_inside(self, stage, given)
+        for number in link.stages:
+            border = StageBoundary.of(stage, number, forms)
+            handover = border.handover(_received(link, number, border.received, stage.device))
+            with link.passing(number, handover):
+                output = self.forward(**given)
+            if number < link.count - 1:
+                for x in border.leaving(handover):
+                    link.send(x, (number + 1,))
+        # What is handed back to the model, as caches are, is of one pass: it is left out.
+        for name in names if isinstance(output, MutableMapping) else ():
+            if output.get(name) is not None:
+                output[name] = None
+        return output
 
     model.__dict__["forward"] = MethodType(forward, model)
 
@@ -63,28 +78,6 @@ def _without_cache(model: nn.Module, names: list[str], given: dict[str, Any]) ->
             "sequences, or load it without stages_per_process"
         )
     return without_cache(model, names, given)
-
-
-def _without_state(names: list[str], output: Any) -> Any:
-    """The results but for those that are handed back to the model, as caches are: they are of one pass."""
-    for name in names if isinstance(output, MutableMapping) else ():
-        if output.get(name) is not None:
-            output[name] = None
-    return output
-
-
-def _in_passes(model: nn.Module, stage: StageModel, given: Mapping[str, Any]) -> Any:
-    link, output = stage.link, None
-    forms = forms_inside(model, stage, given)
-    for number in link.stages:
-        border = StageBoundary.of(stage, number, forms)
-        handover = border.handover(_received(link, number, border.received, stage.device))
-        with link.passing(number, handover):
-            output = model.forward(**given)
-        if number < link.count - 1:
-            for x in border.leaving(handover):
-                link.send(x, (number + 1,))
-    return output
 
 
 def _received(

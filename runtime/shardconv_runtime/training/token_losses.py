@@ -60,7 +60,8 @@ class VocabColumns:
             of exponentials relative to it, logit of the label (-inf if out of shard), sum of distances to the
             largest.
         """
-        dtype = _dtype(logits)
+        # The dtype of the statistics.
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         if not logits.shape[1]:
             nothing = logits.new_zeros((3 + smoothed, logits.shape[0]), dtype=dtype)
             nothing[:3:2] = -math.inf
@@ -194,11 +195,6 @@ def _chunks(length: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if torch.compiler.is_compiling():
         return iter([tensors])
     return zip(*(torch.split(x, length) for x in tensors), strict=True)
-
-
-def _dtype(logits: Tensor) -> torch.dtype:
-    """The dtype of the statistics."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def _finite(largest: Tensor) -> Tensor:

@@ -242,7 +242,10 @@ class _Proof:
         loss = self._holds_with_labels()
         wrong_labels = ""
         if not loss:
-            self._leave_out_loss()
+            training = self.case.plan.training
+            if training is not None and training.parallel_loss:
+                plan = replace(self.case.plan, training=replace(training, parallel_loss=False))
+                self.case = replace(self.case, plan=plan)
             wrong_labels = self._wrong_labels()
         if not loss or self.calls == 1:  # some hand nothing back in a call with labels
             self.calls = simulate(self.case, calls=2, logits=Logits.GATHERED).calls
@@ -281,12 +284,6 @@ class _Proof:
         except ShardconvError as error:
             return str(error).partition(". Nothing was written")[0]
         return ""
-
-    def _leave_out_loss(self) -> None:
-        training = self.case.plan.training
-        if training is not None and training.parallel_loss:
-            plan = replace(self.case.plan, training=replace(training, parallel_loss=False))
-            self.case = replace(self.case, plan=plan)
 
     def _shown_at_once(self) -> TraceInputs | None:
         """The inputs with which plain implementations, embeddings and own logits were shown in one run.

@@ -100,7 +100,11 @@ class _RankRun:
         """
         plan, layouts = self.plan, self.layouts
         local = parallelize(copy.deepcopy(self.model), plan, _ShapeCommunicator(self.rank, plan.mesh))
-        _require_dtypes(self.model, local)
+        # Numbers do not show this: simulated ranks have all parameters in one dtype.
+        dtypes = {name: tensor.dtype for name, tensor in stored_tensors(self.model)}
+        for name, tensor in stored_tensors(local):
+            if tensor.dtype != dtypes[name]:
+                raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
         changed = {f for f, m in local.named_modules() if type(m) is not type(self.model.get_submodule(f))}
         changed |= leave_out(local, layouts.analysis.tape)
         bypass(local, self.left_out)
@@ -129,14 +133,6 @@ def _unlike_ranks(plan: Plan) -> list[int]:
     return list(kinds.values())
 
 
-def _require_dtypes(model: nn.Module, local: nn.Module) -> None:
-    """Numbers do not show this: simulated ranks have all parameters in one dtype."""
-    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model)}
-    for name, tensor in stored_tensors(local):
-        if tensor.dtype != dtypes[name]:
-            raise PlanError(f"{name}: the plan says {tensor.dtype}, the model has {dtypes[name]}")
-
-
 def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     """Sharded leaves that may be why a module's code failed on a rank.
 
@@ -153,19 +149,15 @@ def _to_blame(layouts: Layouts, plan: Plan, fqn: str) -> tuple[Node, ...]:
     )
     for with_inputs in (False, True):
         for test in tests:
-            nodes = _sharded_in(layouts, test, with_inputs)
+            # Sharded leaves of the tensors that some modules make, and maybe of those that they read.
+            tape = layouts.analysis.tape
+            found: dict[Node, None] = {}
+            for event in tape.events:
+                if isinstance(event, Op) and test(tape.calls[event.call].fqn):
+                    for tid in (*event.inputs, *event.outputs) if with_inputs else event.outputs:
+                        for dim in layouts.analysis.dims.get(tid, ()):
+                            found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
+            nodes = tuple(found)
             if nodes:
                 return nodes
     return ()
-
-
-def _sharded_in(layouts: Layouts, is_meant: Callable[[str], bool], with_inputs: bool) -> tuple[Node, ...]:
-    """Sharded leaves of the tensors that some modules make, and maybe of those that they read."""
-    tape = layouts.analysis.tape
-    found: dict[Node, None] = {}
-    for event in tape.events:
-        if isinstance(event, Op) and is_meant(tape.calls[event.call].fqn):
-            for tid in (*event.inputs, *event.outputs) if with_inputs else event.outputs:
-                for dim in layouts.analysis.dims.get(tid, ()):
-                    found |= {x: None for x in leaves(dim) if layouts.assignment.axes(x)}
-    return tuple(found)

@@ -82,21 +82,17 @@ def _taken(parts: list[_Part], sizes: Sequence[int], kind: int) -> list[_Part]:
             part = pending.pop(0)
             rest = wanted // have if kind == PRODUCT else wanted - have
             if part.full > rest:
-                part, left = _divided(part, rest, kind)
-                pending.insert(0, left)
+                beyond = part.full // rest if kind == PRODUCT else part.full - rest
+                if part.shrinks or (kind == PRODUCT and part.full % rest):
+                    raise Misfit
+                part = _Part(rest, rest, False)
+                pending.insert(0, _Part(beyond, beyond, False))
             taken.append(part)
             have = have * part.full if kind == PRODUCT else have + part.full
             if have > wanted or (kind == PRODUCT and wanted % have):
                 raise Misfit
         out.append(_joined(taken, kind))
     return out
-
-
-def _divided(part: _Part, size_: int, kind: int) -> tuple[_Part, _Part]:
-    left = part.full // size_ if kind == PRODUCT else part.full - size_
-    if part.shrinks or (kind == PRODUCT and part.full % size_):
-        raise Misfit
-    return _Part(size_, size_, False), _Part(left, left, False)
 
 
 def _joined(parts: Sequence[_Part], kind: int) -> _Part:

@@ -198,7 +198,17 @@ class _Choice:
                 known = self.made_of.setdefault(key, part)
                 if part.kind == SUM != known.kind:  # the halves of a head; the product happens to be as large
                     self.made_of[key] = part
-        self.multiples = _multiples(analysis)
+        # Size of a last dim that a reshape makes of several rows of another -> how many rows, and their
+        # dim.
+        out: dict[int, tuple[int, Node]] = {}
+        for op in (e for e in analysis.tape.events if isinstance(e, Op)):
+            if op.name.rsplit(".", 1)[0] in _RESHAPING:
+                row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
+                if row and joined and row[-1].size and find(joined[-1]).kind == LEAF:
+                    count, rest = divmod(joined[-1].size, row[-1].size)
+                    if count > 1 and not rest:
+                        out.setdefault(joined[-1].size, (count, row[-1]))
+        self.multiples = out
         tables = [self.made_of.get((g.size, g.experts)) for g in groups if g.rows]
         self.rows = {g for g in groups if g.rows} | self._groups(dim for dim in tables if dim is not None)
         """Groups that are tokens, or a part of them: those that have a row, those that have a logit."""
@@ -255,7 +265,9 @@ class _Choice:
 
     def _shrink(self, group: LeafGroup) -> None:
         if not (group.size in self.equal or group.experts or group.rows):
-            small = self._size_alone(group)
+            # The size of a group that may differ from others that are as large, but not from other layers'.
+            alike = next((small for other, small in self.out.items() if other.is_alike(group)), 0)
+            small = alike or self._multiple(group) or self._own_size(group)
             if small <= group.size // 2:
                 self._set(group, small)
             return
@@ -264,11 +276,6 @@ class _Choice:
         if small <= group.size // 2:
             self.smaller[key] = small
             self._set(group, small)
-
-    def _size_alone(self, group: LeafGroup) -> int:
-        """The size of a group that may differ from others that are as large, but not from other layers'."""
-        alike = next((small for other, small in self.out.items() if other.is_alike(group)), 0)
-        return alike or self._multiple(group) or self._own_size(group)
 
     def _size(self, group: LeafGroup) -> int:
         whole = self.made_of.get((group.size, group.experts))
@@ -298,31 +305,16 @@ class _Choice:
             others = set()
         elif group.times == 1:
             others |= self.taken
-        return _small_size(group, group in self.rows, self.tp, others)
-
-
-def _multiples(analysis: Analysis) -> dict[int, tuple[int, Node]]:
-    """Size of a last dim that a reshape makes of several rows of another -> how many rows, and their dim."""
-    out: dict[int, tuple[int, Node]] = {}
-    for op in (e for e in analysis.tape.events if isinstance(e, Op)):
-        if op.name.rsplit(".", 1)[0] in _RESHAPING:
-            row, joined = (analysis.dims.get(t) for t in (op.inputs[0], op.outputs[0]))
-            if row and joined and row[-1].size and find(joined[-1]).kind == LEAF:
-                count, rest = divmod(joined[-1].size, row[-1].size)
-                if count > 1 and not rest:
-                    out.setdefault(joined[-1].size, (count, row[-1]))
-    return out
-
-
-def _small_size(group: LeafGroup, rows: bool, tp: int, taken: Collection[int]) -> int:
-    if group.hashed is not None:
-        value = group.hashed.value
-        return (-(-_LEAST_ROWS // tp) * tp + value % tp) * (group.size // value)
-    least = _LEAST_ROWS if rows else _LEAST_EXPERTS if group.experts else _LEAST
-    least = least if rows else max(least // group.times, _LEAST_FACTOR)
-    first = -(-least // tp) * tp + group.size % tp
-    sizes = range(first, group.size // 2 + 1, tp)
-    return next((size for size in sizes if size * group.times not in taken), first)
+        rows = group in self.rows
+        tp = self.tp
+        if group.hashed is not None:
+            value = group.hashed.value
+            return (-(-_LEAST_ROWS // tp) * tp + value % tp) * (group.size // value)
+        least = _LEAST_ROWS if rows else _LEAST_EXPERTS if group.experts else _LEAST
+        least = least if rows else max(least // group.times, _LEAST_FACTOR)
+        first = -(-least // tp) * tp + group.size % tp
+        sizes = range(first, group.size // 2 + 1, tp)
+        return next((size for size in sizes if size * group.times not in others), first)
 
 
 def _costs(analysis: Analysis, copies: Mapping[int, int]) -> list[tuple[tuple[Node, ...], int, int]]:
