@@ -192,9 +192,8 @@ def _apply(builder: Builder, op: Op) -> None:
         _block_all(builder, op, op.name)
         return
     try:
-        # Call a rule.
-        # An error that it raises is a bug in it, or a call that its author did not think of. Replicating all
-        # tensors of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
+        # An error of a rule is a bug in it, or a call that its author did not think of. Replicating all tensors
+        # of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
         try:
             rule(builder, op, Arguments(op))
         except (LookupError, TypeError, ValueError, AssertionError) as error:

@@ -271,8 +271,8 @@ def build_model(
         if dtype != torch.float32:
             # Compute the buffers that no file holds as ``from_pretrained`` does: in float32, after the
             # constructor.
-            # A constructor's default dtype is that of the model, in which a table of positions would be another one.
-            # The method is a private one of transformers, by which ``from_pretrained`` has it done.
+            # A constructor's default dtype is that of the model, in which a table of positions would be
+            # another one. The method is a private one of transformers, as ``from_pretrained`` calls it.
             def visit(module: nn.Module, owner: Any) -> None:
                 owner = module if hasattr(module, "_init_weights") else owner
                 if owner is not None and module._non_persistent_buffers_set:
