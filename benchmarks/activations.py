@@ -20,7 +20,7 @@ import torch
 import transformers
 from convert import describe, render
 from observing import Saved
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.parallel.build import stored_tensors

@@ -39,7 +39,7 @@ from slow_link import ADDRESSES, DEVICE, on_host, two_hosts
 from synthetic import Shape
 
 import shardconv
-from shardconv.reporting.memory_lines import crossing_bytes, stage_bytes
+from shardconv.reporting.plan_lines import crossing_bytes, stage_bytes
 
 RANK = Path(__file__).with_name("pipeline_rank.py")
 SHAPE = Shape(hidden=512, intermediate=2048, heads=8, kv_heads=4, vocab=8000, layers=8)

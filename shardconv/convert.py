@@ -25,13 +25,12 @@ from .arguments import (
     require_seed,
 )
 from .reporting.progress import Progress, Silent
-from .writing.output import Output, WriteOptions
-from .writing.stage_outputs import prepared, write_to
+from .writing.outputs import Output, WriteOptions, prepared, write_to
 
 if TYPE_CHECKING:
     from shardconv_runtime.checkpoint.checkpoint_weights import CheckpointWeights
-    from shardconv_runtime.checkpoint.model_spec import ModelSpec
     from shardconv_runtime.checkpoint.quantized import PackedWeight
+    from shardconv_runtime.checkpoint.resolve import ModelSpec
     from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
     from .writing.writer import Origin

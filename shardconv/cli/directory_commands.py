@@ -13,8 +13,7 @@ from ..converted.adapt import adapt
 from ..converted.merge import merge
 from ..converted.replan import replan
 from ..converted.reshard import reshard
-from ..engines.state_manifest import is_engine_state
-from ..engines.verify_state import verify_state
+from ..engines.state_files import is_engine_state, verify_state
 from ..reporting.human_numbers import human_bytes
 from ..reporting.report import files_report
 from ..reporting.summary import summarize

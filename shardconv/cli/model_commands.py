@@ -15,9 +15,8 @@ from shardconv_runtime.hub_options import Hub
 
 from ..arguments import parse_ranks, parse_size, require_seed
 from ..convert import convert, plan
-from ..reporting.fits import RESERVE, Workload
 from ..reporting.human_numbers import human_bytes
-from ..reporting.memory_lines import aligned
+from ..reporting.plan_lines import RESERVE, Workload, aligned
 from ..reporting.report import report
 from ..reporting.summary import summarize
 from .options import (

@@ -31,7 +31,7 @@ from .shards import read
 
 if TYPE_CHECKING:
     from shardconv_runtime.adapters.attaching import Adapter
-    from shardconv_runtime.checkpoint.model_spec import ModelSpec
+    from shardconv_runtime.checkpoint.resolve import ModelSpec
     from torch import Tensor
 
 _OUTERMOST = "base_model."

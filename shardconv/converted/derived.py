@@ -16,12 +16,12 @@ from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.tensors.lazy_tensor import LazyTensor, stored
 
 from ..writing.job import PARTIAL, known_files
-from ..writing.output import Output
+from ..writing.outputs import Output
 from . import shards
 from .shards import Converted
 
 if TYPE_CHECKING:
-    from shardconv_runtime.checkpoint.model_spec import ModelSpec
+    from shardconv_runtime.checkpoint.resolve import ModelSpec
 
 
 def require_apart(out: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -38,9 +38,8 @@ from shardconv_runtime.versions import tool_versions
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import fsync
-from ..writing.job import PARTIAL, read_state
-from ..writing.output import Output
-from ..writing.target import TargetFile, target_file
+from ..writing.job import PARTIAL, TargetFile, read_state, target_file
+from ..writing.outputs import Output
 from ..writing.workspace import Claim, Workspace, opened, refuse_if_busy
 from . import derived, shards
 from .shards import Converted, OwnedPart

@@ -14,8 +14,8 @@ from shardconv_runtime.versions import tool_versions
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_size
 from ..reporting.progress import Progress, Silent
-from ..writing.output import Output
-from ..writing.target import LEAST_ALIGNMENT, TargetFile, target_file
+from ..writing.job import LEAST_ALIGNMENT, TargetFile, target_file
+from ..writing.outputs import Output
 from ..writing.workspace import Claim, Workspace, opened, write_durably
 from . import derived
 from .shards import Converted

@@ -14,8 +14,7 @@ from shardconv_runtime.tensors.lazy_tensor import LazyTensor
 
 from ..arguments import MAX_FILE_SIZE, MEMORY, SolveOptions, parse_memory, parse_ranks, parse_size, require_tp
 from ..reporting.progress import Progress, Silent
-from ..writing.output import Output, WriteOptions
-from ..writing.stage_outputs import prepared, write_to
+from ..writing.outputs import Output, WriteOptions, prepared, write_to
 from . import derived
 from .shards import Converted
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.quantized import PackedWeight
 from shardconv_runtime.checkpoint.recorded import RecordedTensor, recording
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError, brief
 from shardconv_runtime.format.packed_layout import tensor_name
 from shardconv_runtime.format.plan import global_shape, parameter_plans

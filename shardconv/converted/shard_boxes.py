@@ -11,7 +11,7 @@ from typing import Any
 
 from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 from shardconv_runtime.format.stored_layout import stored_plans
-from shardconv_runtime.saving.held_boxes import full_window, held_boxes
+from shardconv_runtime.saving.dcp_boxes import full_window, held_boxes
 
 FORMAT = "shardconv.shards"
 VERSION = 1

@@ -27,8 +27,8 @@ from shardconv_runtime.format.pipeline_stages import (
 from shardconv_runtime.parallel.boundary import forward_signature
 from torch import Tensor, nn
 
-from ..measuring.calls import Calls, Size
 from ..measuring.live_memory import LiveMemory, OperatorMemo
+from ..measuring.memory_run import Calls, Size
 from ..tracing.inputs import TraceInputs
 
 _LEAST_LENGTH = 4096

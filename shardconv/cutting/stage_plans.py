@@ -14,10 +14,9 @@ from shardconv_runtime.format.pipeline_stages import CacheCall, SentValue, Stage
 from ..planning.layout import Layouts
 from ..tracing.fold import Folded
 from ..tracing.tape import Op, Tape, reads_and_writes, starred
-from .crossings import Crossings, Value
 from .second_call import SecondCall
 from .stand_in_forms import UnitForms
-from .tape_units import TapeUnits, Unit
+from .tape_units import Crossings, TapeUnits, Unit, Value
 
 # Which borders to cut at: those that share out bytes and work most evenly.
 

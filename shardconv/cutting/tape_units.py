@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardconv_runtime.errors import SolveError
+
 from ..tracing.fold import NUMBERED
-from ..tracing.tape import Tape, prefixes
+from ..tracing.tape import Event, Mark, Op, Tape, prefixes, reads_and_writes
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,139 @@ def _spans(tape: Tape) -> dict[int, tuple[int, int]]:
             found[call] = first, position
             call = tape.calls[call].parent
     return found
+
+
+# What stages need of earlier stages: the results of units that cannot be computed again from the inputs.
+#
+# From everything that a stage reads, the tape is walked back. The walk ends at inputs and constants, which
+# every stage has, and at results of units, which are sent. What lies between is computed again by the model's
+# own code: masks, rotary tables, positions, sums of results.
+
+MOST_VALUES = 8
+"""Tensors that a stage may receive; a border behind which more are needed is none."""
+
+
+class Uncut(SolveError):
+    """The tape cannot be cut there."""
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """A result of a unit that another stage needs."""
+
+    tid: int
+    unit: str
+    """FQN."""
+    call: int
+    slot: str
+
+
+class Crossings:
+    """The values that cross cuts of one tape."""
+
+    def __init__(self, units: TapeUnits) -> None:
+        self.units = units
+        self.tape = units.tape
+        self._stored = {t for t, i in enumerate(self.tape.tensors) if i.kind in ("parameter", "buffer")}
+        self._producer: dict[int, int] = {}
+        for position, event in enumerate(self.tape.events):
+            self._producer.update(dict.fromkeys(reads_and_writes(event)[1], position))
+        self._results: dict[int, Value] = {}
+        for event in self.tape.events:
+            if isinstance(event, Mark) and event.is_output and event.call in units.unit_of:
+                fqn, call = units.unit_of[event.call]
+                if call == event.call:
+                    self._results[event.target] = Value(event.target, fqn, call, event.slots[0])
+
+    def needed(self, start: int, stop: int) -> list[Value]:
+        """What the stage of these events needs of earlier ones, in the order in which it is made.
+
+        Args:
+            start, stop: positions of its first event, and of the first one behind it; at the end of the tape
+                it also returns what the model returns.
+
+        Raises:
+            Uncut: it needs a tensor from the inside of a unit.
+        """
+        pending: list[int] = []
+        for event in self.tape.events[start:stop]:
+            pending += self._read_by(event, start, stop)
+        if stop >= len(self.tape.events):
+            pending += self.tape.outputs
+        seen: set[int] = set()
+        found: dict[int, Value] = {}
+        while pending:
+            tid = pending.pop()
+            position = self._producer.get(tid)
+            if tid in seen or position is None or position >= start:
+                continue
+            seen.add(tid)
+            if tid in self._results:
+                found[tid] = self._results[tid]
+                continue
+            event = self.tape.events[position]
+            if event.call in self.units.unit_of:
+                raise Uncut(self._inside(event, tid))
+            pending += self._read_by(event, start, stop)
+        return sorted(found.values())
+
+    def _read_by(self, event: Event, start: int, stop: int) -> tuple[int, ...]:
+        """The tensors that an event reads; none is a parameter of units of other stages alone.
+
+        Raises:
+            Uncut: one is.
+        """
+        inputs = reads_and_writes(event)[0]
+        for name in (self.tape.tensors[t].name for t in inputs if t in self._stored):
+            holders = [u for u in self.units.units.values() if name in u.parameters]
+            own = self.units.unit_of.get(event.call, ("", -1))[0]
+            here = any(u.fqn == own or any(start <= s < stop for s in u.starts) for u in holders)
+            if holders and not here:
+                where = self.tape.calls[event.call].fqn or "the model's own code"
+                raise Uncut(
+                    f"{where} reads the parameter {name} of {holders[0].fqn}, which is on another stage"
+                )
+        return inputs
+
+    def obstacle(self, position: int) -> str:
+        """Why the tape cannot be cut at a position; empty if it can."""
+        try:
+            values = self.needed(position, len(self.tape.events))
+        except Uncut as error:
+            return str(error)
+        if not any(value.call in self.units.layers for value in values):
+            return "nothing that a layer in front of it computes is needed behind it"
+        if len(values) > MOST_VALUES:
+            return f"{len(values)} tensors would cross, e.g. {values[0].slot} of {values[0].unit}"
+        return ""
+
+    def unanswerable(self) -> str:
+        """Where code between units asks for a value that depends on parameters; empty if it never does.
+
+        Stages on which the unit is a stand-in would get another answer.
+        """
+        weighted = self._weighted()
+        for event in self._between():
+            if isinstance(event, Op) and event.name == "question" and event.inputs[0] in weighted:
+                where = self.tape.calls[event.call].fqn or "the model's own code"
+                return f"{where} asks for values that depend on parameters"
+        return ""
+
+    def _between(self) -> Iterator[Event]:
+        return (event for event in self.tape.events if event.call not in self.units.unit_of)
+
+    def _weighted(self) -> set[int]:
+        found = set(self._stored)
+        for event in self.tape.events:
+            inputs, outputs = reads_and_writes(event)
+            if not found.isdisjoint(inputs):
+                found.update(outputs)
+        return found
+
+    def _inside(self, event: Event, tid: int) -> str:
+        fqn = self.tape.calls[event.call].fqn
+        shape = list(self.tape.tensors[tid].shape)
+        unit = self.units.unit_of[event.call][0]
+        return (
+            f"a later stage reads a tensor {shape} that {fqn} computes inside of {unit}, and does not return"
+        )

@@ -15,12 +15,11 @@ from ..tracing.ints import sources
 from ..tracing.opaque import OPAQUE
 from ..tracing.tape import ALIAS_WRITE, Mark, Op, Tape, makers, reads_and_writes, starred, tensors_read
 from . import dim_trees
-from .analysis import Analysis
+from .analysis import Analysis, frozen_leaves
 from .dim_trees import Conflict, Node
-from .norm_sites import NormSite, find_norms
 from .rule_builder import Arguments, Builder, NotCovered, owning_modules
 from .rules import POINTWISE, RULES, views
-from .structure import frozen_leaves
+from .sites import NormSite, find_norms
 
 STRICT_RULES = "SHARDCONV_STRICT_RULES"
 """Environment variable: if it is set, an error in a rule is raised."""
@@ -192,8 +191,8 @@ def _apply(builder: Builder, op: Op) -> None:
         _block_all(builder, op, op.name)
         return
     try:
-        # An error of a rule is a bug in it, or a call that its author did not think of. Replicating all tensors
-        # of the call is sound: users get a plan with a note. The tests set ``STRICT_RULES`` to find bugs.
+        # An error of a rule is a bug in it, or a call that its author did not think of. Replicating all
+        # tensors of the call is sound: users get a plan with a note. Tests set ``STRICT_RULES`` to find bugs.
         try:
             rule(builder, op, Arguments(op))
         except (LookupError, TypeError, ValueError, AssertionError) as error:

@@ -11,7 +11,7 @@ from ..tracing.tape import Mark, Op, Ref, Tape, makers, prefixes
 from . import dim_trees
 from .analysis import Analysis, Contraction, NormUse, Partial, TableLookup, Work, find_partial
 from .dim_trees import Conflict, Node
-from .norm_sites import NormSite
+from .sites import NormSite
 
 
 class NotCovered(Exception):

@@ -29,15 +29,15 @@ from ..arguments import MAX_FILE_SIZE, MEMORY, parse_memory, parse_ranks, parse_
 from ..converted import derived
 from ..reporting.progress import Progress, Silent
 from ..writing.durable import write_durably
-from ..writing.output import Output, WriteOptions
-from ..writing.target import target_file
+from ..writing.job import target_file
+from ..writing.outputs import Output, WriteOptions
 from ..writing.workspace import opened
-from . import state_manifest
-from .state_manifest import signature
+from . import state_files
+from .state_files import signature
 from .vllm_package import require_vllm
 
 if TYPE_CHECKING:
-    from ..writing.target import TargetFile
+    from ..writing.job import TargetFile
     from ..writing.workspace import Workspace
     from ..writing.writer import Origin
     from .vllm_state import EngineState
@@ -253,7 +253,7 @@ def _finish(
     sizes = {file.path: file.num_bytes for file in workspace.files}
     entries = [FileEntry(path, sizes[path], f"crc32:{crc:08x}") for path, crc in checksums.items()]
     entries += _small_files(workspace.path, found, state.dtype)
-    manifest = state_manifest.StateManifest(
+    manifest = state_files.StateManifest(
         tp=len(state.ranks),
         engine="vllm",
         engine_version=version,
@@ -264,7 +264,7 @@ def _finish(
         tools=tool_versions(),
         files=tuple(sorted(entries, key=lambda entry: entry.path)),
     )
-    write_durably(workspace.path / MANIFEST_NAME, state_manifest.dumps(manifest))
+    write_durably(workspace.path / MANIFEST_NAME, state_files.dumps(manifest))
     workspace.finish([*(entry.path for entry in manifest.files), MANIFEST_NAME], ())
     return True
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.checkpoint.weight_files import LAYOUTS
 from shardconv_runtime.errors import ShardconvError, SourceError, brief
 from shardconv_runtime.format.manifest import Source

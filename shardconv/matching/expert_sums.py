@@ -25,7 +25,7 @@ from shardconv_runtime.parallel.build import owner_of
 from shardconv_runtime.parallel.edits import apply_edits, raise_flags
 from torch import Tensor, nn
 
-from ..dim_analysis.expert_sites import ExpertCall, ExpertSharding
+from ..dim_analysis.sites import ExpertCall, ExpertSharding
 from ..tracing.tape import Tape
 from ..verifying.simulation.float64 import Float64
 

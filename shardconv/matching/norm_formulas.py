@@ -21,8 +21,8 @@ from shardconv_runtime.format.plan import NormInfo
 from shardconv_runtime.parallel.sharded_norm import ShardedNorm
 from torch import nn
 
-from ..dim_analysis.norm_sites import ACTIVATIONS, NormSite
 from ..dim_analysis.rule_builder import Arguments
+from ..dim_analysis.sites import ACTIVATIONS, NormSite
 from ..tracing.tape import Op, Tape
 from ..verifying.simulation.float64 import Float64
 from ..verifying.simulation.rank_threads import run_ranks

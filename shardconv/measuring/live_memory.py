@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,36 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..tracing.identities import META
 from ..tracing.operators import MetaResults, OperatorFacts, mutated_arguments, result_on_meta, tensors_in
-from .weak_table import WeakTable
+
+# A table whose keys are tensors or their memory, by identity; it keeps none of them alive.
+
+Value = TypeVar("Value")
+Key = torch.Tensor | torch.UntypedStorage
+
+
+class WeakTable(Generic[Value]):
+    """A dict by identity: comparing tensors would be a call of torch, which an active mode sees."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Key], Value]] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return id(key) in self._entries
+
+    def __getitem__(self, key: Key) -> Value:
+        return self._entries[id(key)][1]
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        number, entries = id(key), self._entries
+        known = entries.get(number)
+        reference = known[0] if known else weakref.ref(key, lambda _: entries.pop(number, None))
+        entries[number] = reference, value
+
+    def get(self, key: Key, default: Value) -> Value:
+        """The value of a key, or the default."""
+        known = self._entries.get(id(key))
+        return known[1] if known else default
+
 
 # Values of tensors that no parameter decides, for code that asks while a model runs on the meta device.
 #

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from ..tracing.identities import META
 from ..tracing.inputs import TraceInputs
 from ..verifying.simulation.layer_bypass import Bypass, bypass, planned_alike
-from .calls import Calls, Size
-from .memory_run import CachedTensor, MemoryRun, Runner
+from .memory_run import CachedTensor, Calls, MemoryRun, Runner, Size
 from .polynomials import Growth, growth, largest_moments, live_bytes
 
 # One stage of a pipeline, run without the others: what it receives is memory without values.

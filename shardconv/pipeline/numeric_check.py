@@ -14,7 +14,7 @@ from shardconv_runtime.errors import PlanError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence
 from shardconv_runtime.parallel.boundary import forward_signature
-from shardconv_runtime.training.model_losses import has_parallel_loss
+from shardconv_runtime.training.loss_parallel import has_parallel_loss
 from torch import nn
 
 from ..planning.solution import inference_only
@@ -27,7 +27,7 @@ from ..verifying.shrinking.small_plan import small_plan
 from ..verifying.shrinking.token_tables import beyond_tables
 from ..verifying.simulation.layer_bypass import Bypass, planned_alike
 from ..verifying.simulation.rank_simulation import Logits, Unprovable
-from .staged_form import without_extra_outputs
+from .plan_forms import without_extra_outputs
 
 MOST_BYTES = 4 * 2**30
 """Of float64 weights of the unsharded model and of all ranks, beyond which a model is not simulated."""

@@ -10,7 +10,7 @@ from functools import partial
 from textwrap import shorten
 
 import torch
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError, SourceError
 from shardconv_runtime.format.plan import Plan
 from shardconv_runtime.format.plan_json import of_sequence
@@ -25,20 +25,18 @@ from ..measuring.measure import NotMeasured, measure_memory
 from ..planning.expert_parallel import ExpertParallel, isolate_experts
 from ..planning.parameter_plans import Steps
 from ..planning.solution import stand_in
+from ..tracing.config_sizes import smaller_configs
 from ..tracing.fold import Folded, fold
 from ..tracing.inputs import TraceInputs, trace_inputs
-from ..tracing.smaller_configs import smaller_configs
 from ..tracing.tape import Tape
 from ..tracing.training_code import not_in_training, returns_its_loss_function
-from ..verifying.shrinking.fewer_positions import is_same_code, resized_tensors
+from ..verifying.shrinking.shrink import is_same_code, resized_tensors
 from ..verifying.shrinking.small_model import FullModel
 from ..verifying.simulation.layer_bypass import Bypass, bypassed_copy, working_bypasses
 from .adapted_plan import Adaptation, AdaptedModel
 from .numeric_check import NumericCheck, Source, with_parallel_loss
-from .plain_form import plain_form
+from .plan_forms import StagedForm, no_sequence_form, plain_form, with_sequence_form, without_extra_outputs
 from .rounds import PlanProblem
-from .sequence_form import no_sequence_form, with_sequence_form
-from .staged_form import StagedForm, without_extra_outputs
 
 Tell = Callable[[str], None]
 

@@ -16,10 +16,9 @@ from shardconv_runtime.format import slices
 from shardconv_runtime.format.dims import axes_of
 from torch import nn
 
-from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.analysis import Analysis, corresponding_leaves
 from ..dim_analysis.dim_trees import Node, find, leaves, unify
-from ..dim_analysis.expert_sites import ExpertSite, find_experts, find_stacks, isolate
-from ..dim_analysis.structure import corresponding_leaves
+from ..dim_analysis.sites import ExpertSite, find_experts, find_stacks, isolate
 from ..matching.expert_sums import NotProven, prove_experts
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark, Tape

@@ -11,9 +11,8 @@ from shardconv_runtime.format import slices
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, axes_of, size
 from shardconv_runtime.format.dims import leaves as dim_leaves
 
-from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.analysis import Analysis, frozen_leaves, num_tokens
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
-from ..dim_analysis.structure import frozen_leaves, num_tokens
 from ..solving.sequence_dims import sequence_leaves
 from ..solving.solve import Assignment
 

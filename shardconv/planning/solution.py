@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardconv_runtime.format.plan import AllGatherStep, AllReduceStep, Boundary, NormInfo, Plan, SliceStep
-from shardconv_runtime.parallel.plan_steps import in_use
+from shardconv_runtime.parallel.boundary import in_use
 
 from ..dim_analysis.analysis import Analysis
 from ..dim_analysis.dim_trees import Node

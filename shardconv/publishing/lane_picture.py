@@ -1,22 +1,25 @@
-"""One lane of a block: weights and collectives in rows, with labels under them."""
+"""One lane of a block: weights and collectives in rows, with labels under them, as SVG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from shardconv_runtime.format.dims import axes_of
-from shardconv_runtime.format.plan import Plan
+from shardconv_runtime.format.dims import Dim, axes_of, size
+from shardconv_runtime.format.plan import ParameterPlan, Plan, global_shape, local_shape
 
 from ..reporting.human_numbers import human_bytes
-from .lanes import Bar, Cell, Lane
-from .outline import Block
+from .lanes import Bar, Block, Cell, Lane
+from .stretches import Coordinates, HeldSegment, Holders, holders, stretches
 from .svg import (
     COLLECTIVE_COLORS,
     INNER_WIDTH,
     INNER_X,
     LANE_WIDTH,
     LANE_X,
+    RANK_COLORS,
+    TIMES,
     Row,
     element,
     fitted,
@@ -26,7 +29,270 @@ from .svg import (
     text_width,
     title,
 )
-from .weight_picture import Drawn, Paint, draw, shape_lines
+
+# A weight as a rectangle, divided where its dims are sharded and colored by rank.
+
+LONGEST = 92.0
+"""Length in the picture of the longest dim in a block."""
+
+SHORTEST = 16.0
+THIN, APART = 8.0, 4.0
+"""Width of the vectors beside a matrix, and their distance."""
+
+SMALL_DIM = 16
+"""Dims up to this size are not drawn of a tensor with more than two dims."""
+
+MAX_SHEETS = 5
+
+
+@dataclass(slots=True)
+class Paint:
+    """Colors of ranks, and the patterns in use so far."""
+
+    plan: Plan
+    patterns: dict[str, str] = field(default_factory=dict)
+    """Id -> markup, in the order of first use."""
+
+    def rank(self, rank: int) -> str:
+        """Color of a rank; with more ranks than colors, the first three and the last differ from the rest."""
+        tp, colors = self.plan.tp, RANK_COLORS
+        if tp <= len(colors) or rank < 3:
+            return colors[rank]
+        return colors[-1] if rank == tp - 1 else colors[3 + rank % 4]
+
+    def held(self, held: Holders) -> str:
+        """The fill of what these ranks hold: the color of one, or stripes of the first and the last."""
+        first = self.rank(held.first) if self.plan.tp <= 8 or held.count == 1 else self._group(held)
+        if held.count == 1:
+            return first
+        last = self.rank(held.last) if self.plan.tp <= 8 else "#ffffff"
+        key = f"sc-{first[1:]}-{last[1:]}"
+        stripe = rect(0, 0, 6, 12, fill=last, fill_opacity=1 if self.plan.tp <= 8 else 0.45)
+        ground = rect(0, 0, 12, 12, fill=first)
+        self.patterns[key] = element(
+            "pattern", ground + stripe, id=key, width=12, height=12,
+            patternUnits="userSpaceOnUse", patternTransform="rotate(45)",
+        )  # fmt: skip
+        return f"url(#{key})"
+
+    def hatch(self) -> str:
+        """The overlay of partial parameters, which are zero on all ranks but some."""
+        line = element("line", x1=0, y1=0, x2=0, y2=6, class_="hatch")
+        self.patterns["sc-hatch"] = element(
+            "pattern", line, id="sc-hatch", width=6, height=6,
+            patternUnits="userSpaceOnUse", patternTransform="rotate(45)",
+        )  # fmt: skip
+        return "url(#sc-hatch)"
+
+    def _group(self, held: Holders) -> str:
+        return RANK_COLORS[held.first // held.count % len(RANK_COLORS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Markup at (0, 0), and its size."""
+
+    markup: str
+    width: float
+    height: float
+
+
+def draw(cell: Cell, paint: Paint, longest: int) -> Drawn:
+    """Draw the tensors of a cell.
+
+    Args:
+        cell: a weight and its vectors.
+        paint: colors; patterns that are used are added.
+        longest: size of the dim that is ``LONGEST`` long in the picture.
+    """
+    if cell.is_small:
+        return _vectors([tensor.plan for tensor in cell.tensors], paint)
+    matrix, *vectors = (tensor.plan for tensor in cell.tensors)
+    return _matrix(matrix, vectors, paint, longest)
+
+
+def faces(entry: ParameterPlan) -> tuple[int, ...]:
+    """Indices of the dims that are drawn: height and width, after the sheets if there are three."""
+    kept = list(range(len(entry.dims)))
+    sizes = global_shape(entry)
+    sharded = {index for index in kept if axes_of(entry.dims[index])}
+    for index in sorted(kept, key=lambda i: (i == 0 and sizes[i] > 1, sizes[i], -i)):
+        is_stack = index == 0 and sizes[0] > 1 and all(sizes[i] > SMALL_DIM for i in kept[1:])
+        is_small = sizes[index] <= SMALL_DIM and not is_stack
+        if len(kept) > 2 and index not in sharded and (is_small or len(kept) > 3):
+            kept.remove(index)
+    return tuple(kept[-3:])
+
+
+def shape_lines(entry: ParameterPlan, plan: Plan) -> tuple[str, str]:
+    """The global shape and the local one; the second is empty if they are equal."""
+    shape = global_shape(entry)
+    first, last = (local_shape(entry, plan.mesh, rank) for rank in (0, plan.tp - 1))
+    if first == shape:
+        return _times(shape), ""
+    each = [str(a) if a == b else f"≤ {max(a, b)}" for a, b in zip(first, last, strict=True)]
+    return _times(shape), "→ " + f" {TIMES} ".join(each)
+
+
+def _times(shape: Sequence[int]) -> str:
+    return f" {TIMES} ".join(map(str, shape)) or "scalar"
+
+
+def _length(extent: int, longest: int) -> float:
+    return float(max(SHORTEST, LONGEST * (max(extent, 1) / max(longest, 1)) ** 0.38))
+
+
+def _matrix(entry: ParameterPlan, vectors: Sequence[ParameterPlan], paint: Paint, longest: int) -> Drawn:
+    *sheets, rows, columns = faces(entry)
+    dims = entry.dims
+    height, width = (min(_length(size(dims[i]), longest), LONGEST) for i in (rows, columns))
+    behind = _sheets(dims[sheets[0]], paint) if sheets else [("", {})]
+    shift = 6.0 if len(behind) > 1 else 0.0
+    parts = []
+    for depth in range(len(behind) - 1, -1, -1):
+        gap, coordinates = behind[depth]
+        x, y = depth * shift, (len(behind) - 1 - depth) * shift
+        if gap:
+            parts.append(rect(x, y, width, height, class_="gap"))
+        else:
+            parts += _sharded_rectangle(
+                entry, (rows, columns), coordinates, (x, y, width, height), paint, depth == 0
+            )
+        parts.append(rect(x, y, width, height, class_="edge"))
+    total_width, total_height = (length + (len(behind) - 1) * shift for length in (width, height))
+    for vector in vectors:
+        is_row = bool(vector.dims) and size(vector.dims[0]) == size(dims[rows])
+        parts.append(_strip(vector, paint, is_row, (width, height), (total_width, total_height), len(behind)))
+        if is_row:
+            total_width += APART + THIN
+        else:
+            total_height += APART + THIN
+    return Drawn("".join(parts), total_width, total_height)
+
+
+def _sheets(dim: Dim, paint: Paint) -> list[tuple[str, Coordinates]]:
+    """The sheets from front to back, as (``gap`` or empty, coordinates of the holders)."""
+    if not axes_of(dim):
+        return [("", {})] * min(3, size(dim))
+    found = stretches(dim, paint.plan.mesh)
+    if len(found) > MAX_SHEETS:
+        found = (*found[:3], HeldSegment(0, 1, None), found[-1])
+    return [("gap" if sheet.coordinates is None else "", sheet.coordinates or {}) for sheet in found]
+
+
+_Frame = tuple[float, float, float, float]
+"""x, y, width, height of a rectangle."""
+
+
+def _sharded_rectangle(
+    entry: ParameterPlan,
+    faces: tuple[int, int],
+    around: Coordinates,
+    frame: _Frame,
+    paint: Paint,
+    is_front: bool,
+) -> Iterator[str]:
+    x, y, width, height = frame
+    mesh = paint.plan.mesh
+    down, across = (stretches(entry.dims[index], mesh) for index in faces)
+    for row in down:
+        for column in across:
+            where = (
+                x + column.start * width,
+                y + row.start * height,
+                (column.stop - column.start) * width,
+                (row.stop - row.start) * height,
+            )
+            if row.coordinates is None or column.coordinates is None:
+                yield _gap(where, is_row=row.coordinates is None)
+            else:
+                yield _shard(
+                    entry, {**around, **row.coordinates, **column.coordinates}, where, paint, is_front
+                )
+
+
+def _shard(
+    entry: ParameterPlan, coordinates: Coordinates, frame: _Frame, paint: Paint, is_labeled: bool = True
+) -> str:
+    x, y, width, height = frame
+    if entry.partial:
+        at_zero = {**coordinates, **dict.fromkeys(entry.partial, 0)}
+        held = holders(at_zero, paint.plan.mesh)
+        ground = rect(x, y, width, height, fill=paint.held(held))
+        return ground + rect(x, y, width, height, fill=paint.hatch())
+    if not coordinates:
+        return rect(x, y, width, height, class_="replicated")
+    held = holders(coordinates, paint.plan.mesh)
+    shape = rect(x, y, width, height, fill=paint.held(held), class_="shard" if min(width, height) > 3 else "")
+    shape = shape.replace(' class=""', "")
+    label = str(held.first) if held.count == 1 else f"{held.first}-{held.last}"
+    if held.count > 1 and held.last - held.first + 1 != held.count:
+        label = f"{held.first}…{held.last}"
+    if not is_labeled or height < 9.5 or width < 5.2 * len(label) + 3:
+        return shape
+    middle = x + width / 2, y + height / 2 + 2.9
+    return shape + text(*middle, label, 8.2, text_anchor="middle", class_="on")
+
+
+def _gap(frame: _Frame, *, is_row: bool) -> str:
+    x, y, width, height = frame
+    dots = rect(x, y, width, height, class_="gap")
+    if (height if is_row else width) < 9:
+        return dots
+    for step in (-1, 0, 1):
+        moved = (0.0, step * 4.5) if is_row else (step * 4.5, 0.0)
+        dots += element(
+            "circle", cx=x + width / 2 + moved[0], cy=y + height / 2 + moved[1], r=1.1, class_="muted"
+        )
+    return dots
+
+
+def _strip(
+    vector: ParameterPlan,
+    paint: Paint,
+    is_row: bool,
+    matrix: tuple[float, float],
+    total: tuple[float, float],
+    sheets: int,
+) -> str:
+    """A vector along one side of a matrix: right of its rows, or below its columns."""
+    width, height = matrix
+    top = (sheets - 1) * 6.0
+    frame = (total[0] + APART, top, THIN, height) if is_row else (0.0, total[1] + APART, width, THIN)
+    return "".join(_sharded_vector(vector, frame, paint, is_row=is_row))
+
+
+def _sharded_vector(vector: ParameterPlan, frame: _Frame, paint: Paint, *, is_row: bool) -> Iterator[str]:
+    x, y, width, height = frame
+    found = stretches(vector.dims[0], paint.plan.mesh) if vector.dims else (HeldSegment(0.0, 1.0, {}),)
+    for stretch in found:
+        along = stretch.stop - stretch.start
+        if is_row:
+            where = (x, y + stretch.start * height, width, along * height)
+        else:
+            where = (x + stretch.start * width, y, along * width, height)
+        if stretch.coordinates is None:
+            yield _gap(where, is_row=is_row)
+        else:
+            yield _shard(vector, stretch.coordinates, where, paint)
+    yield rect(x, y, width, height, class_="edge")
+
+
+def _vectors(vectors: Sequence[ParameterPlan], paint: Paint) -> Drawn:
+    """Vectors of a module without a matrix, below one another."""
+    parts: list[str] = []
+    height = 0.0
+    for vector in vectors[:4]:
+        parts += _sharded_vector(vector, (0.0, height, LONGEST, 13.0), paint, is_row=False)
+        height += 13.0 + APART
+    return Drawn("".join(parts), LONGEST, height - APART)
+
+
+def longest_dim(cells: Sequence[Cell]) -> int:
+    """The largest size of a dim that is drawn of a matrix in the cells."""
+    entries = [tensor.plan for cell in cells for tensor in cell.tensors if len(tensor.plan.dims) >= 2]
+    return max((size(entry.dims[i]) for entry in entries for i in faces(entry)[-2:]), default=1)
+
 
 CELL_WIDTH, MAX_CELL_WIDTH, BAR_WIDTH, GAP = 100.0, 148.0, 56.0, 8.0
 
@@ -128,11 +394,11 @@ def _cell_lines(cell: Cell, lane: Lane, block: Block, plan: Plan) -> Iterator[_L
 
 def _centered(lines: Sequence[_Line], width: float) -> Row:
     y, parts = 0.0, []
-    for line, size, is_name in lines:
-        y += size + 2.8
-        shown = fitted(line, size, width, bold=is_name)
+    for line, points, is_name in lines:
+        y += points + 2.8
+        shown = fitted(line, points, width, bold=is_name)
         kind = {"font_weight": "650"} if is_name else {"class_": "muted"}
-        parts.append(text(width / 2, y, shown, size, text_anchor="middle", **kind))
+        parts.append(text(width / 2, y, shown, points, text_anchor="middle", **kind))
     return Row("".join(parts), y + 2)
 
 

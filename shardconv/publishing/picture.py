@@ -11,11 +11,10 @@ from html import escape
 from shardconv_runtime.format.plan import Plan, global_shape
 
 from ..reporting.human_numbers import human_bytes, human_count
-from ..reporting.memory_lines import crossing_bytes, layers_text
+from ..reporting.plan_lines import crossing_bytes, layers_text
 from ..reporting.summary import COMMUNICATING, Summary, stage_bytes, summarize, weights_text
-from .lane_picture import lane_picture
-from .lanes import Bar, Cell
-from .outline import Block, outline
+from .lane_picture import Paint, lane_picture, longest_dim
+from .lanes import Bar, Block, Cell, outline
 from .svg import (
     CARD_WIDTH,
     CARD_X,
@@ -40,7 +39,6 @@ from .svg import (
     text_width,
     title,
 )
-from .weight_picture import Paint, longest_dim
 
 # The stages of a plan as a strip of a picture: what each holds, and what it sends to the next ones.
 

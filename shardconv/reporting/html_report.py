@@ -19,7 +19,7 @@ from shardconv_runtime.format.plan import Plan
 
 from . import html_values
 from .human_numbers import human_bytes, percent
-from .memory_lines import fused_lines, memory_facts, memory_parts
+from .plan_lines import fused_lines, memory_facts, memory_parts
 from .report import TOKENS, numerics_text, tensor_cells, unplanned
 from .summary import Summary, all_notes, summarize
 

@@ -10,9 +10,8 @@ from shardconv_runtime.format.manifest import FileEntry, Manifest
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.plan import Edit, Plan, global_shape, local_shape
 
-from .fits import Workload
 from .human_numbers import human_bytes, human_count, percent
-from .memory_lines import device_lines, fused_lines, memory_lines, stage_lines
+from .plan_lines import Workload, device_lines, fused_lines, memory_lines, stage_lines
 from .summary import (
     Collective,
     LayerKind,

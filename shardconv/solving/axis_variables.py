@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dim_analysis import dim_trees
-from ..dim_analysis.analysis import Analysis, Partial, find_partial
-from ..dim_analysis.dim_trees import Node, find
-from ..dim_analysis.structure import (
+from ..dim_analysis.analysis import (
+    Analysis,
+    Partial,
     corresponding_leaves,
+    find_partial,
     frozen_leaves,
     multiplying_pairs,
     num_tokens,
     weighted_leaves,
     width,
 )
+from ..dim_analysis.dim_trees import Node, find
 from ..tracing.fold import Folded
 from .elimination import Problem, Table
 

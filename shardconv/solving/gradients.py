@@ -26,10 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..dim_analysis.analysis import Analysis
+from ..dim_analysis.analysis import Analysis, differentiable, num_tokens, width
 from ..dim_analysis.dim_trees import LEAF, PRODUCT, Node, find
 from ..dim_analysis.rule_builder import passive_calls
-from ..dim_analysis.structure import differentiable, num_tokens, width
 from ..tracing.fold import Folded
 from ..tracing.tape import Mark
 from .elimination import Infeasible, Problem

@@ -9,9 +9,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..dim_analysis import dim_trees
-from ..dim_analysis.analysis import Contraction, Partial, TableLookup
+from ..dim_analysis.analysis import Contraction, Partial, TableLookup, differentiable
 from ..dim_analysis.dim_trees import LEAF, SUM, Node, find
-from ..dim_analysis.structure import differentiable
 from ..tracing.tape import Mark
 from .axis_variables import AxisVariables, OneOf, Signature, SolverInput
 from .elimination import Table

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ..dim_analysis.analysis import Analysis, Partial, find_partial
+from ..dim_analysis.analysis import Analysis, Partial, find_partial, linked_leaves
 from ..dim_analysis.dim_trees import LEAF, Node, find, leaves
-from ..dim_analysis.structure import linked_leaves
 from ..tracing.fold import Folded
 from .axis_variables import SolverInput
 from .elimination import Infeasible

@@ -1,8 +1,12 @@
-"""Sizes in a config and those in it, under names that many configs use."""
+"""Sizes in a config, under names that many configs use, and configs with smaller ones."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,3 +126,187 @@ class ImageSizes:
 def _unsaid(patch: tuple[int, int]) -> tuple[int, int]:
     """Height and width where the config does not say them."""
     return (_SIDE, _SIDE) if patch == (1, 1) else (4 * patch[0], 4 * patch[1])
+
+
+# Copies of a config with smaller sizes of what a model sees: images, sounds, chunks of a text.
+#
+# None of these is a size of a matrix, but all decide how many activations a call has. A grid of patches
+# that is smaller by some factor makes the other numbers smaller that follow from it: those of its patches,
+# of the tokens that they are merged to, and of the images that a large one is divided into.
+
+_SIDES, _PATCH = ("image_size", "resolution"), "patch_size"
+_FOLLOWING = re.compile(
+    r"image|pixel|patch|position|resolution|pinpoint|crop|tokens_per|num_tokens|seq_length"
+)
+"""In names of numbers that may follow from the size of an image."""
+_OTHERS = re.compile(rf"{_PATCH}$|_ids?$|_index$|_token$|_dim$|channels|layers?$|heads?$|std|eps")
+"""In names of numbers that do not."""
+_OF_TEXTS = "max_position_embeddings"
+_SOUND_POSITIONS = "max_source_positions"
+_SOUND_WINDOWS = re.compile(r"n_window(_|$)")
+_LEAST_WINDOW = 5
+"""Convolutions halve what is in one, up to three times."""
+_CHUNKS = re.compile(r"(^|_)(chunk_size|block_size|attention_window)$")
+_LEAST_PATCHES = 4
+"""In a row of a grid."""
+_USUAL_PATCHES = 6
+_STRIDE = 32
+"""Pixels in a row of the last grid of a tower without patches, which halves its images five times."""
+_FEW_STRIDES = 3
+_POSITIONS = 48
+"""Of a sound."""
+_CHUNK_SIZES, _LARGEST_CHUNK = (32, 64), 1024
+"""A text of a trace is padded to one chunk of a scan, block or window with these as with larger ones: short
+texts with the first, those in which sounds or images are with the second. Of still larger ones, code makes
+masks alone."""
+_MOST_GRIDS = 3
+
+Change = Callable[[Any], None]
+"""Of a config, in place."""
+
+
+def smaller_configs(config: Any) -> Iterator[Any]:
+    """Copies with smaller sizes: of all that can be smaller, then of each kind alone."""
+    images = _grids(config)
+    sounds: list[Change] = [_fewer_sound_positions] if _does(_fewer_sound_positions, config) else []
+    chunks = [change for change in map(_chunks_of, _CHUNK_SIZES) if _does(change, config)]
+    for chunk in [[chunk] for chunk in chunks] or [[]]:
+        for grid in [[grid] for grid in images] or [[]]:
+            if grid or sounds or chunk:
+                yield _changed(config, [*grid, *sounds, *chunk])
+    one_of_each = [*images[:1], *sounds, *chunks[:1]]
+    if len(one_of_each) > 1:
+        for change in one_of_each:
+            yield _changed(config, [change])
+
+
+def _changed(config: Any, changes: list[Change]) -> Any:
+    other = copy.deepcopy(config)
+    for change in changes:
+        change(other)
+    return other
+
+
+def _does(change: Change, config: Any) -> bool:
+    """Whether a change of a config makes another one of it."""
+    return bool(_changed(config, [change]).to_dict() != config.to_dict())
+
+
+# Images -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Tower:
+    """Images of one tower, and the smaller ones."""
+
+    side: int
+    small_side: int
+    row: int
+    """Patches."""
+    small_row: int
+
+    def smaller(self, number: int) -> int:
+        """A number that follows from the size of images, as it is with the smaller ones; any other stays."""
+        times, rest = divmod(number, self.side)
+        if times and not rest:
+            return times * self.small_side
+        for more in (0, 1):  # a token for the whole image
+            merged = math.isqrt(number - more)
+            if merged * merged + more == number and merged > 1 and self.row % merged == 0:
+                small, rest = divmod(self.small_row * merged, self.row)
+                if small and not rest:
+                    return small * small + more
+        return number
+
+
+def _grids(config: Any) -> list[Change]:
+    """Changes to smaller grids of patches, of all towers together."""
+    towers = {}
+    for node in nodes(config):
+        side = next((pair(getattr(node, name)) for name in _SIDES if has(node, name)), None)
+        patch = pair(getattr(node, _PATCH, _STRIDE))
+        if (
+            side
+            and patch
+            and side[0] == side[1]
+            and patch[0] == patch[1]
+            and side[0] // patch[0] > _LEAST_PATCHES
+        ):
+            row = side[0] // patch[0]
+            rows = _smaller_rows(row) if has(node, _PATCH) else [_FEW_STRIDES]
+            towers[side[0]] = [
+                _Tower(side[0], small * patch[0] + side[0] % patch[0], row, small) for small in rows
+            ]
+    choices = itertools.zip_longest(*towers.values())
+    filled = (
+        [each or options[-1] for each, options in zip(choice, towers.values(), strict=True)]
+        for choice in choices
+    )
+    return [_Fewer(tuple(chosen)).apply for chosen in itertools.islice(filled, _MOST_GRIDS) if chosen]
+
+
+def _smaller_rows(row: int) -> list[int]:
+    """Lengths of a row of fewer patches: those that divide it, not much fewer than usual ones first."""
+    shorter = range(_LEAST_PATCHES, row // 2 + 1)
+    found = sorted((n for n in shorter if row % n == 0), key=lambda n: (n < _USUAL_PATCHES, n))
+    return found or [min(2 * _LEAST_PATCHES, row // 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fewer:
+    """Smaller images of all towers."""
+
+    towers: tuple[_Tower, ...]
+
+    def apply(self, config: Any) -> None:
+        """Change all numbers of a config that follow from the size of its images, in place."""
+        for node in nodes(config):
+            for name, value in list(vars(node).items()):
+                if not _FOLLOWING.search(name) or _OTHERS.search(name):
+                    continue
+                if name != _OF_TEXTS or has(node, _SIDES[0]):
+                    setattr(node, name, self._smaller(value))
+
+    def _smaller(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._smaller, value))
+        if isinstance(value, dict):
+            return {self._smaller(k): self._smaller(v) for k, v in value.items()}
+        if type(value) is not int:
+            return value
+        return next((n for n in (tower.smaller(value) for tower in self.towers) if n != value), value)
+
+
+# Others -----------------------------------------------------------------------------------------
+
+
+def _fewer_sound_positions(config: Any) -> None:
+    """Shorter sounds, of as many windows where a tower divides them."""
+    for node in nodes(config):
+        positions = int_of(node, _SOUND_POSITIONS)
+        if positions < 2 * _POSITIONS:
+            continue
+        names = [name for name in vars(node) if _SOUND_WINDOWS.match(name) and int_of(node, name)]
+        windows = [int_of(node, name) for name in names]
+        factors = range(1, positions // _POSITIONS + 1)
+        factor = max(
+            (f for f in factors if all(n % f == 0 and n // f >= _LEAST_WINDOW for n in windows)), default=1
+        )
+        for name in (_SOUND_POSITIONS, *names):
+            setattr(node, name, int_of(node, name) // factor)
+
+
+def _chunks_of(size: int) -> Change:
+    def change(config: Any) -> None:
+        for node in nodes(config):
+            for name in [name for name in vars(node) if _CHUNKS.search(name)]:
+                setattr(node, name, _smaller_chunk(getattr(node, name), size))
+
+    return change
+
+
+def _smaller_chunk(value: Any, size: int) -> Any:
+    """One size, or that of each layer."""
+    if isinstance(value, list):
+        return [_smaller_chunk(each, size) for each in value]
+    return size if type(value) is int and size < value <= _LARGEST_CHUNK else value

@@ -16,9 +16,7 @@ from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from torch import Tensor, nn
 
 from .config_sizes import first_int, nodes
-from .free_sizes import free_sizes
-from .input_forms import FORMED, Asked, InputForm
-from .lazy_products import Once, combined
+from .input_forms import FORMED, Asked, InputForm, Once, combined, free_sizes
 from .modalities import FormMaker
 from .tape import Mark, Tape
 from .tokens import TokenMaker, token_parameter

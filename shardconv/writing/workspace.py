@@ -42,6 +42,7 @@ from .job import (
     Job,
     Moves,
     State,
+    TargetFile,
     as_json,
     difference,
     displace,
@@ -51,7 +52,6 @@ from .job import (
     read_state,
     write_state,
 )
-from .target import TargetFile
 
 # A journal of writes: lines ``CRC [file, [leaf, element], [[offset, bytes, crc32], ...]]``.
 #

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.packed_plan import as_planned, shard
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.checkpoint.weight_files import WeightFile, num_bytes
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format import manifest
@@ -37,9 +37,8 @@ from shardconv_runtime.versions import tool_versions
 
 from ..reporting.progress import Progress
 from .fill import fill
-from .job import difference
-from .output import Output, WriteOptions
-from .target import TargetFile, target_file
+from .job import TargetFile, difference, target_file
+from .outputs import Output, WriteOptions
 from .workspace import Claim, Workspace, opened, write_durably
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")

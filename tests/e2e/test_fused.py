@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warm_compiler import warm_up
 
 import shardconv
-from shardconv.pipeline import plain_form
+from shardconv.pipeline import plan_forms
 from shardconv.reporting.html_report import html_report
 
 IDS = torch.arange(2, 16).view(2, 7)
@@ -189,7 +189,7 @@ def test_files_without_groups_are_joined_in_memory(converted: Convert, tmp_path:
     plan = plan_json.read(found.out / "plan.json")
     older = tmp_path / "older"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_form, "fused_plans", lambda *_: ())
+        patch.setattr(plan_forms, "fused_plans", lambda *_: ())
         shardconv.convert(found.source, older, tp=1, check=False)
     assert not plan_json.read(older / "plan.json").fused
     before = run(shardconv_runtime.load(older, fuse=True))

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardconv
 from shardconv.measuring.memory_run import tensors_of
-from shardconv.reporting.fits import parts, weight_bytes
+from shardconv.reporting.plan_lines import parts, weight_bytes
 
 pytestmark = pytest.mark.usefixtures("measured")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import shardconv
 from shardconv import cli
-from shardconv.reporting.memory_lines import stage_bytes
+from shardconv.reporting.plan_lines import stage_bytes
 from shardconv.verifying.directories.verify import DamagedError
 
 PP = 2

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from vllm_models import MODELS, NEEDS_VLLM, save
 
 import shardconv
-from shardconv.engines.verify_state import verify_state
+from shardconv.engines.state_files import verify_state
 
 pytestmark = [pytest.mark.vllm, NEEDS_VLLM]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 
 from shardconv.arguments import SolveOptions

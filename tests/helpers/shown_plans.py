@@ -6,7 +6,7 @@ import dataclasses
 from functools import lru_cache
 
 from boundaries import boundary
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import ModulePlan, ParameterPlan, Plan
 from small_models import hand_plan, small_config

@@ -26,7 +26,7 @@ from shardconv_runtime.format.plan import Plan
 from small_models import hand_plan, save_random, small_config
 
 from shardconv.reporting.progress import Silent
-from shardconv.writing.output import Output, WriteOptions
+from shardconv.writing.outputs import Output, WriteOptions
 from shardconv.writing.writer import Origin, write
 
 TINY = {

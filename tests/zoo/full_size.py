@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.format.dims import size
 from shardconv_runtime.format.plan import Plan, local_shape, parameter_plans
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plain_form
+from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import TOO_LARGE
 from shardconv.pipeline.stages import solve_plan
 from shardconv.reporting.summary import all_notes
@@ -226,13 +226,13 @@ def _describe(plan: Plan, about: Measured) -> None:
 def _counted_rounds() -> list[None]:
     """Grows by one whenever a model is solved from here on."""
     rounds: list[None] = []
-    attempt = plain_form._attempt
+    attempt = plan_forms._attempt
 
     def counted(*args: Any) -> Any:
         rounds.append(None)
         return attempt(*args)
 
-    plain_form._attempt = counted  # type: ignore[attr-defined]
+    plan_forms._attempt = counted  # type: ignore[attr-defined]
     return rounds
 
 

@@ -17,7 +17,7 @@ from distributed import run_processes
 from made_inputs import make_inputs
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.training.sequence import FLAT_OUTPUTS
 from training_runs import cpu_mesh
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from made_inputs import make_inputs
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.dims import axes_of, size
 from shardconv_runtime.format.names import expand_all

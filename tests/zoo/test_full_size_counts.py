@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 from transformers import CONFIG_MAPPING
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plain_form, stages
+from shardconv.pipeline import plan_forms, stages
 from shardconv.reporting.summary import summarize
 from shardconv.solving.axis_variables import AxisVariables
 
@@ -127,9 +127,9 @@ def counts(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
         taken["variables"] += len(problem.keys)
         return plain_solve_axis(problem)
 
-    plain_fold, plain_solve, plain_solve_axis = stages.fold, plain_form.solve, AxisVariables.solve
+    plain_fold, plain_solve, plain_solve_axis = stages.fold, plan_forms.solve, AxisVariables.solve
     monkeypatch.setattr(stages, "fold", fold)
-    monkeypatch.setattr(plain_form, "solve", solve)
+    monkeypatch.setattr(plan_forms, "solve", solve)
     monkeypatch.setattr(AxisVariables, "solve", solve_axis)
     plan = stages.solve_plan(model, SolveOptions(TP, check=False))
     return {**taken, **facts(plan)}

@@ -19,7 +19,7 @@ import torch
 from made_inputs import make_inputs
 from shardconv_runtime.adapters.adapter_names import ANY_NAME
 from shardconv_runtime.adapters.attaching import Adapter, attach
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import SolveError, SourceError
 from shardconv_runtime.format.plan import Plan, parameter_plans

@@ -18,9 +18,9 @@ from ..format.stage_part import of_stage
 from ..format.staged_names import held_names
 from ..format.stored_layout import holds_values
 from ..parallel.local_modules import local_tensor
+from .adapter_files import Given, PlannedAdapter, read_adapters
 from .attaching import Adapter, Attached, attach
 from .combined import Alone, combined, named
-from .directory import Given, PlannedAdapter, read_adapters
 
 # The local tensors of a model with adapters: those of the model's files, and parts of the adapters'.
 

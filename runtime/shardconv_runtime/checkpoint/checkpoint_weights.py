@@ -22,7 +22,6 @@ from ..errors import SourceError, brief
 from ..format.names import natural_key
 from ..parallel.meta_model import tied_names
 from ..tensors.lazy_tensor import ComputedLeaf, LazyLeaf, LazyTensor
-from .model_spec import ModelSpec
 from .quantized import PackedWeight, PackedWeights, is_of_cache
 from .recorded import (
     InPlaceError,
@@ -32,6 +31,7 @@ from .recorded import (
     recording,
     small_ones_read,
 )
+from .resolve import ModelSpec
 from .stored_leaves import lazy_tensors, without_wrappers, wrapped_name
 
 SHOWN = 3

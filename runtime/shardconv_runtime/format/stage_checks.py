@@ -1,4 +1,4 @@
-"""The rules of the stages of a pipeline, which are checked where a plan has them."""
+"""The rules of a plan's stages and of its measured memory, checked where a plan has them."""
 
 from __future__ import annotations
 

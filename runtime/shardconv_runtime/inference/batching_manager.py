@@ -16,9 +16,8 @@ from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, OutputRouter
 
-from ..comm.agreement import agree, exchange, share_rng_state
+from ..comm.agreement import PAGED, agree, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.same_calls import PAGED
 from ..errors import LaunchError, PlanError, ShardconvError
 from .deadline import raise_lost_rank
 from .paged_check import RequestCheck

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.agreement import agree, exchange
+from ..comm.agreement import agree, exchange, require_same_call
 from ..comm.mesh import Launch
-from ..comm.same_calls import require_same_call
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError
 from .batching_manager import RankBatchingManager, require_idle

@@ -28,8 +28,18 @@ from ..parallel.fused_products import refresh_fused
 from .compiled_step import CompiledStep
 from .deadline import pause, progress
 from .decode_cache import Buffers, is_known, make_cache, num_tokens, windows
-from .decode_call import CACHE_NAMES, Call, attending_once, may_take, options_of, prepared_call
-from .decode_state import Bucket, StepState, make_state, start_call
+from .decode_state import (
+    CACHE_NAMES,
+    Bucket,
+    Call,
+    StepState,
+    attending_once,
+    make_state,
+    may_take,
+    options_of,
+    prepared_call,
+    start_call,
+)
 from .replay import WARM_UP_RUNS, Replay, StopFlag
 from .sampling import choose
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import exchange, share_rng_state
+from ..comm.agreement import compare_calls, digest, exchange, share_rng_state
 from ..comm.mesh import Launch
-from ..comm.same_calls import compare_calls, digest
 from ..comm.stage_link import StageLink
 from ..errors import PlanError
 from .assisted import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.same_calls import PAGED
+from ..comm.agreement import PAGED
 from ..comm.stage_link import StageLink
 from ..errors import PlanError, ShardconvError, brief
 from ..parallel.boundary import forward_signature

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..adapters.adapter_files import PlannedAdapter, require_name
 from ..adapters.adapter_names import DEFAULT, is_of_adapter
 from ..adapters.adapter_set import AdapterSet
 from ..adapters.attaching import Adapter, Attached
-from ..adapters.directory import PlannedAdapter, require_name
 from ..comm import agreement
 from ..errors import PlanError
 from ..format import plan_json

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.checkpoint_weights import lazy_weights, select
-from ..checkpoint.model_spec import ModelSpec
 from ..checkpoint.packed_plan import as_planned, flatten, shard
-from ..checkpoint.resolve import resolve
+from ..checkpoint.resolve import ModelSpec, resolve
 from ..errors import PlanError, SourceError
 from ..format import plan_json as codec
 from ..format.fused_groups import adjacent_tensors, in_units

@@ -19,24 +19,62 @@ from ..comm import mesh as launching
 from ..comm.collectives import AllReduce
 from ..comm.mesh import Launch, model_group
 from ..comm.own_gpus import require_own_gpus
-from ..errors import PlanError, ShardconvError
+from ..errors import CheckpointError, PlanError, ShardconvError
 from ..format import fingerprint, manifest
-from ..format.small_files import of_stage_of, variant
+from ..format.small_files import of_stage_of, stage_directory, variant
+from ..format.staged_names import num_stages, stages_of
+from ..hub.fetch import beside
 from ..hub_options import Hub
 from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
-from ..parallel.local_logits import with_local_logits
+from ..parallel.layers import with_local_logits
 from ..training.fsdp import DataParallel
 from . import rank_files
 from .adapted_models import guard_adapters
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
 from .by_plan import ordinary
 from .data_sharding import DataSharding, data_sharding
-from .further_stages import with_further
 from .load_checks import find_converted, refuse_options, require_form, require_same
 from .packed_models import require_packages
 from .reading import ReadAhead
 from .staged_models import require_known, require_several
+
+# The directories of the stages that a process has beside its first one.
+
+
+def with_further(found: CheckedSource, per_process: int) -> CheckedSource:
+    """The directory of a process's first stage with those of its others, beside it.
+
+    Args:
+        found: of the first stage; an ordinary model has no others.
+        per_process: how many stages a process has.
+
+    Raises:
+        CheckpointError: one is missing, or of another conversion.
+        SourceError: one cannot be downloaded.
+    """
+    stages = found.plan.stages
+    if found.checkpoint is not None or stages is None or stages.own is None:
+        return found
+    numbers = stages_of(found.plan, stages.own, num_stages(found.plan) // per_process)[1:]
+    return replace(found, more=tuple(_beside(found, number) for number in numbers))
+
+
+def _beside(found: CheckedSource, stage: int) -> CheckedSource:
+    name, repository = stage_directory(stage, num_stages(found.plan)), found.repository
+    if repository is None:
+        directory = found.directory.parent / name
+        described = manifest.read(directory)
+    else:
+        repository, described = beside(repository, name)
+        directory = repository.directory
+    other = CheckedSource(directory, described, manifest.read_plan(directory, described), repository)
+    if other.common_manifest.plan_sha256 != found.common_manifest.plan_sha256:
+        raise CheckpointError(
+            f"{directory} and {found.directory} are of two conversions; copy or convert the model again"
+        )
+    return other
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Loading for training, and for sequence parallelism: the other forms of a plan."""
+"""What ``load`` checks before it builds anything: options, forms, remote code, the same model on all."""
 
 from __future__ import annotations
 

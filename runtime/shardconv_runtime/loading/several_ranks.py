@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm.agreement import PAGED, require_same_inputs
 from ..comm.collectives import Communicator
 from ..comm.mesh import Launch
-from ..comm.same_calls import PAGED, require_same_inputs
 from ..errors import PlanError
 from ..format.plan import global_shape, module_plans, parameter_plans
 from ..inference.given_caches import localize_caches

@@ -15,7 +15,7 @@ from ..format.plan import Plan
 from ..format.plan_json import of_sequence
 from ..format.slices import Rows
 from ..format.staged_names import held_names, num_stages
-from ..parallel.local_logits import with_local_logits
+from ..parallel.layers import with_local_logits
 from ..parallel.stage_model import ArgumentNames, StageModel, keep_stage
 from ..training.stage_training import prepare_stage
 

@@ -1,4 +1,4 @@
-"""Factors that are stored as exponents of two, a byte each."""
+"""Numbers of few bits: exponents of two in a byte, four-bit floats, integers in words."""
 
 from __future__ import annotations
 

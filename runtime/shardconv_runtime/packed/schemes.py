@@ -1,4 +1,4 @@
-"""What a machine needs to compute with weights that stay packed."""
+"""The packed formats: their modules here, and what a machine needs to compute with them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from ..format.plan import (
 )
 from .fused_products import fuse
 from .guards import attach_guards
-from .local_logits import WHY_NO_LABELS, without_logits_gather
+from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
 from .packed_modules import PackedModules
 from .refusals import refuse

@@ -12,8 +12,7 @@ from torch import nn
 from ..comm.collectives import Communicator
 from ..format.plan import ModulePlan, ParameterPlan, Plan
 from .embeddings import attach_embeddings
-from .inner_states import check_hidden_states
-from .refusals import refuse, refuse_head_masks, refuse_implementations
+from .refusals import check_hidden_states, refuse, refuse_head_masks, refuse_implementations
 
 # How a rank that holds some of the experts multiplies: by groups of tokens, in decoding as well.
 #

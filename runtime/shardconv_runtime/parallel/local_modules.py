@@ -27,11 +27,10 @@ from ..format.plan import (
 )
 from ..format.slices import Mesh, ranges
 from ..format.stored_layout import holds_values
-from .boundary import attach, forward_signature
+from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .edits import apply_edits, raise_flags
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .packed_modules import PackedModules
-from .plan_steps import TensorStep, in_use, step
 from .row_ids import RowIds
 from .sharded_norm import ShardedNorm
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..errors import PlanError
-from .steady_sets import SteadySet
+from .model_config import SteadySet
 
 _building = threading.Lock()
 """The default dtype, which constructors go by, is one for all threads."""

@@ -38,7 +38,7 @@ from ..comm.collectives import Communicator
 from ..comm.steps import Gather, Slice
 from ..errors import LaunchError, PlanError
 from ..format.dims import Leaf
-from .inner_states import are_alike, digest
+from .refusals import are_alike, digest
 
 NOTE_TIMEOUT_S = 20
 """How long a rank waits for the others to register a hook that it has: they do so at about the same time."""

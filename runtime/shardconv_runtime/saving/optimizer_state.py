@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from ..comm import agreement
 from ..loaded import loaded
 from . import dcp_boxes
-from .common_state import common_index, resumption
-from .held_state import fresh_groups, fresh_state, held_state, install
+from .held_state import common_index, fresh_groups, fresh_state, held_state, install, resumption
 from .optimizer_index import INDEX_NAME, OptimizerIndex, StateFile, read_index, write_index
 from .replicas import Replicas, replicas_of
 from .staging import Staging, staged

@@ -1,17 +1,66 @@
-"""Answers of the manager to one client: pieces of text as they come, from rank 0's loop."""
+"""Answers of the manager to one client: pieces of text as they come from rank 0's loop, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from ..errors import ShardconvError
-from .metrics import Metrics
 from .schemas import BadRequest, Sampling
+
+# What the server counts, in the form that Prometheus reads.
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counts of one server."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self._registry = CollectorRegistry()
+
+        def made(kind: Any, name: str, about: str, **options: Any) -> Any:
+            return kind(f"shardconv_{name}", about, registry=self._registry, **options)
+
+        running = made(Gauge, "requests_running", "Requests that are answered or wait")
+        running.set_function(lambda: self.num_running)
+        self._requests = made(Counter, "requests", "Requests that were taken")
+        self._prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts")
+        self._new_tokens = made(Counter, "new_tokens", "Tokens of answers")
+        self._first = made(
+            Histogram, "first_token_seconds", "From a request to its first token", buckets=_SECONDS
+        )
+        self._next = made(Histogram, "next_token_seconds", "From one token to the next", buckets=_SECONDS)
+
+    @contextmanager
+    def running(self, num_prompt_tokens: int) -> Iterator[None]:
+        """While a request is answered."""
+        self._requests.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+    def tokens_came(self, count: int, seconds: float, *, is_first: bool) -> None:
+        """Tokens of an answer, and the time since those before them or since the request."""
+        self._new_tokens.inc(count)
+        if count:
+            (self._first if is_first else self._next).observe(seconds / (1 if is_first else count))
+
+    def text(self) -> bytes:
+        """All counts."""
+        return generate_latest(self._registry)
+
 
 # From the tokens of an answer to its text, piece by piece.
 

@@ -23,7 +23,7 @@ from ..format.grad_sums import by_axes
 from ..format.plan import ParameterPlan, parameter_plans
 from ..format.slices import Mesh, Range, coordinates
 from ..loaded import loaded
-from ..saving.held_boxes import local_tensor, local_window
+from ..saving.dcp_boxes import local_tensor, local_window
 from ..saving.replicas import mesh_of
 from ..saving.stored_model import named_tensors
 

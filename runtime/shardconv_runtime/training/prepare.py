@@ -16,7 +16,7 @@ from ..format.plan_json import of_sequence, require_training
 from ..format.staged_names import is_inside
 from ..parallel.boundary import attach_output, renumber
 from ..parallel.build import apply_plan, owner_of, require_mesh, submodule
-from ..parallel.local_logits import WHY_NO_LABELS, without_logits_gather
+from ..parallel.layers import WHY_NO_LABELS, without_logits_gather
 from ..parallel.packed_modules import PackedModules
 from ..parallel.refusals import refuse
 from .gates import Gated, GradientGate, attach_gates

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.agreement import exchange
+from ..comm.agreement import CALL_TIMEOUT_S, exchange
 from ..comm.mesh import Launch
-from ..comm.same_calls import CALL_TIMEOUT_S
 from ..errors import LaunchError, PlanError
 from ..loaded import loaded
 from ..parallel.boundary import forward_signature

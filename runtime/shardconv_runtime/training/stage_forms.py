@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..comm.stage_link import Crossing, Handover
 from ..errors import PlanError, ShardconvError
 from ..parallel.stage_model import StageModel
-from .model_losses import predicts_next
+from .loss_parallel import predicts_next
 from .sequence import padded
 
 # A batch in parts that run one after another.

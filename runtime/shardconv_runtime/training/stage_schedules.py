@@ -23,13 +23,13 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from ..comm.same_calls import require_same_inputs
+from ..comm.agreement import require_same_inputs
 from ..comm.stage_link import Crossing
 from ..comm.stage_processes import ProcessLink
 from ..errors import PlanError, ShardconvError
 from ..loaded import loaded, unwrapped
 from ..parallel.stage_model import StageModel
-from .model_losses import has_parallel_loss
+from .loss_parallel import has_parallel_loss
 from .replica_inputs import COMPARISON, ReplicaComparison
 from .stage_forms import StageBoundary, ValueForm, count_labels, divide, measured_forms, require_alike
 from .stage_training import StageLoss, TiedGradients

@@ -22,7 +22,7 @@ from ..format.staged_names import held_names, stages_of
 from ..loaded import loaded
 from ..parallel.boundary import forward_signature
 from ..parallel.stage_model import StageModel
-from ..saving.held_boxes import local_tensor
+from ..saving.dcp_boxes import local_tensor
 from ..saving.stored_model import named_tensors
 from .stage_forms import StageBoundary, ValueForm, forms_inside
 from .without_cache import without_cache

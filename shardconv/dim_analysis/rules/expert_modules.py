@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .. import dim_trees
-from ..expert_sites import EXPERTS
+from ..sites import EXPERTS
 
 if TYPE_CHECKING:
     from ...tracing.tape import Op
-    from ..expert_sites import ExpertSite
     from ..rule_builder import Arguments, Builder
+    from ..sites import ExpertSite
 
 
 def experts(b: Builder, op: Op, args: Arguments) -> None:

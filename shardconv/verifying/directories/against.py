@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from shardconv_runtime.checkpoint.checkpoint_weights import are_equal, lazy_weights
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.packed_plan import as_planned, flatten, shard
-from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import CheckpointError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.format.dims import Dim

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 
 import torch
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.quantized import rows_of
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import CheckpointError, ShardconvError, SolveError
 from shardconv_runtime.format.measured import Numerics
 from shardconv_runtime.format.packed_layout import tensor_name

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...dim_analysis.analysis import Analysis
+from ...dim_analysis.analysis import Analysis, frozen_leaves
 from ...dim_analysis.dim_trees import LEAF, Node, find, leaves
-from ...dim_analysis.expert_sites import GROUPED_PRODUCTS, find_stacks
-from ...dim_analysis.structure import frozen_leaves
+from ...dim_analysis.sites import GROUPED_PRODUCTS, find_stacks
 from ...tracing.tape import Mark, Op, Ref, starred
 from .token_tables import HashedTable, hashed_tables
 from .unread_parameters import unread_parameters

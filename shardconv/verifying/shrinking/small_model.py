@@ -31,7 +31,7 @@ from ...tracing.inputs import TraceInputs
 from ...tracing.ints import sources, traced_ints
 from ...tracing.tape import Tape, prefixes, starred
 from ...tracing.trace import trace
-from ..retracing.tape_comparison import compare_tapes
+from ..retracing.retrace import compare_tapes
 from ..simulation.layer_bypass import Bypass, bypassed_copy
 from ..simulation.simulated_weights import fill
 from .leaf_groups import LeafGroup

@@ -29,6 +29,7 @@ from .available_memory import collect_garbage, require_memory
 from .model_runs import (
     PRECISIONS,
     Precision,
+    ReusedModel,
     gradients_of,
     largest_difference,
     outputs_of,
@@ -36,7 +37,6 @@ from .model_runs import (
     usable_gradients,
 )
 from .rank_threads import ThreadCommunicator, communicators, run_ranks
-from .reused_model import ReusedModel
 from .shared_activations import SharedActivations
 from .simulated_weights import RandomWeights, fill
 from .stage_simulation import Mail, MailLink, gradients_of_stages, stage_of_rank

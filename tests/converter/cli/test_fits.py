@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from click.testing import CliRunner, Result
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SolveError
 from shardconv_runtime.format.measured import CacheTerm, LiveBytes, MemoryPlan
 from shardconv_runtime.format.plan import Plan
@@ -20,7 +20,15 @@ from shardconv.arguments import SolveOptions
 from shardconv.cli.entry import cli
 from shardconv.fitting import MAX_TP, smallest_tp, table
 from shardconv.pipeline.stages import solve_plan
-from shardconv.reporting.fits import Workload, cached_tokens, needs, parts, sequences, tightest, weight_bytes
+from shardconv.reporting.plan_lines import (
+    Workload,
+    cached_tokens,
+    needs,
+    parts,
+    sequences,
+    tightest,
+    weight_bytes,
+)
 from shardconv.reporting.report import report
 
 pytestmark = pytest.mark.usefixtures("measured")

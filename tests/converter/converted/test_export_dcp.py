@@ -39,7 +39,7 @@ from shardconv.converted import export_dcp
 from shardconv.converted.export_dcp import export
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill, job, writer
-from shardconv.writing.output import Output, WriteOptions
+from shardconv.writing.outputs import Output, WriteOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

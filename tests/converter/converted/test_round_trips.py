@@ -27,7 +27,7 @@ from zoo.models import build
 import shardconv
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
-from shardconv.writing.output import Output, WriteOptions
+from shardconv.writing.outputs import Output, WriteOptions
 from shardconv.writing.writer import Origin, write
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, ShardconvError, SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import Leaf
@@ -24,12 +24,11 @@ from zoo.models import build
 from zoo.stages_run import specification
 
 from shardconv.arguments import SolveOptions
-from shardconv.cutting.crossings import Crossings, Uncut
-from shardconv.cutting.tape_units import TapeUnits
+from shardconv.cutting.tape_units import Crossings, TapeUnits, Uncut
 from shardconv.dim_analysis.rules import RULES
-from shardconv.pipeline.staged_form import without_extra_outputs
+from shardconv.pipeline.plan_forms import without_extra_outputs
 from shardconv.pipeline.stages import solve_plan
-from shardconv.reporting.memory_lines import bubble, crossing_bytes, stage_bytes, stage_lines
+from shardconv.reporting.plan_lines import bubble, crossing_bytes, stage_bytes, stage_lines
 from shardconv.reporting.report import report
 from shardconv.tracing.inputs import TraceInputs, trace_inputs
 from shardconv.tracing.trace import trace

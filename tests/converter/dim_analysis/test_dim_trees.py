@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv.dim_analysis import dim_trees
+from shardconv.dim_analysis.analysis import corresponding_leaves
 from shardconv.dim_analysis.dim_trees import PRODUCT, SUM, Conflict, Node, find, leaf
-from shardconv.dim_analysis.structure import corresponding_leaves
 
 # Known structures ----------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardconv.dim_analysis.analysis import num_tokens, weighted_leaves, width
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
-from shardconv.dim_analysis.structure import num_tokens, weighted_leaves, width
 from shardconv.tracing.tape import Mark
 from shardconv.tracing.trace import trace
 

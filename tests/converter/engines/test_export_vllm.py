@@ -19,10 +19,9 @@ from small_conversion import crashes
 import shardconv
 from shardconv import cli
 from shardconv.engines import export_vllm as exporting
-from shardconv.engines import verify_state as verifying
+from shardconv.engines import state_files as verifying
 from shardconv.engines import vllm_package, vllm_state
-from shardconv.engines.state_manifest import is_engine_state, read
-from shardconv.engines.verify_state import verify_state
+from shardconv.engines.state_files import is_engine_state, read, verify_state
 from shardconv.engines.vllm_state import EngineState
 from shardconv.verifying.directories.verify import DamagedError
 
@@ -207,7 +206,7 @@ def test_other_tensors_than_were_recorded(state: Path) -> None:
     """Files whose checksums are right, under signatures that are not theirs."""
     from dataclasses import replace
 
-    from shardconv.engines.state_manifest import dumps
+    from shardconv.engines.state_files import dumps
 
     path = state / "manifest.json"
     path.write_text(dumps(replace(read(state), signatures=("0" * 64,) * TP)))

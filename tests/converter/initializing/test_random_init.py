@@ -17,7 +17,7 @@ import torch
 import transformers
 from quantized_checkpoints import dense_config, save_quantized
 from safetensors.torch import load_file
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import ShardconvError, SourceError
 from shardconv_runtime.format import manifest
 from shardconv_runtime.tensors.copying import read_tensor

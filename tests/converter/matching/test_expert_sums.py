@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from made_inputs import make_inputs
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.dims import axes_of
 from shardconv_runtime.format.plan import Plan, parameter_plans
 from shardconv_runtime.format.slices import ranges

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from shardconv_runtime.format.plan import NormInfo, module_plans, parameter_plans
 from torch import Tensor, nn
 
-from shardconv.dim_analysis.norm_sites import NormSite, find_norms
 from shardconv.dim_analysis.rules import RULES
+from shardconv.dim_analysis.sites import NormSite, find_norms
 from shardconv.matching.norm_formulas import fit_norm
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace

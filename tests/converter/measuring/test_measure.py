@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.format.measured import MemoryPlan, cache_bytes, prefill_bytes
 from shardconv_runtime.format.plan import Plan
@@ -22,7 +22,7 @@ from shardconv.arguments import SolveOptions
 from shardconv.measuring.live_memory import LiveMemory, OperatorMemo
 from shardconv.measuring.memory_run import tensors_of
 from shardconv.pipeline.stages import solve_plan
-from shardconv.reporting.fits import weight_bytes
+from shardconv.reporting.plan_lines import weight_bytes
 
 pytestmark = pytest.mark.usefixtures("measured")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from torch.distributions import Distribution
 from zoo.models import build
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import DrawPlan, Plan
 

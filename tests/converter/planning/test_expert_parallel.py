@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 from made_inputs import make_inputs
 from models import OddConfig, OddModel, spec
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import axes_of
@@ -24,8 +24,8 @@ from shardconv_runtime.format.plan import ModulePlan, Plan, global_shape, module
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
-from shardconv.dim_analysis.expert_sites import EXPERTS, find_experts
 from shardconv.dim_analysis.rules import RULES
+from shardconv.dim_analysis.sites import EXPERTS, find_experts
 from shardconv.matching.expert_sums import NotProven, prove_experts
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.expert_parallel import isolate_experts

@@ -12,7 +12,7 @@ from shardconv_runtime.format.dims import Leaf, to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
 from torch import Tensor
 
-from shardconv.pipeline import plain_form
+from shardconv.pipeline import plan_forms
 from shardconv.planning import localize
 from shardconv.planning.obstacle import Obstacle
 
@@ -161,7 +161,7 @@ def test_the_number_of_trials_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         return False
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
+        patch.setattr(plan_forms, "retrace", lambda *given: seen.append(given))
         models.plan_of(models.FusedModel, 2)
     _, layouts, *_ = seen[-1]
     monkeypatch.setattr(localize, "MAX_TRIALS", 3)

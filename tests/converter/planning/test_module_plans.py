@@ -7,7 +7,7 @@ import pytest
 from shardconv_runtime.format import plan_json
 from shardconv_runtime.format.dims import to_text
 from shardconv_runtime.format.plan import Plan, module_plans, parameter_plans
-from shardconv_runtime.parallel.plan_steps import in_use
+from shardconv_runtime.parallel.boundary import in_use
 
 SHAPES = [
     models.OddModel,

@@ -13,7 +13,7 @@ import pytest
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.dims import Dim, Leaf, Product, Sum, size
 from shardconv_runtime.format.plan import PackedDim, PackedTensor, Packing, ParameterPlan, Plan
 from shardconv_runtime.format.slices import ranges
@@ -22,12 +22,11 @@ from small_models import hand_plan, small_config
 
 from shardconv.arguments import SolveOptions
 from shardconv.pipeline.stages import solve_plan
-from shardconv.publishing.lanes import Bar, Cell
-from shardconv.publishing.outline import Block, outline
+from shardconv.publishing.lane_picture import faces
+from shardconv.publishing.lanes import Bar, Block, Cell, outline
 from shardconv.publishing.picture import picture
 from shardconv.publishing.stretches import MAX_STRETCHES, holders, stretches
 from shardconv.publishing.svg import WIDTH, fitted, text_width
-from shardconv.publishing.weight_picture import faces
 from shardconv.reporting.human_numbers import human_bytes
 from shardconv.reporting.summary import stage_bytes, summarize
 

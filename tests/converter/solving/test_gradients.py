@@ -11,7 +11,7 @@ from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.format.plan import ModulePlan, Plan, ReduceScatterStep, parameter_plans
 from shardconv_runtime.format.plan_json import of_sequence
-from shardconv_runtime.parallel.plan_steps import in_use
+from shardconv_runtime.parallel.boundary import in_use
 from zoo.models import build
 from zoo.tasks import specification
 from zoo.variants import grouped

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardconv.dim_analysis import dim_trees
-from shardconv.dim_analysis.analysis import Analysis
+from shardconv.dim_analysis.analysis import Analysis, corresponding_leaves, multiplying_pairs
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import leaf
 from shardconv.dim_analysis.rules import RULES
-from shardconv.dim_analysis.structure import corresponding_leaves, multiplying_pairs
 from shardconv.planning.layout import Layouts
 from shardconv.solving.pins import prime_factors
 from shardconv.solving.solve import solve

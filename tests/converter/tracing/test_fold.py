@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.names import expand_all
 from shardconv_runtime.parallel.meta_model import build_model
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
+from shardconv.dim_analysis.analysis import width
 from shardconv.dim_analysis.analyze import analyze
 from shardconv.dim_analysis.dim_trees import find
 from shardconv.dim_analysis.rules import RULES
-from shardconv.dim_analysis.structure import width
 from shardconv.pipeline.stages import solve_plan
 from shardconv.tracing.fold import fold
 from shardconv.tracing.inputs import trace_inputs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardconv.tracing.inputs import TraceInputs
 from shardconv.tracing.tape import Tape
 from shardconv.tracing.trace import trace
-from shardconv.verifying.simulation.closed_modules import closed_modules, repeat_results
+from shardconv.verifying.simulation.layer_bypass import closed_modules, repeat_results
 
 INPUTS = TraceInputs({"x": torch.randn(3, 8)}, {})
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from kept_checks import keeping_checks
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf
 from shardconv_runtime.format.plan import Plan
@@ -21,7 +21,7 @@ from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking import shrink
-from shardconv.verifying.shrinking.fewer_positions import is_same_code, resized_tensors
+from shardconv.verifying.shrinking.shrink import is_same_code, resized_tensors
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 

@@ -13,7 +13,7 @@ from shardconv.dim_analysis.rules import RULES
 from shardconv.tracing.fold import fold
 from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
-from shardconv.verifying.retracing.tape_comparison import compare_tapes
+from shardconv.verifying.retracing.retrace import compare_tapes
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup, leaf_groups
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import token_use

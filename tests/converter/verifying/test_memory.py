@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import SolveError
 from torch import nn
 

@@ -23,7 +23,7 @@ import transformers
 from converted import local_part
 from kept_checks import keeping_checks
 from mutations import MUTATIONS, mutations
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format import plan_json
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plain_form
+from shardconv.pipeline import plan_forms
 from shardconv.pipeline.numeric_check import NumericCheck
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
@@ -167,7 +167,7 @@ def solved(spec: ModelSpec, tp: int, experts: str = "tp") -> Solved:
         return retrace(*given)
 
     with pytest.MonkeyPatch.context() as patch, keeping_checks() as checks:
-        patch.setattr(plain_form, "retrace", kept)
+        patch.setattr(plan_forms, "retrace", kept)
         plan = solve_plan(spec, SolveOptions(tp, experts=experts))
     _, layouts, model, inputs, _ = retraced[-1]
     return Solved(plan, layouts, model, inputs, checks[-1])

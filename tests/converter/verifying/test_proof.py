@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.format.plan import Plan
 from torch import Tensor, nn
 
@@ -22,8 +22,8 @@ from shardconv.verifying.plans import proof as proofs
 from shardconv.verifying.plans.proof import prove, with_embeddings
 from shardconv.verifying.plans.simulate import Case
 from shardconv.verifying.simulation import rank_simulation
+from shardconv.verifying.simulation.model_runs import ReusedModel
 from shardconv.verifying.simulation.rank_simulation import Logits, Simulation, Unprovable
-from shardconv.verifying.simulation.reused_model import ReusedModel
 from shardconv.verifying.simulation.simulated_weights import USUAL, Draw, RandomWeights
 
 SIZES = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from kept_checks import keeping_checks
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import parse, to_text
 from shardconv_runtime.format.plan import Plan
@@ -26,8 +26,8 @@ from shardconv.tracing.tape import Tape, TensorInfo
 from shardconv.tracing.trace import trace
 from shardconv.verifying.plans.simulate import simulate
 from shardconv.verifying.shrinking.leaf_groups import LeafGroup
-from shardconv.verifying.shrinking.resized_dims import Misfit, resized
 from shardconv.verifying.shrinking.small_model import single_rows
+from shardconv.verifying.shrinking.small_plan import Misfit, resized
 from shardconv.verifying.shrinking.small_shapes import SmallShapes, choose_sizes
 from shardconv.verifying.shrinking.token_tables import beyond_tables, fewer_tokens, hashed_tables, token_use
 

@@ -11,7 +11,7 @@ import models
 import pytest
 import transformers
 from boundaries import boundary
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.errors import PlanError, SolveError
 from shardconv_runtime.format.dims import Leaf, Product, Sum, axes_of, to_text
 from shardconv_runtime.format.names import expand_all
@@ -19,7 +19,7 @@ from shardconv_runtime.format.plan import Edit, ModulePlan, ParameterPlan, Plan,
 from torch import Tensor, nn
 
 from shardconv.arguments import SolveOptions
-from shardconv.pipeline import plain_form
+from shardconv.pipeline import plan_forms
 from shardconv.pipeline.stages import solve_plan
 from shardconv.planning.layout import Layouts
 from shardconv.planning.obstacle import Obstacle
@@ -54,7 +54,7 @@ def solved(model: type[models.OddModel], tp: int = 2, **sizes: Any) -> Checked:
     """Solve and keep what the check was given."""
     seen: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
+        patch.setattr(plan_forms, "retrace", lambda *given: seen.append(given))
         plan = models.plan_of(model, tp, **sizes)
     assert seen[-1][0] == replace(plan, memory=None)
     return Checked(*seen[-1])
@@ -228,7 +228,7 @@ def test_layers_whose_results_are_collected_are_all_retraced() -> None:
     )
     seen: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_form, "retrace", lambda *given: seen.append(given))
+        patch.setattr(plan_forms, "retrace", lambda *given: seen.append(given))
         solve_plan(ModelSpec("model", config, transformers.DebertaForMaskedLM, "float32"), SolveOptions(2))
     checked = Checked(*seen[-1])
     assert checked.bypassed

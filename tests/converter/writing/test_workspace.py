@@ -25,9 +25,17 @@ from small_conversion import Model, Stages, at_once, contents, crashes, looks_co
 import shardconv
 from shardconv.writing import workspace, writer
 from shardconv.writing.fill import fill
-from shardconv.writing.job import JOB_NAME, Moves, State, difference, read_state, write_state
-from shardconv.writing.output import Output
-from shardconv.writing.target import TargetFile, target_file
+from shardconv.writing.job import (
+    JOB_NAME,
+    Moves,
+    State,
+    TargetFile,
+    difference,
+    read_state,
+    target_file,
+    write_state,
+)
+from shardconv.writing.outputs import Output
 from shardconv.writing.workspace import PARTIAL, Claim, Workspace, opened, refuse_if_busy
 
 VERSIONS = {"shardconv": "1", "torch": "1", "transformers": "1", "safetensors": "1"}

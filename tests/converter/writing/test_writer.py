@@ -34,7 +34,7 @@ from shardconv.arguments import parse_ranks, parse_size
 from shardconv.converted.replan import read_any_version
 from shardconv.reporting.progress import Advance, Silent
 from shardconv.writing import fill
-from shardconv.writing.output import Output
+from shardconv.writing.outputs import Output
 
 pytestmark = pytest.mark.usefixtures("hand_solver")
 

@@ -12,9 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from shardconv_runtime.checkpoint.checkpoint_weights import lazy_weights, select
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
 from shardconv_runtime.checkpoint.recorded import LARGE
-from shardconv_runtime.checkpoint.resolve import resolve
+from shardconv_runtime.checkpoint.resolve import ModelSpec, resolve
 from shardconv_runtime.errors import SourceError
 from shardconv_runtime.hub_options import Hub
 from shardconv_runtime.tensors.copying import read_tensor

@@ -17,8 +17,8 @@ from shardconv_runtime.tensors.lazy_tensor import FileLeaf, LazyTensor
 from shardconv.converted import shards
 from shardconv.reporting.progress import Silent
 from shardconv.writing import fill
-from shardconv.writing.output import Output, WriteOptions
-from shardconv.writing.target import target_file
+from shardconv.writing.job import target_file
+from shardconv.writing.outputs import Output, WriteOptions
 from shardconv.writing.workspace import Claim, opened, read_log
 from shardconv.writing.writer import Origin, write
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardconv_runtime.checkpoint.model_spec import ModelSpec
+from shardconv_runtime.checkpoint.resolve import ModelSpec
 from shardconv_runtime.comm.collectives import Communicator
 from shardconv_runtime.errors import PlanError
 from shardconv_runtime.format.plan import Plan, parameter_plans

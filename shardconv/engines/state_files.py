@@ -1,24 +1,109 @@
-"""Whether a directory with an engine's files is intact, and fits the engine that is installed."""
+"""The files of an engine's ranks: their manifest, and whether they are intact and fit the engine."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardconv_runtime.errors import CheckpointError
 from shardconv_runtime.format import manifest as paths
 from shardconv_runtime.format.header import TORCH_NAME, read_header
-from shardconv_runtime.format.manifest import FileEntry
+from shardconv_runtime.format.manifest import MANIFEST_NAME, FileEntry, Source
+from shardconv_runtime.format.typed_json import (
+    MalformedError,
+    decode,
+    dump_document,
+    load_document,
+    read_text,
+)
 
 from ..reporting.progress import Progress, Silent
 from ..verifying.directories.intact import checksums
 from ..verifying.directories.verify import DamagedError
-from . import state_manifest
-from .state_manifest import StateManifest
 from .vllm_package import installed_version
+
+# The manifest of a directory with an engine's files: what they are, for which engine, and their checksums.
+#
+#     DIR/manifest.json
+#     DIR/model-rank-0-part-0.safetensors ...
+#     DIR/config.json ...
+#
+# It is written last, so that a directory that has one is complete.
+
+FORMAT = "shardconv.engine_state"
+VERSION = 1
+
+Signature = Iterable[tuple[str, str, tuple[int, ...]]]
+"""Name, dtype (torch's name) and local shape of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateManifest:
+    """All files of such a directory."""
+
+    tp: int
+    engine: str
+    engine_version: str
+    """Whose loader was recorded."""
+    platform: str
+    """For which the engine chose its parameters, as ``"cpu"``."""
+    dtype: str
+    """Default dtype of the parameters, to be given to the engine."""
+    signatures: tuple[str, ...]
+    """For each rank, ``signature`` of its tensors."""
+    source: Source
+    tools: Mapping[str, str]
+    """Versions of the programs that wrote it, by name."""
+    files: tuple[FileEntry, ...]
+    """Sorted by path; a rank's files have its number in their names."""
+    sha256: str = ""
+    """Of this document without the field, in hex."""
+    version: int = field(default=VERSION, kw_only=True)
+
+
+def signature(tensors: Signature) -> str:
+    """sha256 (hex) of the names, dtypes and shapes of tensors, in any order."""
+    text = json.dumps(sorted([name, dtype, list(shape)] for name, dtype, shape in tensors))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dumps(manifest: StateManifest) -> str:
+    """The manifest as deterministic JSON, with its own checksum."""
+    plain = dump_document(replace(manifest, sha256=""), FORMAT)
+    return dump_document(replace(manifest, sha256=hashlib.sha256(plain.encode()).hexdigest()), FORMAT)
+
+
+def is_engine_state(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory has a manifest of this kind."""
+    try:
+        found = decode(read_text(Path(directory) / MANIFEST_NAME))
+    except MalformedError:
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def read(directory: str | os.PathLike[str]) -> StateManifest:
+    """Read the manifest.
+
+    Raises:
+        CheckpointError: it is missing, malformed, or was changed.
+    """
+    try:
+        text = read_text(Path(directory) / MANIFEST_NAME)
+        found = load_document(StateManifest, text, FORMAT, VERSION)
+    except MalformedError as error:
+        raise CheckpointError(f"{os.fspath(directory)}: {MANIFEST_NAME}: {error}; export it again") from error
+    if dumps(found) != text:
+        raise CheckpointError(
+            f"{os.fspath(directory)}: {MANIFEST_NAME} was changed since it was written; export it again"
+        )
+    return found
+
 
 _SHARD = re.compile(r"model-rank-([0-9]+)-part-[0-9]+\.safetensors")
 
@@ -44,7 +129,7 @@ def verify_state(out: str | os.PathLike[str], *, progress: Progress | None = Non
         CheckpointError: ``out`` has no manifest that can be read.
     """
     directory = Path(out)
-    found = state_manifest.read(directory)
+    found = read(directory)
     located, problems = _located(directory, found)
     with (progress or Silent()).bar("checksums", sum(entry.num_bytes for entry in located)) as advance:
         for entry, checksum in checksums(located, advance).items():
@@ -93,7 +178,7 @@ def _other_tensors(found: StateManifest, located: Mapping[FileEntry, Path]) -> I
                 continue
             held[int(match[1])] += [(name, TORCH_NAME[t.dtype], t.shape) for name, t in tensors.items()]
     for rank, tensors_of_rank in held.items():
-        if state_manifest.signature(tensors_of_rank) != found.signatures[rank]:
+        if signature(tensors_of_rank) != found.signatures[rank]:
             yield f"rank {rank}: its files do not have the tensors that {found.engine} wants"
 
 

@@ -1,0 +1,391 @@
+"""The forms of a plan: plain, with activations sharded over the sequence, and cut into stages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from textwrap import shorten
+
+from shardconv_runtime.errors import SolveError
+from shardconv_runtime.format.fingerprint import code_info
+from shardconv_runtime.format.pipeline_stages import StagesPlan
+from shardconv_runtime.format.plan import ModelInfo, ParameterPlan, Plan, SequencePlan, TrainingPlan, by_name
+from shardconv_runtime.format.plan import parameter_plans as entries_of
+from shardconv_runtime.format.plan_json import of_sequence
+from shardconv_runtime.parallel.boundary import forward_signature
+from shardconv_runtime.parallel.build import stored_tensors
+from shardconv_runtime.parallel.meta_model import tied_names
+from torch import nn
+from transformers import DynamicCache
+
+from ..cutting.capped_sizes import with_capped_sizes
+from ..cutting.second_call import second_call
+from ..cutting.stage_plans import StageOptions, stages_plan
+from ..dim_analysis.dim_trees import Node, find, leaves
+from ..dim_analysis.rules import RULES
+from ..planning.draws import draw_plans
+from ..planning.fused_layers import fused_plans, without_groups
+from ..planning.module_plans import logits_info, module_plans
+from ..planning.obstacle import Obstacle
+from ..planning.parameter_plans import find_divided_step, gradient_plans, parameter_plans, split_at_steps
+from ..planning.peer_layers import PeerLayers
+from ..planning.solution import Solution
+from ..solving.pins import Pins, pins_of
+from ..solving.sequence_dims import sequence_leaves, solve_sequence
+from ..solving.solve import Assignment, solve
+from ..tracing.input_maker import EXTRA_OUTPUTS
+from ..tracing.inputs import TraceInputs
+from ..tracing.tape import Tape, draws, starred
+from ..tracing.trace import trace
+from ..verifying.retracing.retrace import retrace
+from .rounds import MAX_ROUNDS, PlanProblem, RuledOut, in_rounds
+
+# The stages of a plan, cut from the tape of the model that was solved.
+
+
+def without_extra_outputs(inputs: TraceInputs) -> TraceInputs:
+    """The inputs of a call that does not collect what layers compute: no stage would have all of it."""
+    options = {name: value for name, value in inputs.options.items() if name not in EXTRA_OUTPUTS}
+    return replace(inputs, options=options)
+
+
+class StagedForm:
+    """A model that is to be cut into stages, traced as they run it.
+
+    Args:
+        problem: of its plan.
+        tape: of the model, not folded.
+    """
+
+    def __init__(self, problem: PlanProblem, tape: Tape) -> None:
+        self._problem = problem
+        inputs = without_extra_outputs(problem.inputs)
+        if inputs.options != problem.inputs.options:
+            tape = trace(problem.model, inputs.tensors, RULES, inputs.options, few_chosen=inputs.few_chosen)
+        if not tape.given_caches:
+            tape = _given_a_cache(problem.model, inputs) or tape
+        self._tape, self._inputs = tape, inputs
+        self._second = second_call(problem.model, inputs)
+
+    def with_stages(self, plan: Plan, solution: Solution) -> Plan:
+        """The plan with the stages that its options ask for.
+
+        Args:
+            plan: of one stage.
+            solution: that it was made of.
+
+        Raises:
+            SolveError: the model cannot be cut into stages.
+            ShardconvError: it cannot be cut into so many, or not at the given layers.
+        """
+        return replace(plan, stages=self._stages(plan, solution))
+
+    def with_sequence_stages(self, plan: Plan, solution: Solution) -> Plan:
+        """The plan with stages, with those of its sequence-parallel form.
+
+        Args:
+            plan: with that form.
+            solution: that the form was made of.
+
+        Raises:
+            SolveError: a stand-in cannot make what the ranks have parts of.
+        """
+        assert plan.training is not None
+        assert plan.training.sequence is not None
+        sequence = replace(plan.training.sequence, stages=self._stages(plan, solution).modules)
+        return replace(plan, training=replace(plan.training, sequence=sequence))
+
+    def _stages(self, plan: Plan, solution: Solution) -> StagesPlan:
+        problem = self._problem
+        stages = stages_plan(
+            StageOptions(problem.options.pp, problem.options.stages),
+            self._tape,
+            solution.layouts,
+            solution.folded,
+            stored_bytes(problem.model, plan),
+            plan.tied,
+            self._second,
+        )
+        return with_capped_sizes(stages, problem.model, self._inputs)
+
+
+def _given_a_cache(model: nn.Module, inputs: TraceInputs) -> Tape | None:
+    """The tape of a call with an empty cache, as ``generate`` makes it of models that make none themselves.
+
+    Returns:
+        None if the model takes no cache, cannot be called so, or gives none to its modules.
+    """
+    if "past_key_values" not in forward_signature(model).parameters or "input_ids" not in inputs.tensors:
+        return None
+    options = {**inputs.options, "past_key_values": DynamicCache()}
+    try:
+        tape = trace(model, inputs.tensors, RULES, options, few_chosen=inputs.few_chosen)
+    except SolveError:
+        return None
+    return tape if tape.given_caches else None
+
+
+def stored_bytes(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Global bytes of each parameter and persistent buffer, under the first of its names."""
+    aliases = dict(plan.tied)
+    return {name: tensor.nbytes for name, tensor in stored_tensors(model) if name not in aliases}
+
+
+# What a reader of a plan should know and its tables do not show.
+
+
+def plan_notes(solution: Solution) -> tuple[str, ...]:
+    """Notes in the order of how much they matter."""
+    analysis = solution.analysis
+    return (
+        *_opaque(analysis.tape),
+        *(
+            f"no rule for {name} (in {fqn}): all that it touches is replicated"
+            for name, fqn in sorted(analysis.unknown.items())
+        ),
+        *(
+            f"could not be localized; its inputs are replicated: {shorten(where, 160)}"
+            for where in dict.fromkeys(map(starred, solution.ruled_out.values()))
+        ),
+        *_random_numbers(analysis.tape),
+        *(f"guessed: {guess}" for guess in dict.fromkeys(analysis.tape.guesses)),
+        *_replicated(solution.layouts.assignment),
+    )
+
+
+def _opaque(tape: Tape) -> list[str]:
+    modules = {starred(fqn): why for (fqn, _), why in reversed(tape.opaque.items())}
+    return [
+        f"opaque: {name} could not be traced ({shorten(why, 120)}): it is replicated"
+        for name, why in reversed(modules.items())
+    ]
+
+
+def _random_numbers(tape: Tape) -> list[str]:
+    drawing = sorted({starred(tape.calls[op.call].fqn) for op in draws(tape)})
+    names = ", ".join(name or "the model" for name in drawing)
+    return [f"random numbers are drawn in {names}: seed all ranks alike"] if drawing else []
+
+
+def _replicated(assignment: Assignment) -> list[str]:
+    now, fewest = assignment.replicated
+    if now >= fewest:
+        return []
+    return [
+        f"with the fewest collectives, {fewest:.0%} of the matrices would be replicated; more collectives "
+        f"were accepted, so that {now:.0%} are"
+    ]
+
+
+def plain_form(problem: PlanProblem) -> tuple[Plan, Solution]:
+    """The plan without sequence parallelism, and the solution that it was made of.
+
+    Raises:
+        SolveError: obstacles are met in every round.
+    """
+    forbidden = problem.forbidden()
+    forbidden += split_at_steps(problem.analysis, problem.folded, problem.steps)
+    layers = PeerLayers(problem.analysis)
+    pins = pins_of(problem.analysis, problem.given) if problem.given is not None else None
+
+    def attempt(ruled_out: RuledOut) -> tuple[Plan, Solution] | Obstacle:
+        result = _attempt(problem.with_calls_alike(ruled_out.alike), ruled_out, pins)
+        return layers.widened(result) if isinstance(result, Obstacle) else result
+
+    found, ruled_out = in_rounds(attempt, forbidden)
+    if found is None:
+        raise SolveError(
+            f"no plan was found in {MAX_ROUNDS} rounds; the last obstacle: {ruled_out.last_reason()}"
+        )
+    return found
+
+
+def _attempt(
+    problem: PlanProblem, ruled_out: RuledOut, pins: Pins | None
+) -> tuple[Plan, Solution] | Obstacle:
+    assignment = solve(problem.analysis, problem.options.tp, ruled_out.nodes, problem.folded, pins)
+    solution = problem.solution(assignment, ruled_out.reasons)
+    if isinstance(solution, Obstacle):
+        return solution
+    plan = _assembled(problem, solution)
+    if isinstance(plan, Obstacle):
+        return plan
+    obstacle = find_divided_step(solution, plan.parameters, problem.steps)
+    if obstacle is None:
+        if problem.expert_parallel:
+            notes = (*plan.notes, *problem.expert_parallel.notes(solution.layouts))
+            plan = replace(plan, experts="ep", notes=notes)
+        fused = replace(plan, fused=fused_plans(plan, problem.model, solution.folded))
+        found = _retraced(problem, fused, solution)
+        return found if isinstance(found, Obstacle) else (found, solution)
+    return obstacle
+
+
+def _retraced(problem: PlanProblem, plan: Plan, solution: Solution) -> Plan | Obstacle:
+    """The plan, with those groups of fused layers whose results the code can use: parts of larger tensors."""
+
+    def obstacle_of(tried: Plan) -> Obstacle | None:
+        return retrace(tried, solution.layouts, problem.model, problem.inputs, problem.bypassed)
+
+    obstacle = obstacle_of(plan)
+    if obstacle is not None and plan.fused:
+        obstacle_unfused = obstacle_of(replace(plan, fused=()))
+        if obstacle_unfused is not None:
+            return obstacle_unfused
+    while obstacle is not None and plan.fused:
+        plan = without_groups(plan, obstacle.where.partition(" ")[0].rstrip(":"))
+        obstacle = obstacle_of(plan)
+    return obstacle or plan
+
+
+def _assembled(problem: PlanProblem, solution: Solution) -> Plan | Obstacle:
+    """The plan of a solution."""
+    modules = module_plans(solution)
+    if isinstance(modules, Obstacle):
+        return modules
+    model, options = problem.model, problem.inputs.options
+    refusal = solution.gradients.refusal
+    extra_outputs = tuple(name for name in EXTRA_OUTPUTS if options.get(name))
+    training = TrainingPlan(draws=draw_plans(solution, model), extra_outputs=extra_outputs)
+    return Plan(
+        tp=problem.options.tp,
+        mesh=solution.layouts.mesh,
+        model=_model_info(problem),
+        code=code_info(_code_modules(model, problem.analysis.tape)),
+        parameters=parameter_plans(solution, model),
+        modules=modules,
+        tied=tuple(tied_names(model).items()),
+        logits=logits_info(solution),
+        training=None if refusal else training,
+        inference_only=refusal,
+        notes=plan_notes(solution),
+    )
+
+
+def _model_info(problem: PlanProblem) -> ModelInfo:
+    return ModelInfo(
+        class_name=problem.spec.class_name,
+        dtype=problem.spec.dtype,
+        num_parameters=sum(p.numel() for p in problem.model.parameters()),
+        trust_remote_code=problem.spec.trust_remote_code,
+    )
+
+
+def _code_modules(model: nn.Module, tape: Tape) -> list[str]:
+    """Python modules whose source the plan depends on: those of the model's classes and of its calls.
+
+    Code of a model repository is copied beside the plan, and the manifest has its checksums.
+    """
+    names = set(tape.sources()) | {type(m).__module__ for m in model.modules()}
+    left_out = ("torch.", "shardconv", "transformers_modules.", "__main__")
+    return sorted(n for n in names if not n.startswith(left_out) and n in sys.modules)
+
+
+# The sequence-parallel form of a plan: the same shards, with activations sharded over the sequence.
+
+
+def with_sequence_form(
+    problem: PlanProblem, plan: Plan, plain: Solution, staged: StagedForm | None = None
+) -> Plan:
+    """The plan with its sequence-parallel form.
+
+    Args:
+        problem: of the plan.
+        plan: its plain form.
+        plain: the solution that this was made of.
+        staged: of a plan with stages.
+
+    Raises:
+        SolveError: there is no such form.
+    """
+    if plan.training is None:
+        raise no_sequence_form(problem, f"the plan is for inference only: {plan.inference_only}")
+    training = plan.training
+
+    sequence = sequence_leaves(problem.analysis)
+    if not sequence:
+        raise no_sequence_form(problem, "it takes no token ids, or several at a position")
+
+    def attempt(ruled_out: RuledOut) -> Plan | Obstacle | None:
+        found = _sequence_attempt(
+            problem.with_calls_alike(ruled_out.alike), plan, training, plain, ruled_out, staged
+        )
+        if not isinstance(found, Obstacle):
+            return found
+        if not found.nodes and not found.several_calls_of:
+            raise no_sequence_form(problem, found.where)
+        return _of_sequence_alone(found, sequence)
+
+    found, ruled_out = in_rounds(attempt, problem.forbidden())
+    if found is None:
+        raise no_sequence_form(problem, ruled_out.last_reason() or "no activation would gain by it")
+    return found
+
+
+def no_sequence_form(problem: PlanProblem, why: str) -> SolveError:
+    """The error of a model that was to have a sequence-parallel form."""
+    return SolveError(
+        f"{problem.spec.name}: its activations cannot be sharded over the sequence: {why}; convert without "
+        "sequence parallelism"
+    )
+
+
+def _sequence_attempt(
+    problem: PlanProblem,
+    plan: Plan,
+    training: TrainingPlan,
+    plain: Solution,
+    ruled_out: RuledOut,
+    staged: StagedForm | None,
+) -> Plan | Obstacle | None:
+    assignment = solve_sequence(problem.analysis, plain.layouts.assignment, problem.folded, ruled_out.nodes)
+    if assignment is None:
+        return None
+    solution = problem.solution(assignment, ruled_out.reasons)
+    if isinstance(solution, Obstacle):
+        return solution
+    if solution.gradients.refusal:
+        raise no_sequence_form(problem, solution.gradients.refusal)
+    modules = module_plans(solution)
+    if isinstance(modules, Obstacle):
+        return modules
+    parameters = _stored_alike(problem, plan, parameter_plans(solution, problem.model))
+    sequence = SequencePlan(modules, gradient_plans(parameters), draw_plans(solution, problem.model))
+    plan = replace(plan, training=replace(training, sequence=sequence))
+    if staged is not None:
+        plan = staged.with_sequence_stages(plan, solution)
+    given = solution.layouts, problem.model, problem.inputs, problem.bypassed
+    return retrace(of_sequence(plan), *given) or plan
+
+
+def _of_sequence_alone(obstacle: Obstacle, sequence: Collection[Node]) -> Obstacle:
+    """The obstacle, blamed on the sequence if that is among its dims; others were none in the plain form."""
+    blamed = [find(x) for node in obstacle.nodes for x in leaves(node)]
+    own = tuple(dict.fromkeys(x for x in blamed if x in sequence))
+    others = tuple(_of_sequence_alone(other, sequence) for other in obstacle.others)
+    return replace(obstacle, nodes=own or obstacle.nodes, others=others)
+
+
+def _stored_alike(
+    problem: PlanProblem, plan: Plan, parameters: Sequence[ParameterPlan]
+) -> list[ParameterPlan]:
+    """Parameters of the sequence-parallel form, which are stored as the plan says.
+
+    A bias that is added before a reduction there may be added behind it here; then it is not partial.
+
+    Raises:
+        SolveError: one would have to be stored in another way.
+    """
+    stored = entries_of(plan)
+    unread = frozenset[str]() if problem.given is None else problem.given.unread
+    out = []
+    for name, entry in by_name("parameters", tuple(parameters)).items():
+        known = stored[name]
+        if name in unread:
+            entry = known
+        if entry.dims != known.dims or not set(entry.partial) <= set(known.partial):
+            raise no_sequence_form(problem, f"{name} would have to be stored in another way")
+        grad_axes = tuple(a for a in entry.grad_axes if a not in known.partial)
+        out.append(replace(entry, names=(name,), partial=known.partial, grad_axes=grad_axes))
+    return out
