@@ -19,7 +19,7 @@ from .loaded import loaded
 from .loading.load import load
 from .serving.answers import AnswerOptions, Served, answer
 from .serving.endpoints import application
-from .serving.request_sampling import default_sampling, serving_config
+from .serving.request_sampling import default_sampling, processor_of, serving_config
 from .serving.schemas import Sampling
 
 WATCH_S = 0.5
@@ -108,6 +108,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     )
     with managing as manager:
         leave_signals_to_rank_0()
+        processor = processor_of(manager)  # on all ranks: another one would choose other tokens
+        processor.is_with_rank_0 = loaded(model).plan.stages is None
         if manager.is_tp_driver:
             serve(manager, model, tokenizer, defaults, arguments)
 
@@ -127,6 +129,7 @@ def serve(
         getattr(text_config, "max_position_embeddings", None),
         model.generation_config.eos_token_id,
         arguments.max_requests,
+        processor_of(manager) if processor_of(manager).is_with_rank_0 else None,
     )
     app = application(served, defaults, arguments.api_key)
     config = uvicorn.Config(

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,73 @@ def test_sampled(serving: Serving) -> None:
     assert greedy.choices[0].text.split() == serving.continued(PROMPTS[0], 8).split()
 
 
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0, "repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    (
+        {"temperature": 0, "logit_bias": {"40": 4, "50": -100}},
+        {"sequence_bias": [[[40], 4.0], [[50], -100.0]]},
+    ),
+    ({"temperature": 1.3, "seed": 5}, {"temperature": 1.3, "top_k": 0}),
+    (
+        {"temperature": 0.9, "seed": -1, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    ),
+]
+
+
+def test_each_request_gets_what_generate_gives_it_alone(serving: Serving) -> None:
+    """All at once, so that others share their steps."""
+
+    def answer(index: int) -> Any:
+        asked, _ = SETTINGS[index % len(SETTINGS)]
+        return serving.client.completions.create(
+            model="tiny", prompt=PROMPTS[index % 3], max_tokens=8, extra_body={"ignore_eos": True, **asked}
+        )
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(answer, range(12)))
+    for index, found in enumerate(answers):
+        asked, options = SETTINGS[index % len(SETTINGS)]
+        inputs = serving.tokenizer(PROMPTS[index % 3], return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        torch.manual_seed(asked.get("seed", 0))
+        config = transformers.GenerationConfig(
+            max_new_tokens=8, do_sample="seed" in asked, pad_token_id=0, eos_token_id=-1, **options
+        )
+        tokens = serving.unsharded.generate(**inputs, generation_config=config)
+        want = serving.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert found.choices[0].text == want, asked
+
+
+def test_several_answers_with_their_probabilities(serving: Serving) -> None:
+    body = {"temperature": 1, "seed": 3, "ignore_eos": True}
+    found = serving.client.completions.create(
+        model="tiny", prompt=list(PROMPTS[:2]), n=2, max_tokens=5, logprobs=3, extra_body=body
+    )
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert found.usage.completion_tokens == 20
+    assert found.choices[0].text != found.choices[1].text
+    shown = found.choices[0].logprobs
+    prompt = serving.tokenizer(PROMPTS[0])["input_ids"]
+    new = serving.tokenizer.convert_tokens_to_ids([token.strip() for token in shown.tokens])
+    with torch.no_grad():
+        logits = serving.unsharded(torch.tensor([[*prompt, *new]])).logits[0]
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    assert shown.token_logprobs == pytest.approx(
+        [float(rows[i, token]) for i, token in enumerate(new)], abs=1e-4
+    )
+    for row, likely in zip(rows, shown.top_logprobs, strict=True):
+        assert list(likely.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    chat = serving.client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "w5"}],
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=1,
+    )
+    assert 1 <= len(chat.choices[0].logprobs.content) <= 2
+
+
 def test_a_client_that_goes_away(serving: Serving) -> None:
     """The next one is answered; that the request has ended is seen below."""
     leave(serving.client, 100)
@@ -198,13 +266,16 @@ def leave(client: Any, max_tokens: int) -> None:
     ("changes", "message"),
     [
         ({"model": "other"}, "not served"),
-        ({"n": 2}, "n is not supported"),
-        ({"seed": 3}, "seed"),
+        ({"n": 300}, "n: Input should be less"),
+        ({"seed": 0.5}, "seed"),
+        ({"best_of": 2}, "best_of is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias names"),
         ({"temperature": -1}, "temperature: Input should be greater"),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
         ({"max_tokens": 2.9}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 5000}, "the model's context has 128 tokens"),
-        ({"prompt": ["a", "b"]}, "prompt should be one text"),
+        ({"prompt": ["a", ""]}, "without tokens"),
         ({"prompt": [VOCAB]}, f"the prompt has the id {VOCAB}"),
         ({"prompt": "w5 added"}, f"the prompt has the id {VOCAB}"),
         ({"prompt": ""}, "without tokens"),
@@ -442,9 +513,9 @@ def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path)
 def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_path: Path) -> None:
     source = endless(tmp_path / "llama")
     found = json.loads((source / "generation_config.json").read_text())
-    (source / "generation_config.json").write_text(json.dumps({**found, "repetition_penalty": 1.05}))
+    (source / "generation_config.json").write_text(json.dumps({**found, "no_repeat_ngram_size": 2}))
     shardconv.convert(source, tmp_path / "out", tp=1, check=False)
     process = start(tmp_path / "out", free_port(), 1)
     printed, _ = process.communicate(timeout=START_S)
     assert process.returncode != 0
-    assert "--ignore repetition_penalty" in printed
+    assert "--ignore no_repeat_ngram_size" in printed

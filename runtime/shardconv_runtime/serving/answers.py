@@ -7,13 +7,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..errors import ShardconvError
-from .schemas import BadRequest, Sampling
+from .schemas import BadRequest, Sampling, TokenLogprob
 
 # What the server counts, in the form that Prometheus reads.
 
@@ -143,6 +143,7 @@ class Served:
 
     Attributes:
         manager: of continuous batching, running, made by ``serving_config``.
+        processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
         name: of the model, for clients.
         vocabulary_size: number of logits.
         context: most tokens of a prompt and its answer; None if the model says nothing.
@@ -157,6 +158,7 @@ class Served:
     context: int | None
     eos_token_id: int | list[int] | None
     max_requests: int = 256
+    processor: Any = None
     metrics: Metrics = field(default_factory=Metrics)
 
     @property
@@ -178,6 +180,13 @@ class AnswerOptions:
     ignores_end: bool = False
     shows_special_tokens: bool = False
 
+    def of_choice(self, number: int) -> AnswerOptions:
+        """Of one of several answers to a prompt: each draws from a seed of its own."""
+        seed = self.sampling.seed
+        if seed is None or number == 0:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=(seed + number) % 2**63))
+
 
 @dataclass(frozen=True)
 class AnswerPiece:
@@ -188,6 +197,8 @@ class AnswerPiece:
     """Of the answer so far."""
     finish_reason: str | None = None
     """``stop`` or ``length`` in the last one."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens since the piece before, if they were asked for."""
 
 
 class AnswerFailed(Exception):
@@ -209,6 +220,8 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     metrics = served.metrics
     if metrics.num_running >= served.max_requests:
         raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)
+    if wanted.sampling.num_logprobs is not None and served.processor is None:
+        raise BadRequest("logprobs are not known to the first of several stages", "logprobs")
     stops, stop_tokens = _special_stops(served, wanted)
     ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
     max_new_tokens = _limit(served, prompt, wanted)
@@ -216,7 +229,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     loop = asyncio.get_running_loop()
     _add(served, name, prompt, max_new_tokens, ends, wanted, lambda x: loop.call_soon(outputs.put_nowait, x))
     stream = TextStream(served.tokenizer, stops, skip_special_tokens=not wanted.shows_special_tokens)
-    is_finished, num_told, last_at = False, 0, time.perf_counter()
+    is_finished, num_told, num_shown, last_at = False, 0, 0, time.perf_counter()
     with metrics.running(len(prompt)):
         try:
             while not is_finished:
@@ -224,6 +237,8 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 if output.error is not None:
                     is_finished = True
                     raise AnswerFailed(output.error)
+                if served.processor is not None and name in served.processor.failed:
+                    raise BadRequest("the model's logits are not numbers for this prompt", "prompt", 500)
                 tokens, is_finished = output.generated_tokens, output.is_finished()
                 now = time.perf_counter()
                 metrics.tokens_came(len(tokens) - num_told, now - last_at, is_first=not num_told)
@@ -232,16 +247,25 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
                 # A stop that is a token of its own is not a part of the answer.
                 shown = tokens[:-1] if has_end and tokens[-1] in stop_tokens else tokens
                 text = stream.push(shown, is_finished)
-                if stream.is_stopped or is_finished:
+                is_last = stream.is_stopped or is_finished
+                if not is_last and not text:
+                    continue
+                reason, logprobs = None, ()
+                if is_last:
                     is_cut = len(tokens) >= max_new_tokens and not has_end and not stream.is_stopped
-                    yield AnswerPiece(text, len(tokens), "length" if is_cut else "stop")
+                    reason = "length" if is_cut else "stop"
+                if wanted.sampling.num_logprobs is not None:
+                    logprobs = tuple(served.processor.logprobs[name][num_shown : len(shown)])
+                    num_shown = len(shown)
+                yield AnswerPiece(text, len(tokens), reason, logprobs)
+                if is_last:
                     return
-                if text:
-                    yield AnswerPiece(text, len(tokens))
         finally:
             if not is_finished:
                 served.manager.cancel_request(name)
             served.manager.output_router.result_handlers.pop(name, None)
+            if served.processor is not None:
+                served.processor.forget(name)
 
 
 def _special_stops(served: Served, wanted: AnswerOptions) -> tuple[list[str], frozenset[int]]:
@@ -259,6 +283,10 @@ def _limit(served: Served, prompt: list[int], wanted: AnswerOptions) -> int:
     if outside := [token for token in prompt if not 0 <= token < served.vocabulary_size]:
         raise BadRequest(
             f"the model has {served.vocabulary_size} tokens, and the prompt has the id {outside[0]}", "prompt"
+        )
+    if outside := [token for token, _ in wanted.sampling.logit_bias if token >= served.vocabulary_size]:
+        raise BadRequest(
+            f"the model has {served.vocabulary_size} tokens, and logit_bias names {outside[0]}", "logit_bias"
         )
     if wanted.max_new_tokens is None:
         left = min(limits, default=len(prompt) + 2**20) - len(prompt)
@@ -295,7 +323,7 @@ def _add(
             max_new_tokens=max_new_tokens,
             streaming=True,
             eos_token_id=sorted(ends) or -1,
-            **wanted.sampling.options(served.vocabulary_size),
+            sampling=wanted.sampling,
         )
     except ShardconvError as error:
         served.manager.output_router.result_handlers.pop(name, None)

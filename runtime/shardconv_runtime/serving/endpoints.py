@@ -7,8 +7,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from itertools import accumulate
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -27,9 +28,12 @@ from .schemas import (
     ErrorResponse,
     GenerationRequest,
     Sampling,
+    TokenLogprob,
 )
 
 LOG = logging.getLogger(__name__)
+Indexed = tuple[int, AnswerPiece]
+"""The number of an answer among those to one request, and a piece of it."""
 _STATUSES = (400, 401, 404, 429, 503)
 
 
@@ -128,11 +132,17 @@ async def _respond(
     _require_model(served, served.name if body.model is None else body.model)
     is_chat = isinstance(body, ChatRequest)
     try:
-        prompt = body.token_ids(served.tokenizer)
+        prompts = body.token_ids(served.tokenizer)
     except (UnicodeError, TypeError, ValueError) as error:
         raise BadRequest(f"the text cannot be made into tokens: {error}") from error
-    pieces = answer(served, prompt, _wanted(body, defaults, is_chat))
-    form = _Form(served.name, is_chat, len(prompt))
+    if len(prompts) * body.n > served.max_requests:
+        raise BadRequest(f"{len(prompts) * body.n} answers are more than are given at a time", "n")
+    wanted = _wanted(body, defaults, is_chat)
+    answers = [
+        answer(served, prompt, wanted.of_choice(number)) for prompt in prompts for number in range(body.n)
+    ]
+    form = _Form(served, is_chat, prompts, len(answers))
+    pieces = merged(answers)
     if body.stream:
         first = await anext(pieces)  # what cannot be answered is refused before the stream begins
         has_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -151,16 +161,52 @@ def _wanted(body: GenerationRequest, defaults: Sampling, is_chat: bool) -> Answe
     )
 
 
-async def _whole(form: _Form, pieces: AsyncGenerator[AnswerPiece], request: Request) -> Response:
-    """An answer in one piece; its request is canceled when the client goes away."""
+async def merged(answers: Sequence[AsyncGenerator[AnswerPiece]]) -> AsyncGenerator[Indexed]:
+    """Pieces of several answers as they come, with the numbers of their answers.
+
+    Raises:
+        Exception: an answer failed; the others are canceled.
+    """
+    found: asyncio.Queue[tuple[int, AnswerPiece | Exception | None]] = asyncio.Queue()
+
+    async def collect(index: int, pieces: AsyncGenerator[AnswerPiece]) -> None:
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    found.put_nowait((index, piece))
+            found.put_nowait((index, None))
+        except Exception as error:
+            found.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(collect(*each)) for each in enumerate(answers)]
+    num_left = len(tasks)
+    try:
+        while num_left:
+            index, item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _whole(form: _Form, pieces: AsyncGenerator[Indexed], request: Request) -> Response:
+    """Answers in one piece; their requests are canceled when the client goes away."""
 
     async def collect() -> Response:
-        text, last = "", AnswerPiece("", 0)
-        async with aclosing(pieces):
-            async for last in pieces:
-                text += last.text
-        form.log(last)
-        return JSONResponse(form.whole(text, last))
+        found: list[list[AnswerPiece]] = [[] for _ in form.last]
+        try:
+            async with aclosing(pieces):
+                async for index, piece in pieces:
+                    found[index].append(form.seen(index, piece))
+        finally:
+            form.log()
+        return JSONResponse(form.whole(found))
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -181,69 +227,125 @@ async def _whole(form: _Form, pieces: AsyncGenerator[AnswerPiece], request: Requ
 
 
 async def _events(
-    form: _Form, first: AnswerPiece, pieces: AsyncGenerator[AnswerPiece], has_usage: bool
+    form: _Form, first: Indexed, pieces: AsyncGenerator[Indexed], has_usage: bool
 ) -> AsyncGenerator[str]:
-    """Server-sent events; the request is canceled when the client goes away."""
+    """Server-sent events; the requests are canceled when the client goes away."""
     async with aclosing(pieces):
         try:
-            last = first
-            yield _event(form.part(first, is_first=True))
-            async for last in pieces:
-                yield _event(form.part(last))
+            yield _event(form.part(*first))
+            async for index, piece in pieces:
+                yield _event(form.part(index, piece))
             if has_usage:
-                yield _event(form.usage_part(last))
+                yield _event(form.usage_part())
             yield "data: [DONE]\n\n"
-        except AnswerFailed as error:
+        except (AnswerFailed, BadRequest) as error:
             yield _event({"error": {"message": str(error), "type": "server_error"}})
         finally:
-            form.log(last)
+            form.log()
 
 
 class _Form:
-    """The JSON of one answer, see OpenAI's API."""
+    """The JSON of the answers to one request, see OpenAI's API.
 
-    def __init__(self, model: str, is_chat: bool, num_prompt_tokens: int) -> None:
+    Args:
+        served: what answers.
+        is_chat: the form is that of a chat.
+        prompts: token ids of each.
+        count: number of answers.
+    """
+
+    def __init__(self, served: Served, is_chat: bool, prompts: Sequence[Sequence[int]], count: int) -> None:
+        self._tokenizer = served.tokenizer
         self._is_chat = is_chat
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = sum(map(len, prompts))
         self._begin = time.perf_counter()
-        self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"cmpl-{time.time_ns():x}", "created": int(time.time()), "model": served.name}
+        self._offsets = [0] * count
+        self.last: list[AnswerPiece | None] = [None] * count
+        """The last piece of each answer."""
 
-    def log(self, last: AnswerPiece) -> None:
+    def seen(self, index: int, piece: AnswerPiece) -> AnswerPiece:
+        """Note the last piece of an answer, and return it."""
+        self.last[index] = piece
+        return piece
+
+    def log(self) -> None:
         """One line for the request."""
+        reasons = [each.finish_reason or "canceled" if each is not None else "canceled" for each in self.last]
         LOG.info(
             "%s %s: %d tokens of the prompt, %d new ones, %.2f s, %s",
             self._head["id"],
             "chat" if self._is_chat else "completion",
             self._num_prompt_tokens,
-            last.num_tokens,
+            self._num_new_tokens(),
             time.perf_counter() - self._begin,
-            last.finish_reason or "canceled",
+            " ".join(reasons),
         )
 
-    def whole(self, text: str, last: AnswerPiece) -> dict[str, Any]:
-        """All of an answer."""
-        message = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-        choices = [self._choice(message, last)]
-        return self._object("chat.completion", choices) | {"usage": self._usage(last)}
+    def whole(self, found: Sequence[Sequence[AnswerPiece]]) -> dict[str, Any]:
+        """All of the answers."""
+        choices = []
+        for index, pieces in enumerate(found):
+            content = "".join(piece.text for piece in pieces)
+            text = (
+                {"message": {"role": "assistant", "content": content}} if self._is_chat else {"text": content}
+            )
+            logprobs = tuple(each for piece in pieces for each in piece.logprobs)
+            choices.append(self._choice(index, text, pieces[-1].finish_reason, logprobs))
+        return self._object("chat.completion", choices) | {"usage": self._usage()}
 
-    def part(self, piece: AnswerPiece, is_first: bool = False) -> dict[str, Any]:
+    def part(self, index: int, piece: AnswerPiece) -> dict[str, Any]:
         """A piece of an answer."""
-        role = {"role": "assistant"} if is_first else {}
+        role = {"role": "assistant"} if self.last[index] is None else {}
+        self.seen(index, piece)
         text = {"delta": role | {"content": piece.text}} if self._is_chat else {"text": piece.text}
-        return self._object("chat.completion.chunk", [self._choice(text, piece)])
+        choice = self._choice(index, text, piece.finish_reason, piece.logprobs)
+        return self._object("chat.completion.chunk", [choice])
 
-    def usage_part(self, last: AnswerPiece) -> dict[str, Any]:
+    def usage_part(self) -> dict[str, Any]:
         """The numbers of tokens, at the end of a stream."""
-        return self._object("chat.completion.chunk", []) | {"usage": self._usage(last)}
+        return self._object("chat.completion.chunk", []) | {"usage": self._usage()}
 
     def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return self._head | {"object": kind if self._is_chat else "text_completion", "choices": choices}
 
-    def _choice(self, text: dict[str, Any], piece: AnswerPiece) -> dict[str, Any]:
-        return {"index": 0, "logprobs": None, "finish_reason": piece.finish_reason} | text
+    def _choice(
+        self, index: int, text: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        shown = None
+        if logprobs:
+            shown = self._chat_logprobs(logprobs) if self._is_chat else self._text_logprobs(index, logprobs)
+        return {"index": index, "logprobs": shown, "finish_reason": reason} | text
 
-    def _usage(self, last: AnswerPiece) -> dict[str, int]:
-        prompt, new = self._num_prompt_tokens, last.num_tokens
+    def _chat_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self._text(token)
+            return {"token": text, "logprob": logprob, "bytes": [*text.encode(errors="replace")]}
+
+        top = [[entry(*likely) for likely in each.top] for each in logprobs]
+        own = [entry(each.token, each.logprob) for each in logprobs]
+        return {"content": [each | {"top_logprobs": likely} for each, likely in zip(own, top, strict=True)]}
+
+    def _text_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        tokens = [self._text(each.token) for each in logprobs]
+        offsets = [0, *accumulate(map(len, tokens))]
+        begin = self._offsets[index]
+        self._offsets[index] += offsets[-1]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [{self._text(token): value for token, value in each.top} for each in logprobs],
+            "text_offset": [begin + offset for offset in offsets[:-1]],
+        }
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def _num_new_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.last if each is not None)
+
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self._num_prompt_tokens, self._num_new_tokens()
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 

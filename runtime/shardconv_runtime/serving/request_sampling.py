@@ -1,23 +1,35 @@
 """How each request of a batch draws its tokens, and which fields of a generation config can be granted.
 
-transformers has temperature, top_k and top_p of each request; ``min_p`` is added here.
+transformers' loop has temperature, top_k and top_p of each request, and sorts the logits of all rows for
+them. Here one processor chooses every token itself: it has the requests with their tokens, on all ranks, and
+applies ``generate``'s own processors to the rows that ask for them. What it chose is the only token that it
+leaves to the loop. So a request gets the tokens that ``generate`` gives it alone, whoever shares the batch:
+the most likely one is ``argmax``, ties included, and a request with a seed draws from its own generator.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, MinPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-# Private, but nothing public lets a batch have a processor whose argument is the request's own.
+# Private, but nothing public lets a batch have a processor that knows the requests.
 from transformers.generation.continuous_batching import cb_logits_processors
 
 from ..errors import ShardconvError
-from .schemas import SAMPLING_FIELDS, Sampling
+from .schemas import DEFAULT_FIELDS, Sampling, TokenLogprob
 
-HONORED = (*SAMPLING_FIELDS, "do_sample", "eos_token_id")
+HONORED = (*DEFAULT_FIELDS, "do_sample", "eos_token_id")
 NOT_OF_TOKENS = (
     "bos_token_id",
     "pad_token_id",
@@ -63,7 +75,7 @@ def default_sampling(own: Any, ignored: frozenset[str] = frozenset()) -> Samplin
             "its answers would be others than those of generate; to serve without, say "
             f"--ignore {' '.join(refused)}"
         )
-    found = {name: getattr(own, name) for name in SAMPLING_FIELDS}
+    found = {name: getattr(own, name) for name in DEFAULT_FIELDS}
     return Sampling(**{n: value for n, value in found.items() if value is not None and n not in ignored})
 
 
@@ -77,39 +89,167 @@ def _chooses(name: str, value: Any) -> bool:
 
 
 def serving_config(own: Any) -> GenerationConfig:
-    """A generation config with which each request says how its tokens are drawn.
-
-    The values are no one's: those that ask for nothing would leave out the step, for all requests.
+    """A generation config with which ``RequestProcessor`` chooses all tokens.
 
     Args:
         own: the generation config of the model.
     """
-    cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[MinPLogitsWarper] = _MinP
+    # The processor takes the place of the one that this penalty asks for; the other fields ask for nothing.
+    cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[RepetitionPenaltyLogitsProcessor] = RequestProcessor
     return GenerationConfig(
-        do_sample=True, temperature=0.5, top_k=1, top_p=0.5, min_p=0.5, eos_token_id=own.eos_token_id or -1
+        do_sample=True,
+        repetition_penalty=2.0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=own.eos_token_id or -1,
     )
 
 
-class _MinP(cb_logits_processors.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Tokens that are less likely than a share of the most likely one are not drawn."""
+def processor_of(manager: Any) -> RequestProcessor:
+    """The processor of a manager that was made by ``serving_config``.
 
-    supported_kwargs = {"min_p": float}  # noqa: RUF012 (as in the base class)
-    ignored_kwargs = ("filter_value", "min_tokens_to_keep")
+    Raises:
+        ShardconvError: others would choose tokens beside it.
+    """
+    found = list(manager.logit_processor.logits_processor)
+    if [type(each) for each in found] != [RequestProcessor]:
+        names = ", ".join(type(each).__name__ for each in found)
+        raise ShardconvError(f"the installed transformers chooses tokens by {names}; install another version")
+    only: RequestProcessor = found[0]
+    return only
 
-    def __init__(self, processor: MinPLogitsWarper) -> None:
-        self.min_p = processor.min_p
+
+class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Chooses the next token of each row as its request asks, and leaves no other.
+
+    Attributes:
+        logprobs: name of a request -> those of its tokens, if it asked for them.
+        failed: names of requests whose logits were not numbers.
+        is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
+    """
+
+    supported_kwargs = {"sampling": Sampling}  # noqa: RUF012 (as in the base class)
+    ignored_kwargs = ()
+
+    def __init__(self, processor: Any) -> None:
+        self._requests: list[Any] = []
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.failed: set[str] = set()
+        self.is_with_rank_0 = True
+
+    def forget(self, name: str) -> None:
+        """A request is over."""
+        self.logprobs.pop(name, None)
+        self.failed.discard(name)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Fill the arguments of all rows."""
-        int32_tensor.copy_(torch.full_like(int32_tensor, self.min_p, dtype=torch.float32).view(torch.int32))
+        """Fill the arguments of all rows, of which there are none."""
+        int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """Each request's own: int32 ``[B]``, the bits of float32."""
-        given = [r.state.logit_processor_kwargs.get("min_p", self.min_p) for r in requests_with_new_token]
-        return torch.tensor(given, dtype=torch.float32).view(torch.int32)
+        """Note the requests of the next step's rows, in order. Returns int32 ``[B]`` that nothing reads."""
+        self._requests = [request.state for request in requests_with_new_token]
+        return torch.zeros(len(self._requests), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Scores ``[B, V]`` of the tokens that may be drawn; others have none."""
-        least = tensor_arg[: scores.size(0)].view(torch.float32).unsqueeze(-1)
-        probabilities = scores.softmax(-1)
-        return scores.masked_fill(probabilities < least * probabilities.amax(-1, keepdim=True), -torch.inf)
+        """Scores ``[B, V]`` in which each row has one token.
+
+        Args:
+            scores: float32 logits ``[B, V]``, the same on all ranks.
+            tensor_arg: int32 ``[B]``, not read.
+        """
+        requests = self._requests
+        rows = scores[: len(requests)]
+        asked = [state.logit_processor_kwargs.get("sampling", _DEFAULT) for state in requests]
+        # A row without a greatest number is that request's failure, and must not end the loop of all.
+        for row in (~rows.amax(-1).isfinite()).nonzero().flatten().tolist():
+            if not self.is_with_rank_0:
+                raise ShardconvError(f"{requests[row].request_id}: the model's logits are not numbers")
+            self.failed.add(requests[row].request_id)
+            rows[row] = 0.0
+        adjusted = rows.clone()
+        for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
+            if sampling.changes_scores:
+                adjusted[row] = _adjusted(adjusted[row], state, sampling)
+        chosen = adjusted.argmax(-1)
+        drawn = [row for row, sampling in enumerate(asked) if not sampling.is_greedy]
+        if drawn:
+            # Rows that ask for the same go through generate's processors together.
+            for settings in dict.fromkeys(asked[row].warping for row in drawn):
+                alike = [row for row in drawn if asked[row].warping == settings]
+                adjusted[alike] = _warped(adjusted[alike], settings)
+            probabilities = adjusted[drawn].softmax(-1)
+            chosen[drawn] = torch.multinomial(probabilities, 1).squeeze(-1)
+            for index, row in enumerate(drawn):
+                if asked[row].seed is not None:
+                    generator = _generator(requests[row], asked[row].seed, probabilities[index])
+                    chosen[row] = torch.multinomial(probabilities[index], 1, generator=generator)
+        for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
+            if sampling.num_logprobs is not None:
+                found = _logprob(rows[row], int(chosen[row]), sampling.num_logprobs)
+                self.logprobs.setdefault(state.request_id, []).append(found)
+        return torch.full_like(scores, -torch.inf).index_put_(
+            (torch.arange(len(requests), device=scores.device), chosen), scores.new_zeros(())
+        )
+
+
+_DEFAULT = Sampling()
+
+
+def _tokens(state: Any) -> tuple[list[int], list[int]]:
+    """The prompt and the answer so far; a request that was taken out of the cache begins anew with both."""
+    end = state._true_initial_tokens or len(state.initial_tokens)
+    return state.initial_tokens[:end], state.initial_tokens[end:] + state.generated_tokens
+
+
+def _adjusted(scores: Tensor, state: Any, sampling: Sampling) -> Tensor:
+    """Scores ``[V]`` with the request's bias and penalties, in ``generate``'s order."""
+    prompt, answer = _tokens(state)
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
+        scores = scores.index_add(0, scores.new_tensor(ids, dtype=torch.long), scores.new_tensor(values))
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor([prompt + answer], device=scores.device)
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(seen, scores[None])[0]
+    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(answer)
+        lost = [sampling.presence_penalty + sampling.frequency_penalty * n for n in counts.values()]
+        scores = scores.index_add(0, scores.new_tensor([*counts], dtype=torch.long), -scores.new_tensor(lost))
+    return scores
+
+
+def _warped(scores: Tensor, settings: tuple[float, int, float, float]) -> Tensor:
+    """Scores ``[B, V]`` of the tokens that may be drawn, by ``generate``'s processors in their order."""
+    temperature, top_k, top_p, min_p = settings
+    ids = torch.empty(scores.size(0), 0, dtype=torch.long, device=scores.device)  # they read none
+    if temperature != 1:
+        scores = TemperatureLogitsWarper(temperature)(ids, scores)
+    if top_k > 0:
+        scores = TopKLogitsWarper(top_k)(ids, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(ids, scores)
+    if min_p > 0:
+        scores = MinPLogitsWarper(min_p)(ids, scores)
+    return scores
+
+
+def _generator(state: Any, seed: int, like: Tensor) -> torch.Generator:
+    """The generator of a request's draws, which is kept with it."""
+    found: torch.Generator | None = vars(state).get(_GENERATOR)
+    if found is None:
+        found = torch.Generator(like.device).manual_seed(seed)
+        # A request that begins anew has drawn before: a draw takes as many numbers as there are tokens.
+        for _ in _tokens(state)[1]:
+            torch.empty_like(like).exponential_(generator=found)
+        vars(state)[_GENERATOR] = found
+    return found
+
+
+_GENERATOR = "_shardconv_generator"
+
+
+def _logprob(scores: Tensor, token: int, count: int) -> TokenLogprob:
+    logprobs = scores.float().log_softmax(-1)
+    values, ids = logprobs.topk(min(count, logprobs.numel()))
+    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

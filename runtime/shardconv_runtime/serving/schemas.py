@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,19 +12,15 @@ from pydantic_core import PydanticCustomError
 COMPLETION_TOKENS = 16
 """New tokens of a completion that names no number; the API's default."""
 
+MOST_CHOICES = 128
+"""Answers to one request."""
+
 ALMOST_GREEDY = 1e-5
 """A temperature below this one is taken for 0: logits that are divided by it would overflow."""
 
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -56,27 +52,54 @@ class Sampling:
     """0: the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
+    """0 or less: all tokens."""
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    seed: int | None = None
+    """Of the request's own draws."""
+    num_logprobs: int | None = None
+    """For each token its logarithmic probability, and those of so many likely ones; None: nothing."""
 
-    def options(self, vocabulary_size: int) -> dict[str, Any]:
-        """Arguments of ``add_request`` of a manager that samples, in the types that it wants."""
-        if self.temperature < ALMOST_GREEDY:
-            return {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-        top_k = self.top_k if self.top_k > 0 else vocabulary_size
-        return {
-            "temperature": float(self.temperature),
-            "top_k": min(top_k, vocabulary_size),
-            "top_p": float(self.top_p),
-            "min_p": float(self.min_p),
-        }
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature < ALMOST_GREEDY
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether tokens of the request get other scores than the model's."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or self.repetition_penalty != 1 or any(penalties)
+
+    @property
+    def warping(self) -> tuple[float, int, float, float]:
+        """Temperature, ``top_k``, ``top_p`` and ``min_p``, in the types that transformers wants."""
+        return float(self.temperature), self.top_k, float(self.top_p), float(self.min_p)
 
 
-SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
+DEFAULT_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Of ``Sampling``: those that a model's generation config may have, for requests that do not say."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, and its logarithmic probability by the model alone: before penalties and temperature."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens at its position, the first ones first, with theirs."""
+
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+LogprobCount = Annotated[int, Field(ge=0, le=20)]
 
 
 class _Fields(BaseModel):
@@ -102,6 +125,12 @@ class GenerationRequest(_Fields):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Token] = []
     ignore_eos: bool = False
@@ -130,27 +159,36 @@ class GenerationRequest(_Fields):
         """Texts before which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """So many likely tokens are told with their logarithmic probabilities; None: nothing is."""
+        return None
+
     def sampling(self, defaults: Sampling) -> Sampling:
         """How tokens are drawn; what is not said is as in ``defaults``."""
-        said = {n: v for n in SAMPLING_FIELDS if (v := getattr(self, n)) is not None}
-        return replace(defaults, **said)
+        said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
+        said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
+        bias = tuple((int(token), value) for token, value in self.logit_bias.items())
+        return replace(defaults, **said, logit_bias=bias, num_logprobs=self.num_logprobs)
 
 
 class CompletionRequest(GenerationRequest):
     """Of ``/v1/completions``."""
 
     prompt: str | list[Token] | list[str] | list[list[Token]]
+    logprobs: LogprobCount | None = None
 
-    def token_ids(self, tokenizer: Any) -> list[int]:
-        """Of the prompt: a text, or ids themselves."""
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``GenerationRequest``."""
+        return self.logprobs
+
+    def token_ids(self, tokenizer: Any) -> list[list[int]]:
+        """Of each prompt: a text, or ids themselves."""
         prompt = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return list(tokenizer(prompt)["input_ids"])
-        if all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
-        raise BadRequest("prompt should be one text or one list of token ids", "prompt")
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        prompts: list[Any] = [prompt] if is_one else list(prompt)
+        return [list(tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in prompts]
 
 
 class TextPart(_Fields):
@@ -176,9 +214,18 @@ class ChatRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     """For the template; what the model says of them is text."""
     chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: LogprobCount = 0
 
-    def token_ids(self, tokenizer: Any) -> list[int]:
-        """Of the messages, by the tokenizer's chat template."""
+    @property
+    def num_logprobs(self) -> int | None:
+        """See ``GenerationRequest``."""
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs is for answers with logprobs: true", "top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+    def token_ids(self, tokenizer: Any) -> list[list[int]]:
+        """Of the messages, by the tokenizer's chat template: one prompt."""
         if tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template; use completions", "messages", 404)
         messages = [
@@ -199,7 +246,7 @@ class ChatRequest(GenerationRequest):
             raise BadRequest(
                 f"the chat template does not take these messages: {error}", "messages"
             ) from error
-        return list(encoded["input_ids"])
+        return [list(encoded["input_ids"])]
 
 
 class ErrorBody(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from shardconv_runtime.errors import ShardconvError
 from shardconv_runtime.serving.answers import Served
 from shardconv_runtime.serving.endpoints import application
 from shardconv_runtime.serving.request_sampling import default_sampling
-from shardconv_runtime.serving.schemas import Sampling
+from shardconv_runtime.serving.schemas import Sampling, TokenLogprob
 from transformers import GenerationConfig
 
 
@@ -140,7 +141,93 @@ def test_an_answer() -> None:
     assert (status, choice["text"], choice["finish_reason"]) == (200, "1 2 3 ", "length")
     assert found["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
     (asked,) = manager.asked
-    assert (asked["temperature"], asked["top_k"], asked["eos_token_id"]) == (0.5, 3, [9])
+    assert (asked["sampling"], asked["eos_token_id"]) == (Sampling(0.5, top_k=3), [9])
+
+
+def test_several_prompts_and_answers() -> None:
+    app = application(served(manager := Manager()), Sampling())
+    body = {"prompt": ["4", "5 6"], "max_tokens": 2, "n": 2, "seed": 8}
+    found = json.loads(get(app, "/v1/completions", body)[2])
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in found["choices"]} == {"1 2 "}
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
+    assert [asked["prompt"] for asked in manager.asked] == [[4], [4], [5, 6], [5, 6]]
+    assert [asked["sampling"].seed for asked in manager.asked] == [8, 9, 8, 9]
+    events = get(app, "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}})[
+        2
+    ]
+    pieces = [json.loads(event[6:]) for event in events.split("\n\n")[:-2]]
+    for index in range(4):
+        mine = [
+            piece["choices"][0]
+            for piece in pieces
+            if piece["choices"][:1] and piece["choices"][0]["index"] == index
+        ]
+        assert "".join(piece["text"] for piece in mine) == "1 2 "
+        assert mine[-1]["finish_reason"] == "length"
+    assert pieces[-1]["usage"] == found["usage"]
+    status, _, text = get(app, "/v1/completions", {"prompt": ["4", "7"], "max_tokens": 2})
+    assert (status, "not this one" in text) == (400, True)
+    assert set(manager.output_router.result_handlers) == set()
+
+
+class Processor(SimpleNamespace):
+    """Has noted what it is given, for every request."""
+
+    def forget(self, name: str) -> None:
+        self.forgotten = name
+
+
+def test_logprobs() -> None:
+    entries = [TokenLogprob(n, -0.5 * n, ((n, -0.5 * n), (n + 1, -4.0))) for n in (1, 2, 3)]
+    processor = Processor(failed=(), logprobs=defaultdict(lambda: entries))
+    app = application(served(Manager(), processor=processor), Sampling())
+    body = {"prompt": "4", "max_tokens": 3, "logprobs": 2}
+    shown = json.loads(get(app, "/v1/completions", body)[2])["choices"][0]["logprobs"]
+    assert shown["tokens"] == ["1 ", "2 ", "3 "]
+    assert shown["token_logprobs"] == [-0.5, -1.0, -1.5]
+    assert shown["top_logprobs"][1] == {"2 ": -1.0, "3 ": -4.0}
+    assert shown["text_offset"] == [0, 2, 4]
+    events = get(app, "/v1/completions", {**body, "stream": True})[2]
+    pieces = [json.loads(event[6:])["choices"][0]["logprobs"] for event in events.split("\n\n")[:-2]]
+    assert [piece["token_logprobs"] for piece in pieces] == [[-0.5], [-1.0], [-1.5]]
+    assert [piece["text_offset"] for piece in pieces] == [[0], [2], [4]]
+    chat = {
+        "messages": [{"role": "user", "content": "4"}],
+        "max_tokens": 1,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    (entry,) = json.loads(get(app, "/v1/chat/completions", chat)[2])["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["logprob"], entry["bytes"]) == ("1 ", -0.5, [*b"1 "])
+    assert [likely["logprob"] for likely in entry["top_logprobs"]] == [-0.5, -4.0]
+    status, _, text = get(app, "/v1/chat/completions", {**chat, "logprobs": False})
+    assert (status, json.loads(text)["error"]["param"]) == (400, "top_logprobs")
+    assert processor.forgotten.startswith("cmpl-")
+    status, _, text = get(application(served(Manager()), Sampling()), "/v1/completions", body)
+    assert (status, json.loads(text)["error"]["param"]) == (400, "logprobs")
+
+
+def test_logits_that_are_not_numbers_are_the_requests_error() -> None:
+    class Everything(tuple[str, ...]):
+        def __contains__(self, name: object) -> bool:
+            return True
+
+    processor = Processor(failed=Everything(), logprobs={})
+    app = application(served(manager := Manager(), processor=processor), Sampling())
+    status, _, text = get(app, "/v1/completions", {"prompt": "4", "max_tokens": 2})
+    assert (status, "not numbers" in text) == (500, True)
+    assert len(manager.canceled) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [({"logit_bias": {"20": 1}}, "logit_bias"), ({"n": 8, "prompt": ["4"] * 40}, "n")],
+)
+def test_what_the_model_does_not_have(fields: dict[str, Any], parameter: str) -> None:
+    app = application(served(Manager()), Sampling())
+    status, _, text = get(app, "/v1/completions", {"prompt": "4", **fields})
+    assert (status, json.loads(text)["error"]["param"]) == (400, parameter)
 
 
 def test_what_is_left_of_the_context_is_the_default_of_a_chat() -> None:
@@ -223,13 +310,14 @@ class TestDefaults:
 
     def test_those_of_the_model(self) -> None:
         drawn = {"do_sample": True, "temperature": 1, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
-        own = GenerationConfig(**drawn, repetition_penalty=1.0)
-        assert default_sampling(own) == Sampling(1, 0.8, 20, 0.05)
+        own = GenerationConfig(**drawn, repetition_penalty=1.05)
+        assert default_sampling(own) == Sampling(1, 0.8, 20, 0.05, 1.05)
+        assert default_sampling(own, frozenset({"repetition_penalty"})) == Sampling(1, 0.8, 20, 0.05)
 
     @pytest.mark.parametrize(
         "fields",
         [
-            {"repetition_penalty": 1.05},
+            {"encoder_repetition_penalty": 1.05},
             {"suppress_tokens": [3]},
             {"bad_words_ids": [[3]]},
             {"no_repeat_ngram_size": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 pydantic = pytest.importorskip("pydantic")
 
 from shardconv_runtime.serving.schemas import (  # noqa: E402
-    BadRequest,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -52,12 +52,16 @@ def test_what_is_said() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
-        {"seed": 1},
-        {"logprobs": 3},
+        {"n": 0},
+        {"n": 129},
+        {"seed": 0.5},
+        {"logprobs": 21},
         {"tools": [{}]},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.1},
+        {"presence_penalty": 2.5},
+        {"repetition_penalty": 0},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"1": 101}},
+        {"response_format": {"type": "json_object"}},
         {"never_heard_of": 1},
         {"max_tokens": 0},
         {"max_tokens": 2.9},
@@ -82,23 +86,37 @@ def test_what_is_refused(fields: dict[str, Any]) -> None:
     assert next(iter(fields)) in (*found["loc"], found.get("ctx", {}).get("parameter"))
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
-def test_several_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(BadRequest, match="prompt should be one text"):
-        completion(prompt=prompt).token_ids(None)
+def test_prompts() -> None:
+    """One or several, of text or of ids."""
 
+    def count(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(text)]}
 
-def test_one_prompt_in_a_list() -> None:
-    assert completion(prompt=["a"]).token_ids(lambda text: {"input_ids": [len(text)]}) == [1]
-    assert completion(prompt=[[3, 4]]).token_ids(None) == [3, 4]
+    assert completion(prompt="abc").token_ids(count) == [[3]]
+    assert completion(prompt=["a", "bc"]).token_ids(count) == [[1], [2]]
+    assert completion(prompt=[3, 4]).token_ids(None) == [[3, 4]]
+    assert completion(prompt=[[3, 4], [5]]).token_ids(None) == [[3, 4], [5]]
+    assert completion(prompt=[]).token_ids(None) == [[]]
 
 
 def test_how_tokens_are_drawn() -> None:
-    greedy = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-    assert Sampling(0, 0.5, 7).options(100) == Sampling(1e-40, 0.5, 7).options(100) == greedy
-    drawn = Sampling(2, 1, 0).options(100)
-    assert drawn == {"temperature": 2.0, "top_k": 100, "top_p": 1.0, "min_p": 0.0}
-    assert all(type(drawn[name]) is float for name in ("temperature", "top_p", "min_p"))
+    assert Sampling(0, 0.5, 7).is_greedy
+    assert Sampling(1e-40).is_greedy
+    drawn = Sampling(2, 1, 0)
+    assert not drawn.is_greedy
+    assert drawn.warping == (2.0, 0, 1.0, 0.0)
+    assert all(type(drawn.warping[index]) is float for index in (0, 2, 3))
+    request = completion(logit_bias={"5": -100}, seed=3, logprobs=2, presence_penalty=1, frequency_penalty=-2)
+    assert request.sampling(DEFAULTS) == replace(
+        DEFAULTS,
+        logit_bias=((5, -100.0),),
+        seed=3,
+        num_logprobs=2,
+        presence_penalty=1.0,
+        frequency_penalty=-2.0,
+    )
+    assert request.sampling(DEFAULTS).changes_scores
+    assert not DEFAULTS.changes_scores
 
 
 class Template:
@@ -122,7 +140,7 @@ def test_messages_reach_the_template_as_they_are() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     template = Template()
     request = ChatRequest.model_validate({"messages": messages, "tools": tools, "tool_choice": "auto"})
-    assert request.token_ids(template) == [1]
+    assert request.token_ids(template) == [[1]]
     assert template.got == ([messages[0] | {"content": "ab"}, *messages[1:]], tools)
 
 
