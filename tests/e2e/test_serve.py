@@ -519,3 +519,29 @@ def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_
     printed, _ = process.communicate(timeout=START_S)
     assert process.returncode != 0
     assert "--ignore no_repeat_ngram_size" in printed
+
+
+def test_a_prompt_whose_logits_are_not_numbers(tmp_path: Path) -> None:
+    """It is an error, also for requests that share a step with it; the server goes on, with right answers."""
+    source = save_causal("llama", tmp_path / "llama")
+    save_words(source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[90] = float("nan")
+    model.save_pretrained(source)
+    shardconv.convert(source, tmp_path / "out", tp=2)
+    port = free_port()
+    process = start(tmp_path / "out", port, 2)
+    try:
+        wait_until_healthy(port, process)
+        served = Serving(port, process, model, transformers.AutoTokenizer.from_pretrained(source))
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="not numbers for this prompt"):
+                served.client.completions.create(model="tiny", prompt="w90 w5", max_tokens=4)
+            answer = served.client.completions.create(
+                model="tiny", prompt=PROMPTS[0], max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert answer.choices[0].text.split() == served.continued(PROMPTS[0], 8).split()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SOON_S)

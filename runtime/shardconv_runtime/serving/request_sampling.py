@@ -9,6 +9,7 @@ the most likely one is ``argmax``, ties included, and a request with a seed draw
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -95,6 +96,7 @@ def serving_config(own: Any) -> GenerationConfig:
         own: the generation config of the model.
     """
     # The processor takes the place of the one that this penalty asks for; the other fields ask for nothing.
+    warnings.filterwarnings("ignore", message="Passing `repetition_penalty` with `inputs_embeds`")
     cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[RepetitionPenaltyLogitsProcessor] = RequestProcessor
     return GenerationConfig(
         do_sample=True,
@@ -189,9 +191,12 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
             if sampling.num_logprobs is not None:
                 found = _logprob(rows[row], int(chosen[row]), sampling.num_logprobs)
                 self.logprobs.setdefault(state.request_id, []).append(found)
-        return torch.full_like(scores, -torch.inf).index_put_(
-            (torch.arange(len(requests), device=scores.device), chosen), scores.new_zeros(())
-        )
+        left = torch.zeros_like(
+            scores
+        )  # a step of parts of prompts has rows that are no request's next token
+        left[: len(requests)] = -torch.inf
+        left[torch.arange(len(requests), device=scores.device), chosen] = 0.0
+        return left
 
 
 _DEFAULT = Sampling()

@@ -98,6 +98,18 @@ def test_the_first_of_equal_logits_is_the_most_likely_one() -> None:
     assert {tuple(step(RequestProcessor(None), states, logits)) for _ in range(5)} == {(7, 7)}
 
 
+def test_rows_of_no_request_are_left_to_the_loop() -> None:
+    processor = RequestProcessor(None)
+    arguments = processor.prepare_tensor_args(
+        [FutureRequestState(state("a", [1], Sampling(0)), False, {}, 1)]
+    )
+    assert processor(torch.randn(3, 50), arguments).softmax(-1).isfinite().all()
+    states = [state("a", [1], Sampling(0))]
+    processor.prepare_tensor_args([FutureRequestState(states[0], True, {}, 1)])
+    scores = processor(torch.randn(3, 50), arguments)
+    assert (scores > -torch.inf).sum(-1).tolist() == [1, 50, 50]
+
+
 def test_penalties_are_of_the_answer_alone() -> None:
     """As OpenAI's API says: once for a token that was there, and for each time; the prompt does not count."""
     sampling = Sampling(0, presence_penalty=0.5, frequency_penalty=0.2)
