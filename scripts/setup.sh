@@ -42,6 +42,9 @@ install_for_test() {
     # The server's libraries, and the client that its test talks with.
     install fastapi prometheus_client uvicorn openai ||
         echo "note: openai could not be installed; the tests of the server will be skipped" >&2
+    # Without triton, which it needs for GPUs only.
+    install --no-deps xgrammar apache-tvm-ffi ||
+        echo "note: xgrammar could not be installed; the tests of answers by a schema will be skipped" >&2
     # The libraries of quantized formats, apart, since transformers imports each one that it finds into every
     # process; scripts/test gives them to the tests that need them. Their dependencies are those that computing on
     # a CPU needs.

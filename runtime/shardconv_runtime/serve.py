@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
-import logging
 import os
-import signal
 import sys
-import threading
-import time
-from pathlib import Path
-from typing import Any
 
 from .errors import ShardconvError
-from .loaded import loaded
-from .loading.load import load
-from .serving.answers import AnswerOptions, Served, answer
-from .serving.endpoints import application
-from .serving.request_sampling import default_sampling, processor_of, serving_config
-from .serving.schemas import Sampling
 
-WATCH_S = 0.5
-"""How often the server looks whether the ranks still answer, and a rank whether its launcher lives."""
-DRAIN_S = 20
-"""How long requests may take that are answered when the server is told to end."""
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn")
 
 
@@ -73,119 +56,14 @@ def main() -> int:
         if importlib.util.find_spec(package) is None:
             print(f"error: serving needs {package}: pip install 'shardconv-runtime[serve]'", file=sys.stderr)
             return 2
+    from .serving.server import run_rank  # imports those packages
+
     try:
         run_rank(arguments)
     except ShardconvError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def run_rank(arguments: argparse.Namespace) -> None:
-    """Load this rank's part, and answer requests together with the others.
-
-    Raises:
-        ShardconvError: the model cannot be loaded or served, or a rank ended.
-    """
-    from transformers import AutoTokenizer, ContinuousBatchingConfig
-
-    end_with_launcher()
-    model = load(arguments.out)
-    directory = loaded(model).directory
-    # On all ranks, before they wait: a config that cannot be granted ends each of them.
-    defaults = default_sampling(model.generation_config, frozenset(arguments.ignore))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ShardconvError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
-    pages = ContinuousBatchingConfig(
-        num_blocks=arguments.num_blocks,
-        max_batch_tokens=arguments.max_batch_tokens,
-        per_request_processors=True,
-    )
-    managing = model.continuous_batching_context_manager(
-        serving_config(model.generation_config), continuous_batching_config=pages
-    )
-    with managing as manager:
-        leave_signals_to_rank_0()
-        processor = processor_of(manager)  # on all ranks: another one would choose other tokens
-        processor.is_with_rank_0 = loaded(model).plan.stages is None
-        if manager.is_tp_driver:
-            serve(manager, model, tokenizer, defaults, arguments)
-
-
-def serve(
-    manager: Any, model: Any, tokenizer: Any, defaults: Sampling, arguments: argparse.Namespace
-) -> None:
-    """Listen, on rank 0, until the process is interrupted or the ranks fail."""
-    import uvicorn
-
-    text_config = model.config.get_text_config(decoder=True)
-    served = Served(
-        manager,
-        tokenizer,
-        arguments.name or Path(arguments.out).resolve().name,
-        text_config.vocab_size,
-        getattr(text_config, "max_position_embeddings", None),
-        model.generation_config.eos_token_id,
-        arguments.max_requests,
-        processor_of(manager) if processor_of(manager).is_with_rank_0 else None,
-    )
-    app = application(served, defaults, arguments.api_key)
-    config = uvicorn.Config(
-        app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
-    )
-    server = uvicorn.Server(config)
-
-    async def run() -> None:
-        await warm_up(served)
-        print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
-        watching = asyncio.create_task(watch(manager, server))
-        await server.serve()
-        watching.cancel()
-
-    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("shardconv_runtime.serving").setLevel(logging.INFO)
-    asyncio.run(run())
-    if any_left := served.metrics.num_running:
-        print(f"{any_left} requests were not answered in {DRAIN_S} s", file=sys.stderr)
-
-
-async def warm_up(served: Any) -> None:
-    """Answer a request, so that the first client does not wait for what is made once."""
-    async for _ in answer(served, [0], AnswerOptions(1, Sampling(temperature=0.0))):
-        pass
-
-
-async def watch(manager: Any, server: Any) -> None:
-    """End the server when its manager does not run."""
-    while manager.is_running():
-        await asyncio.sleep(WATCH_S)
-    server.should_exit = True
-
-
-def end_with_launcher() -> None:
-    """End this process soon after torchrun, which else would tell it to end."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return  # started by hand: it may outlive its shell
-    parent = os.getppid()
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
-        print("error: the launcher of this rank is gone; it ends", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=look, daemon=True).start()
-
-
-def leave_signals_to_rank_0() -> None:
-    """Have no process end by a signal that torchrun sends to all: rank 0 needs the others to finish.
-
-    The server of rank 0 handles these signals while it runs, and sends them once more when it has ended.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)
 
 
 if __name__ == "__main__":

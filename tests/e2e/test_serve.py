@@ -269,7 +269,8 @@ def leave(client: Any, max_tokens: int) -> None:
         ({"n": 300}, "n: Input should be less"),
         ({"seed": 0.5}, "seed"),
         ({"best_of": 2}, "best_of is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "schema"),
         ({"logit_bias": {str(VOCAB): 1}}, "logit_bias names"),
         ({"temperature": -1}, "temperature: Input should be greater"),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
@@ -508,6 +509,23 @@ def test_a_server_that_is_told_to_end_while_it_answers(how: str, tmp_path: Path)
             assert time.monotonic() - begin < 60
             time.sleep(0.1)
         assert time.monotonic() - begin < (10 if how == "the launcher is killed" else 40)
+
+
+def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
+    for name in ("fastapi", "pydantic"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('not here')")
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec; "
+        "importlib.util.find_spec = lambda name, *a: None if name == 'uvicorn' else found(name, *a); "
+        "from shardconv_runtime.serve import main; sys.argv[1:] = ['out']; sys.exit(main())"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 2
+    assert "serving needs uvicorn: pip install 'shardconv-runtime[serve]'" in done.stderr
 
 
 def test_a_generation_config_that_cannot_be_granted_is_refused_at_the_start(tmp_path: Path) -> None:

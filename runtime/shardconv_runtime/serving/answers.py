@@ -143,6 +143,7 @@ class Served:
 
     Attributes:
         manager: of continuous batching, running, made by ``serving_config``.
+        grammars: what checks JSON schemas; None where it is not installed.
         processor: its ``RequestProcessor``; None where this rank has no logits, as of a first stage.
         name: of the model, for clients.
         vocabulary_size: number of logits.
@@ -159,6 +160,7 @@ class Served:
     eos_token_id: int | list[int] | None
     max_requests: int = 256
     processor: Any = None
+    grammars: Any = None
     metrics: Metrics = field(default_factory=Metrics)
 
     @property
@@ -222,6 +224,13 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
         raise BadRequest(f"{served.max_requests} requests are answered or wait; try again later", status=429)
     if wanted.sampling.num_logprobs is not None and served.processor is None:
         raise BadRequest("logprobs are not known to the first of several stages", "logprobs")
+    if wanted.sampling.json_schema is not None:
+        if served.grammars is None or not served.ends:
+            raise BadRequest(
+                "response_format needs xgrammar beside the server, and a model with a token that ends text",
+                "response_format",
+            )
+        await asyncio.to_thread(served.grammars.require, wanted.sampling.json_schema)
     stops, stop_tokens = _special_stops(served, wanted)
     ends = stop_tokens if wanted.ignores_end else stop_tokens | served.ends
     max_new_tokens = _limit(served, prompt, wanted)

@@ -128,6 +128,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     Attributes:
         logprobs: name of a request -> those of its tokens, if it asked for them.
         failed: names of requests whose logits were not numbers.
+        grammars: what follows JSON schemas; None where nothing does.
         is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
     """
 
@@ -139,6 +140,7 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.failed: set[str] = set()
         self.is_with_rank_0 = True
+        self.grammars: Any = None
 
     def forget(self, name: str) -> None:
         """A request is over."""
@@ -174,6 +176,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
             if sampling.changes_scores:
                 adjusted[row] = _adjusted(adjusted[row], state, sampling)
+            if sampling.json_schema is not None:
+                adjusted[row] = self.grammars.allowed(adjusted[row], self._matcher(state, sampling))
         chosen = adjusted.argmax(-1)
         drawn = [row for row, sampling in enumerate(asked) if not sampling.is_greedy]
         if drawn:
@@ -188,6 +192,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
                     generator = _generator(requests[row], asked[row].seed, probabilities[index])
                     chosen[row] = torch.multinomial(probabilities[index], 1, generator=generator)
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
+            if sampling.json_schema is not None:
+                self._matcher(state, sampling).accept_token(int(chosen[row]))
             if sampling.num_logprobs is not None:
                 found = _logprob(rows[row], int(chosen[row]), sampling.num_logprobs)
                 self.logprobs.setdefault(state.request_id, []).append(found)
@@ -198,8 +204,16 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         left[torch.arange(len(requests), device=scores.device), chosen] = 0.0
         return left
 
+    def _matcher(self, state: Any, sampling: Sampling) -> Any:
+        """What follows the schema of a request, which is kept with it."""
+        if _MATCHER not in vars(state):
+            vars(state)[_MATCHER] = self.grammars.matcher(sampling.json_schema, _tokens(state)[1])
+        return vars(state)[_MATCHER]
+
 
 _DEFAULT = Sampling()
+_GENERATOR, _MATCHER = "_shardconv_generator", "_shardconv_matcher"
+"""Attributes of a request's state in transformers' loop, which goes with the request."""
 
 
 def _tokens(state: Any) -> tuple[list[int], list[int]]:
@@ -249,9 +263,6 @@ def _generator(state: Any, seed: int, like: Tensor) -> torch.Generator:
             torch.empty_like(like).exponential_(generator=found)
         vars(state)[_GENERATOR] = found
     return found
-
-
-_GENERATOR = "_shardconv_generator"
 
 
 def _logprob(scores: Tensor, token: int, count: int) -> TokenLogprob:

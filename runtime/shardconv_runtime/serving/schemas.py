@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -24,7 +25,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
 }
 """Fields of the API that the server does not know, with the values that ask for nothing."""
 
@@ -61,6 +61,8 @@ class Sampling:
     """Tokens, and what is added to their logits."""
     seed: int | None = None
     """Of the request's own draws."""
+    json_schema: str | None = None
+    """As JSON: what the answer has to be."""
     num_logprobs: int | None = None
     """For each token its logarithmic probability, and those of so many likely ones; None: nothing."""
 
@@ -73,7 +75,9 @@ class Sampling:
     def changes_scores(self) -> bool:
         """Whether tokens of the request get other scores than the model's."""
         penalties = (self.presence_penalty, self.frequency_penalty)
-        return bool(self.logit_bias) or self.repetition_penalty != 1 or any(penalties)
+        if self.json_schema is not None or self.logit_bias:
+            return True
+        return self.repetition_penalty != 1 or any(penalties)
 
     @property
     def warping(self) -> tuple[float, int, float, float]:
@@ -113,6 +117,38 @@ class StreamOptions(_Fields):
     include_obfuscation: bool = False
 
 
+class JsonSchema(_Fields):
+    """A schema of an answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Fields):
+    """What an answer has to be: text, a JSON object, or JSON that a schema describes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema_if_it_needs_one(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema goes with the type json_schema")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema as JSON; None for any text."""
+        if self.type == "text":
+            return None
+        content = {"type": "object"} if self.json_schema is None else self.json_schema.content
+        return json.dumps(content, sort_keys=True)
+
+
 class GenerationRequest(_Fields):
     """Fields of completions and chats."""
 
@@ -131,6 +167,7 @@ class GenerationRequest(_Fields):
     logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    response_format: ResponseFormat | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[Token] = []
     ignore_eos: bool = False
@@ -169,7 +206,10 @@ class GenerationRequest(_Fields):
         said: dict[str, Any] = {n: v for n in DEFAULT_FIELDS if (v := getattr(self, n)) is not None}
         said |= {n: getattr(self, n) for n in ("presence_penalty", "frequency_penalty", "seed")}
         bias = tuple((int(token), value) for token, value in self.logit_bias.items())
-        return replace(defaults, **said, logit_bias=bias, num_logprobs=self.num_logprobs)
+        schema = None if self.response_format is None else self.response_format.schema_text
+        if schema is not None and self.ignore_eos:
+            raise BadRequest("an answer that follows a schema ends where that does", "ignore_eos")
+        return replace(defaults, **said, logit_bias=bias, json_schema=schema, num_logprobs=self.num_logprobs)
 
 
 class CompletionRequest(GenerationRequest):

@@ -61,7 +61,7 @@ def test_what_is_said() -> None:
         {"repetition_penalty": 0},
         {"logit_bias": {"x": 1}},
         {"logit_bias": {"1": 101}},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "yaml"}},
         {"never_heard_of": 1},
         {"max_tokens": 0},
         {"max_tokens": 2.9},
