@@ -20,6 +20,7 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(
 # An error in an operator's rule fails the test; users get a plan that replicates what the call touches.
 os.environ["SHARDCONV_STRICT_RULES"] = "1"
 
+import hypothesis
 import pytest
 import quick_calls  # noqa: F401  (before the code that is tested)
 import torch
@@ -35,6 +36,8 @@ SLOW_TIMEOUT_S = 7200
 SEVERAL_PROCESSES = ("tests/e2e/", "tests/field/", "tests/zoo/", "tests/engines/")
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("any machine", deadline=None)  # it may be busy
+hypothesis.settings.load_profile("any machine")
 gc.set_threshold(100_000, 50, 100)  # as it is by default, it takes an eighth of the time
 
 
