@@ -6,7 +6,7 @@ chats, greedily: 1, 8 and 64 clients at a time stream their answers. Tokens are 
 The first token is counted from the request, the others between pieces of one answer. A server that cannot be
 started is left out, with its error.
 
-    python benchmarks/servers.py --vllm .venv/vllm/bin/vllm [--clients 1 8 64] [--tokens 48] [--markdown FILE]
+    python benchmarks/servers.py --vllm .venv/vllm/bin/python [--clients 1 8 64] [--tokens 48] [--markdown FILE]
     python benchmarks/servers.py --small          to see that everything comes out
 """
 
@@ -76,16 +76,17 @@ def servers(options: argparse.Namespace, source: Path, converted: dict[int, Path
         env = {"OMP_NUM_THREADS": str(max(1, options.cores // tp))}
         found.append(Server(f"shardconv, tp {tp}", [sys.executable, *torchrun, *serve], "model", env))
     program = str(Path(sys.executable).with_name("transformers"))
-    command = [program, "serve", "--force-model", str(source), "--port", str(port), "--dtype", "float32"]
+    command = [program, "serve", str(source), "--port", str(port), "--dtype", "float32"]
     env = {"OMP_NUM_THREADS": str(options.cores)}
     found.append(Server("transformers serve", [*command, "--device", "cpu"], str(source), env))
     pages = ["--cb-num-blocks", PAGES[1], "--cb-max-batch-tokens", PAGES[3], "--cb-block-size", "256"]
     batching = [*command, "--device", "cpu", "--continuous-batching", *pages]
     found.append(Server("transformers serve, continuous batching", batching, str(source), env))
     if options.vllm:
-        arguments = ["serve", str(source), "--port", str(port), "--served-model-name", "model"]
+        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(source)]
+        arguments = [*module, "--port", str(port), "--served-model-name", "model"]
         limits = ["--dtype", "float32", "--max-model-len", "1024"]
-        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(options.cores)}
         found.append(Server("vLLM for CPUs", [options.vllm, *arguments, *limits], "model", env))
     return found
 
@@ -231,9 +232,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vllm", help="the program vllm of an environment with vLLM for CPUs")
+    parser.add_argument("--vllm", help="the Python of an environment with vLLM for CPUs")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--answers", type=int, default=16, help="at least so many for each number of clients")
+    parser.add_argument("--answers", type=int, default=8, help="at least so many for each number of clients")
     parser.add_argument("--tokens", type=int, default=48, help="most new tokens")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument(

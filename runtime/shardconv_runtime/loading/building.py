@@ -60,7 +60,7 @@ Stored = Callable[["Attached | None"], Generator[tuple[str, Tensor]]]
 """What gives a rank's tensors by their names in the model with the adapters that were attached."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """The arguments of the caller."""
 
@@ -165,7 +165,7 @@ class ModelBuilder:
     checked: CheckedSource
     wanted: LoadOptions
     start: Launch
-    everyone: Launch
+    all_ranks: Launch
     """All processes that build the model together."""
     all_reduce: AllReduce | str | None
     compiled: bool
@@ -193,13 +193,13 @@ class ModelBuilder:
         place: StageProcesses | None = None
         if checked.plan.stages is not None:
             find = partial(place_of, checked.plan, start, self.wanted.stages_per_process)
-            place = agreement.together(self.everyone, find, agreement.CONNECT_TIMEOUT_S)
+            place = agreement.together(self.all_ranks, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
         connect = partial(_connect, checked.full_plan, self.wanted, ranks, self.all_reduce)
-        comm = agreement.together(self.everyone, connect, agreement.CONNECT_TIMEOUT_S)
+        comm = agreement.together(self.all_ranks, connect, agreement.CONNECT_TIMEOUT_S)
         timeout = agreement.READ_TIMEOUT_S if checked.checkpoint is None else agreement.DOWNLOAD_TIMEOUT_S
         built: nn.Module = agreement.together(
-            self.everyone, partial(self._built, comm, stored, place), timeout
+            self.all_ranks, partial(self._built, comm, stored, place), timeout
         )
         model = unwrapped(built)
         if self.compiled:
@@ -207,7 +207,7 @@ class ModelBuilder:
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
-            compare_replicas(model, self.everyone)
+            compare_replicas(model, self.all_ranks)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:

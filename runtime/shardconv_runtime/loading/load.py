@@ -203,44 +203,44 @@ def load(
     if data_parallel:
         sharding = data_sharding(mesh, data_parallel, training=training, compiled=compile)
     wanted = LoadOptions(
-        os.fspath(path),
-        None if plan is None else os.fspath(plan),
-        Hub(revision, cache_dir, local_files_only, token),
-        trust_remote_code,
-        _dtype(dtype),
-        training,
-        sequence_parallel,
-        regather,
-        gather_logits,
-        verify,
-        dequantize,
-        all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
-        compile if fuse is None else fuse,
-        adapter,
-        sharding,
-        mesh is not None,
-        compile,
-        stages_per_process,
+        path=os.fspath(path),
+        plan=None if plan is None else os.fspath(plan),
+        hub=Hub(revision, cache_dir, local_files_only, token),
+        trust_remote_code=trust_remote_code,
+        dtype=_dtype(dtype),
+        training=training,
+        sequence_parallel=sequence_parallel,
+        regather=regather,
+        gather_logits=gather_logits,
+        verify=verify,
+        dequantize=dequantize,
+        all_reduce=all_reduce if isinstance(all_reduce, str) else all_reduce and "a function",
+        fuse=compile if fuse is None else fuse,
+        adapter=adapter,
+        data_parallel=sharding,
+        over_mesh=mesh is not None,
+        compiled=compile,
+        stages_per_process=stages_per_process,
     )
     checked, error = _attempt(lambda: _check(wanted, group))
     if checked is not None:
         launching.check_world_size(checked.plan, group, stages_per_process)
     with ReadAhead(() if checked is None else checked.spans(sharding)) as ahead:
         start = _launch(group, device, timeout_s, error)
-        everyone = start if sharding is None else sharding.processes(start)
-        agreement.agree(everyone, error)
+        all_ranks = start if sharding is None else sharding.processes(start)
+        agreement.agree(all_ranks, error)
         assert checked is not None, "agree has raised the error"
         if start.control is not None:
-            require_same(everyone, checked.common_manifest, wanted, checked.adapters)
+            require_same(all_ranks, checked.common_manifest, wanted, checked.adapters)
             require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
             needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
-            agreement.together(everyone, needs, agreement.DOWNLOAD_TIMEOUT_S)
+            agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
             fetch = partial(_with_files, checked, start.rank)
-            checked = agreement.together(everyone, fetch, agreement.DOWNLOAD_TIMEOUT_S)
+            checked = agreement.together(all_ranks, fetch, agreement.DOWNLOAD_TIMEOUT_S)
         building = ModelBuilder(
-            checked, wanted, start, everyone, all_reduce, compiled=compile, check_inputs=check_inputs
+            checked, wanted, start, all_ranks, all_reduce, compiled=compile, check_inputs=check_inputs
         )
         model = building.model()
         if start.device.type != "cpu":

@@ -93,10 +93,10 @@ def data_parallel(
         >>> model = shardconv_runtime.load("out/", mesh=mesh, training=True)
         >>> shardconv_runtime.data_parallel(model, mesh, param_dtype=torch.bfloat16)
     """
-    everyone = mesh_processes(mesh, torch.device(mesh.device_type))
-    units = agreement.together(everyone, lambda: _units_of_loaded(model, mesh))
+    all_ranks = mesh_processes(mesh, torch.device(mesh.device_type))
+    units = agreement.together(all_ranks, lambda: _units_of_loaded(model, mesh))
     _shard(units, mesh, DataParallel(param_dtype, reduce_dtype, reshard_after_forward))
-    compare_replicas(unwrapped(model), everyone)
+    compare_replicas(unwrapped(model), all_ranks)
     return model
 
 

@@ -27,18 +27,18 @@ COMPARISON = "_shardconv_replicas"
 """Attribute of a model that is sharded over replicas and has optional parts: its ``ReplicaComparison``."""
 
 
-def compare_replicas(model: nn.Module, everyone: Launch) -> None:
+def compare_replicas(model: nn.Module, all_ranks: Launch) -> None:
     """Have the replicas of a model compare which parts a call runs, in place; one without such parts stays.
 
     Args:
         model: of this process, sharded by FSDP2.
-        everyone: all processes that train it.
+        all_ranks: all processes that train it.
     """
     modalities = getattr(model, "input_modalities", "text")
     is_plain = modalities in ("text", ["text"], ("text",)) and _num_stacks(model) < 2
-    if is_plain or everyone.control is None:
+    if is_plain or all_ranks.control is None:
         return
-    comparison = ReplicaComparison(model, everyone)
+    comparison = ReplicaComparison(model, all_ranks)
     vars(model)[COMPARISON] = comparison
     model.register_forward_pre_hook(comparison.before, prepend=True, with_kwargs=True)
 
@@ -57,14 +57,14 @@ class ReplicaComparison:
 
     Args:
         model: of this process.
-        everyone: all processes that train the model.
+        all_ranks: all processes that train the model.
     """
 
-    def __init__(self, model: nn.Module, everyone: Launch) -> None:
+    def __init__(self, model: nn.Module, all_ranks: Launch) -> None:
         stage = loaded(model).stage
         self._is_scheduled = (lambda: False) if stage is None else stage.link.is_scheduled
         self._names = list(forward_signature(model).parameters)
-        self._everyone = everyone
+        self._all_ranks = all_ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaComparison:
         """A copy of a model has the same replicas."""
@@ -83,7 +83,7 @@ class ReplicaComparison:
             PlanError: they are not; on all processes.
             LaunchError: another process does not call the model.
         """
-        start = self._everyone
+        start = self._all_ranks
         names = sorted(name for name, value in given.items() if "mask" not in name and _may_choose(value))
         number = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
         found = torch.tensor([number, -number])
