@@ -6,7 +6,7 @@ chats, greedily: 1, 8 and 64 clients at a time stream their answers. Tokens are 
 The first token is counted from the request, the others between pieces of one answer. A server that cannot be
 started is left out, with its error.
 
-    python benchmarks/servers.py --vllm .venv/vllm/bin/python [--clients 1 8 64] [--tokens 48] [--markdown FILE]
+    python benchmarks/servers.py --vllm .venv/vllm/bin/python [--clients 1 8 64] [--markdown FILE]
     python benchmarks/servers.py --small          to see that everything comes out
 """
 

@@ -57,18 +57,27 @@ def run_rank(arguments: argparse.Namespace) -> None:
         serving_config(model.generation_config), continuous_batching_config=pages
     )
     with managing as manager:
-        leave_signals_to_rank_0()
+        told = leave_signals_to_rank_0()
         processor = processor_of(manager)  # on all ranks: another one would choose other tokens
         processor.is_with_rank_0 = loaded(model).plan.stages is None
         processor.grammars = grammars_of(model, tokenizer)
         if manager.is_tp_driver:
-            serve(manager, model, tokenizer, defaults, arguments)
+            serve(manager, model, tokenizer, defaults, arguments, told)
 
 
 def serve(
-    manager: Any, model: Any, tokenizer: Any, defaults: Sampling, arguments: argparse.Namespace
+    manager: Any,
+    model: Any,
+    tokenizer: Any,
+    defaults: Sampling,
+    arguments: argparse.Namespace,
+    told: list[int],
 ) -> None:
-    """Listen, on rank 0, until the process is interrupted or the ranks fail."""
+    """Listen, on rank 0, until the process is interrupted or the ranks fail.
+
+    Args:
+        told: signals that came before the server handled them.
+    """
     processor = processor_of(manager)
     text_config = model.config.get_text_config(decoder=True)
     served = Served(
@@ -90,6 +99,8 @@ def serve(
 
     async def run() -> None:
         await warm_up(served)
+        if told:
+            return
         print(f"serving {served.name} at http://{arguments.host}:{arguments.port}/v1", flush=True)
         watching = asyncio.create_task(watch(manager, server))
         await server.serve()
@@ -141,10 +152,15 @@ def end_with_launcher() -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-def leave_signals_to_rank_0() -> None:
+def leave_signals_to_rank_0() -> list[int]:
     """Have no process end by a signal that torchrun sends to all: rank 0 needs the others to finish.
 
     The server of rank 0 handles these signals while it runs, and sends them once more when it has ended.
+
+    Returns:
+        The signals that come, as they do.
     """
+    told: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)
+        signal.signal(number, lambda number, frame: told.append(number))
+    return told
