@@ -395,6 +395,7 @@ def test_metrics(serving: Serving) -> None:
     assert float(values["shardconv_new_tokens_total"]) >= 3
     assert float(values["shardconv_first_token_seconds_count"]) >= 1
     assert float(values["shardconv_requests_running"]) == 0
+    assert float(values["shardconv_cache_use"]) == 0
 
 
 # A server of its own --------------------------------------------------------------------------------

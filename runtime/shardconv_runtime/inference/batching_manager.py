@@ -148,6 +148,17 @@ class RankBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         limits = (self._room, None if limit is None else limit + 1)
         return min((each for each in limits if each is not None), default=None)
 
+    @property
+    def cache_use(self) -> float | None:
+        """The share of the cache that requests hold; None where the installed transformers hides it."""
+        allocators = getattr(getattr(self.batch_processor, "cache", None), "cache_allocators", None)
+        if not allocators:
+            return None
+        # The loop's thread adds and removes requests meanwhile: the lists are copied first.
+        held = [(list(each.block_table.values()), each.num_blocks) for each in allocators.values()]
+        shares = [len({page for pages in tables for page in pages}) / count for tables, count in held]
+        return float(max(shares))
+
     def answer_on_all_ranks(self) -> None:
         """Have ranks other than 0 get the answers, too; all ranks call this, before requests are added."""
         if isinstance(self.output_router, _NoAnswers):

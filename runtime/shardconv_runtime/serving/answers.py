@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +39,12 @@ class Metrics:
             Histogram, "first_token_seconds", "From a request to its first token", buckets=_SECONDS
         )
         self._next = made(Histogram, "next_token_seconds", "From one token to the next", buckets=_SECONDS)
+
+    def watch_cache(self, use: Callable[[], float | None]) -> None:
+        """Tell the share of the cache that is in use, if the manager does."""
+        if use() is not None:
+            about = "Share of the cache that requests hold"
+            Gauge("shardconv_cache_use", about, registry=self._registry).set_function(lambda: use() or 0.0)
 
     @contextmanager
     def running(self, num_prompt_tokens: int) -> Iterator[None]:

@@ -91,6 +91,7 @@ def serve(
         processor if processor.is_with_rank_0 else None,
         processor.grammars,
     )
+    served.metrics.watch_cache(lambda: manager.cache_use)
     app = application(served, defaults, arguments.api_key)
     config = uvicorn.Config(
         app, arguments.host, arguments.port, log_level="warning", timeout_graceful_shutdown=DRAIN_S
