@@ -21,8 +21,6 @@ from ..comm.agreement import compare_calls, digest, exchange, share_rng_state
 from ..comm.mesh import Launch
 from ..comm.stage_link import StageLink
 from ..errors import PlanError
-from .assisted import ARGUMENT, candidates_of_rank_0, vocabulary_of_draft, with_draft
-from .continuous_batching import prepare_batches
 from .deadline import deadline, progress, raise_lost_rank
 
 # ``generate`` on the stages of a pipeline: each runs the same loop on the tokens that the last one chooses.
@@ -189,6 +187,8 @@ def prepare_generation(
         # Private, but every criterion passes through it, wherever it was set.
 
         if hasattr(model, "_get_candidate_generator"):
+            from .assisted import candidates_of_rank_0
+
             candidates = MethodType(candidates_of_rank_0(start), model)
             model._get_candidate_generator = candidates  # type: ignore[assignment]
         model._get_stopping_criteria = MethodType(criteria_of_rank_0(start), model)  # type: ignore[assignment]
@@ -209,6 +209,8 @@ def _refusal(name: str) -> Callable[..., Any]:
 def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     """A method of continuous batching, whose code is imported when it is called."""
 
+    from .continuous_batching import prepare_batches
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepare_batches(self, start, gather_logits, link)
         return getattr(self, name)(*args, **kwargs)
@@ -218,6 +220,8 @@ def _batched(name: str, start: Launch, gather_logits: bool, link: StageLink | No
 
 def _in_step(start: Launch, gather_logits: bool, link: StageLink | None) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .assisted import ARGUMENT, vocabulary_of_draft, with_draft  # few calls have a draft
+
         if not gather_logits:
             raise PlanError("generate needs full logits; load the model with gather_logits=True")
         args, kwargs = _by_name(type(self).generate, args, kwargs)

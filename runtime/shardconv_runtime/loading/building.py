@@ -7,20 +7,15 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.adapter_set import AdapterSet
-from ..adapters.attaching import Adapter, Attached, attach
-from ..checkpoint.quantized import without_quantization
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce, Communicator, ProcessCommunicator
 from ..comm.mesh import Launch
-from ..comm.stage_processes import StageProcesses
-from ..comm.symmetric import connect_by_name
 from ..format import plan_json as codec
 from ..format.fused_groups import adjacent_tensors
 from ..format.header import ShardFile
@@ -31,27 +26,24 @@ from ..format.stage_part import of_stage
 from ..format.staged_names import absent_modules, held_by
 from ..hub.fetch import Repository
 from ..hub_options import Hub
-from ..inference.compiling import compile_model
 from ..inference.generation import prepare_generation
-from ..inference.staged_compiling import compile_stage
 from ..loaded import Loaded, remember, unwrapped
 from ..parallel.build import parallelize, stored_tensors
 from ..parallel.meta_model import build_model, find_class
 from ..parallel.model_config import building_failed, read_config, read_generation_config
-from ..parallel.stage_model import StageModel, argument_names
-from ..tensors.lazy_tensor import LazyTensor
-from ..training.prepare import parallelize_for_training
-from ..training.replica_inputs import compare_replicas
-from ..training.stage_training import evaluate_in_passes
 from . import rank_files
-from .by_plan import local_tensors
 from .data_sharding import DataSharding
 from .load_checks import remote_class
-from .packed_models import packed_modules
 from .rank_files import verify_checksums
 from .reading import Span, with_rows
-from .several_ranks import guard
-from .staged_models import keep_own, place_of, tensors_of_stages
+
+if TYPE_CHECKING:
+    # Here and in functions: what a job may not need. All of it would add 0.2 s to the start.
+    from ..adapters.adapter_set import AdapterSet
+    from ..adapters.attaching import Attached
+    from ..comm.stage_processes import StageProcesses
+    from ..parallel.stage_model import StageModel
+    from ..tensors.lazy_tensor import LazyTensor
 
 AdapterDirectories = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 """One, or several by the names that the adapters get."""
@@ -177,6 +169,8 @@ class ModelBuilder:
 
     def unsharded_wrapper(self) -> nn.Module:
         """A ``peft.PeftModel`` of the whole model, global, on meta, with new adapters of the same configs."""
+        from ..adapters.attaching import Adapter, attach
+
         assert self.checked.adapters is not None, "it has some"
         configs = {name: each.adapter.config for name, each in self.checked.adapters.adapters.items()}
         new = {name: Adapter(config) for name, config in configs.items()}
@@ -192,6 +186,8 @@ class ModelBuilder:
         start, checked = self.start, self.checked
         place: StageProcesses | None = None
         if checked.plan.stages is not None:
+            from .staged_models import place_of
+
             find = partial(place_of, checked.plan, start, self.wanted.stages_per_process)
             place = agreement.together(self.all_ranks, find, agreement.CONNECT_TIMEOUT_S)
         ranks = start if place is None else place.ranks
@@ -205,16 +201,24 @@ class ModelBuilder:
         if self.compiled:
             self._compile(model, place)
         if start.world_size > 1 or self.wanted.over_mesh or stays_packed(checked.plan, self.wanted):
+            from .several_ranks import guard
+
             guard(model, start, comm, training=self.wanted.training, check_inputs=self.check_inputs)
         if self.wanted.data_parallel is not None:
+            from ..training.replica_inputs import compare_replicas
+
             compare_replicas(model, self.all_ranks)
         return built
 
     def _compile(self, model: nn.Module, place: StageProcesses | None) -> None:
         if place is None:
             several = self.start.world_size > 1
+            from ..inference.compiling import compile_model
+
             compile_model(model, cuda_graphs=launching.can_capture(self.start), same_bits=several)
             return
+
+        from ..inference.staged_compiling import compile_stage
 
         compile_stage(model, self.start, place.link, same_bits=place.ranks.world_size > 1)
 
@@ -235,17 +239,23 @@ class ModelBuilder:
             stages = place.link.stages
             absent = [absent_modules(plan, number) for number in stages]
             built = replace(built, fused=of_stage(built, stages).fused)
+            from ..parallel.stage_model import argument_names
+
             arguments = argument_names(model, plan)
         stage: StageModel | None = None
         packed = None
         if stays_packed(plan, wanted):
             dtype = wanted.dtype or getattr(torch, plan.model.dtype)
             apart = () if attached is None else attached.linear_layers(model)
+            from .packed_models import packed_modules
+
             packed = packed_modules(directory, plan, config, start.device, comm, dtype, apart)
         heads: Sequence[str] = ()
         if attached is not None and plan.logits is not None:
             heads = attached.in_place_of(plan.logits.module)
         if wanted.form:
+            from ..training.prepare import parallelize_for_training
+
             parallelize_for_training(
                 model,
                 built,
@@ -262,6 +272,8 @@ class ModelBuilder:
         if place is not None:
             forms = {"training": wanted.training, "sequence_parallel": wanted.sequence_parallel}
             forms["local_logits"] = wanted.gather_logits is False
+            from .staged_models import keep_own
+
             stage = keep_own(model, plan, place, wanted.computed_dtype, arguments, **forms)
             base = checked.plan
             weights = checked.checkpoint and held_by(base, stages, checked.checkpoint)
@@ -274,6 +286,8 @@ class ModelBuilder:
         stored = partial(_stored, checked, files, start)
         if checked.more:
             parts = [partial(_stored, part, files, start) for part in (checked, *checked.more)]
+            from .staged_models import tensors_of_stages
+
             stored = partial(tensors_of_stages, base, stages, parts)
         if adapters is not None and attached is not None:
             held = (adapters, attached) if place is None else adapters.of_stages(stages, attached)
@@ -289,6 +303,8 @@ class ModelBuilder:
         link = None if place is None else place.link
         prepare_generation(model, generation_config, self.start, full_logits, link)
         if link is not None and stage is not None and len(link.stages) > 1:
+            from ..training.stage_training import evaluate_in_passes
+
             evaluate_in_passes(model, stage)
         is_packed = packed is not None
         names = None if attached is None else replace(attached, wrapper=nn.Module(), tensors={})
@@ -311,6 +327,8 @@ def _unsharded(checked: CheckedSource, wanted: LoadOptions) -> tuple[Any, nn.Mod
     plan, directory = checked.plan, checked.directory
     stored = config = read_config(directory, checked.manifest, plan)
     if any(entry.packing is not None for entry in plan.parameters):
+        from ..checkpoint.quantized import without_quantization
+
         config = without_quantization(config)
     dtype = wanted.dtype or getattr(torch, plan.model.dtype)
     try:
@@ -329,6 +347,8 @@ def _connect(
 ) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
     if isinstance(all_reduce, str):
+        from ..comm.symmetric import connect_by_name
+
         return connect_by_name(all_reduce, start, lambda function: _connect(plan, wanted, start, function))
     if not wanted.form:
         return launching.connect(plan, start, all_reduce)
@@ -344,6 +364,8 @@ def _stored(checked: CheckedSource, plan: Plan, start: Launch, rows: Rows) -> Ge
     """
     if checked.checkpoint is not None:
         weights, planned = checked.checkpoint, not checked.in_wanted_dtypes
+        from .by_plan import local_tensors
+
         return local_tensors(plan, weights, start.rank, start.device, rows, in_planned_dtypes=planned)
     assert checked.files is not None
     adjacent: tuple[tuple[str, ...], ...] = ()

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..adapters.adapter_set import AdapterSet
 from ..comm import agreement
 from ..comm import mesh as launching
 from ..comm.collectives import AllReduce
@@ -25,19 +24,16 @@ from ..format.small_files import of_stage_of, stage_directory, variant
 from ..format.staged_names import num_stages, stages_of
 from ..hub.fetch import beside
 from ..hub_options import Hub
-from ..inference.compiling import warm_up_decoding
 from ..loaded import unwrapped
 from ..parallel.layers import with_local_logits
-from ..training.fsdp import DataParallel
 from . import rank_files
-from .adapted_models import guard_adapters
 from .building import AdapterDirectories, CheckedSource, LoadOptions, ModelBuilder, stays_packed, unsharded
-from .by_plan import ordinary
 from .data_sharding import DataSharding, data_sharding
 from .load_checks import find_converted, refuse_options, require_form, require_same
-from .packed_models import require_packages
 from .reading import ReadAhead
-from .staged_models import require_known, require_several
+
+if TYPE_CHECKING:
+    from ..training.fsdp import DataParallel
 
 # The directories of the stages that a process has beside its first one.
 
@@ -234,6 +230,8 @@ def load(
             require_same(all_ranks, checked.common_manifest, wanted, checked.adapters)
             require_own_gpus(start)
         if stays_packed(checked.plan, wanted):
+            from .packed_models import require_packages
+
             needs = partial(require_packages, *checked.model, start.device, wanted.dtype, compiled=compile)
             agreement.together(all_ranks, needs, agreement.DOWNLOAD_TIMEOUT_S)
         if checked.repository is not None:
@@ -246,8 +244,12 @@ def load(
         if start.device.type != "cpu":
             ahead.stop()  # all was read; the CPU's mapped files are read until their first use
     if adapter is not None:
+        from .adapted_models import guard_adapters
+
         guard_adapters(model)
     if warm_up:
+        from ..inference.compiling import warm_up_decoding
+
         warm_up_decoding(unwrapped(model), warm_up)
     return model
 
@@ -264,12 +266,18 @@ def _check(wanted: LoadOptions, group: dist.ProcessGroup | None) -> CheckedSourc
             "read that code, then pass trust_remote_code=True"
         )
     if solved.stages is not None:
+        from .staged_models import require_known
+
         require_known(wanted.unknown_to_stages)
     if wanted.stages_per_process != 1:
+        from .staged_models import require_several
+
         require_several(solved, wanted.stages_per_process, training=wanted.training)
         found = with_further(found, wanted.stages_per_process)
     fingerprint.check_code(solved)
     if wanted.adapter is not None:
+        from ..adapters.adapter_set import AdapterSet
+
         adapters = AdapterSet.read(wanted.adapter, solved, partial(unsharded, found, wanted))
         found = replace(found, adapters=adapters)
     if wanted.form:
@@ -302,6 +310,8 @@ def _converted(wanted: LoadOptions, rank: int, world_size: int) -> CheckedSource
 
 def _ordinary(wanted: LoadOptions, plan: str) -> CheckedSource:
     """An ordinary model, to be sharded by a plan while it is read."""
+    from .by_plan import ordinary
+
     found = ordinary(
         wanted.path, plan, wanted.hub, trust_remote_code=wanted.trust_remote_code, dtype=wanted.dtype
     )

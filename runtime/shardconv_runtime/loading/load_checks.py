@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from ..adapters.adapter_set import AdapterSet
 from ..comm import mesh as launching
 from ..comm.agreement import exchange
 from ..comm.collectives import AllReduce, ProcessCommunicator
@@ -23,7 +22,9 @@ from ..hub.fetch import Repository, find
 from ..hub.time_limits import looks_like_path
 from ..hub.tp_folders import folder_in
 from ..hub_options import Hub
-from ..training.backward_axes import backward_axes
+
+if TYPE_CHECKING:
+    from ..adapters.adapter_set import AdapterSet
 
 # A converted directory in a repository of the Hub, whose manifest and plan were fetched.
 
@@ -188,4 +189,6 @@ def connect(
 ) -> ProcessCommunicator:
     """The process groups of all collectives that the wanted form of the model issues."""
     used = of_sequence(plan) if sequence_parallel else plan
+    from ..training.backward_axes import backward_axes
+
     return launching.connect(used, start, all_reduce, backward_axes(used) if training else ())

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,11 @@ from ..format.stored_layout import is_common, layout_sha256, stored_plans
 from ..parallel.build import retie, stored_tensors
 from ..parallel.fused_products import refresh_fused
 from ..parallel.model_config import CONFIG, GENERATION_CONFIG
-from ..parallel.packed_modules import PackedModules
-from .packed_models import unpacked
 from .reading import Adjacent, Span, mapped
 from .staged_reading import Cuda, staged
+
+if TYPE_CHECKING:
+    from ..parallel.packed_modules import PackedModules
 
 # The checksums of a rank's files, compared with those in the manifest before they are read.
 
@@ -175,6 +177,8 @@ def read(
     todo = set(parameter_plans(plan)) - (packed.names if packed is not None else set())
     modules = dict(model.named_modules(remove_duplicate=False))
     if any(entry.packing is not None for entry in plan.parameters):
+        from .packed_models import unpacked
+
         stored = unpacked(stored, plan, start.rank, packed)
     with closing(stored) as parameters:
         for name, tensor in parameters:

@@ -7,7 +7,7 @@ compute on sharded dims are replaced or wrapped, and each parameter gets its loc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from .fused_products import fuse
 from .guards import attach_guards
 from .layers import WHY_NO_LABELS, without_logits_gather
 from .local_modules import localize_modules
-from .packed_modules import PackedModules
 from .refusals import refuse
+
+if TYPE_CHECKING:
+    from .packed_modules import PackedModules
 
 
 def parallelize(

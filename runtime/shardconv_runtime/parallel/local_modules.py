@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,11 @@ from ..format.stored_layout import holds_values
 from .boundary import TensorStep, attach, forward_signature, in_use, step
 from .edits import apply_edits, raise_flags
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .packed_modules import PackedModules
 from .row_ids import RowIds
 from .sharded_norm import ShardedNorm
+
+if TYPE_CHECKING:
+    from .packed_modules import PackedModules
 
 # The part of a global tensor in memory that a rank holds.
 
