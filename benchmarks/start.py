@@ -37,11 +37,11 @@ STAGES = {
     ("loading.load", "_launch"): "process group",
     ("comm.agreement", "agree"): "agreement of the ranks",
     ("comm.mesh", "connect"): "subgroups",
-    ("loading.load", "read_config"): "config",
-    ("loading.load", "build_model"): "build",
-    ("loading.load", "parallelize"): "parallelize",
+    ("loading.building", "read_config"): "config",
+    ("loading.building", "build_model"): "build",
+    ("loading.building", "parallelize"): "parallelize",
     ("loading.rank_files", "read"): "read",
-    ("loading.load", "prepare_generation"): "generation config",
+    ("loading.building", "prepare_generation"): "generation config",
 }
 """Functions of the runtime that ``load`` calls one after the other, and the names of their lines."""
 

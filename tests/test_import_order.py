@@ -192,6 +192,13 @@ def test_programs_import_what_is_there(file: Path) -> None:
         assert hasattr(importlib.import_module(module), name), full
 
 
+def test_the_stages_that_a_benchmark_times_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    start = importlib.import_module("start")
+    for module, name in start.STAGES:
+        assert hasattr(importlib.import_module(f"shardconv_runtime.{module}"), name), (module, name)
+
+
 def test_the_format_imports_no_torch() -> None:
     rooms = [name for name in RUNTIME if name.startswith("shardconv_runtime.format.")]
     code = f"import {', '.join(rooms)}, sys; assert 'torch' not in sys.modules"
