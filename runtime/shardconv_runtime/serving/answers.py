@@ -233,7 +233,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     if wanted.sampling.json_schema is not None:
         if served.grammars is None or not served.ends:
             raise BadRequest(
-                "response_format needs xgrammar beside the server, and a model with a token that ends text",
+                "response_format needs xgrammar that knows the tokenizer, and a token that ends an answer",
                 "response_format",
             )
         await asyncio.to_thread(served.grammars.require, wanted.sampling.json_schema)

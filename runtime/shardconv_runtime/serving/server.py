@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from transformers import AutoTokenizer, ContinuousBatchingConfig
 
-from ..errors import ShardconvError
+from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
 from .answers import AnswerOptions, Served, answer
@@ -115,14 +115,19 @@ def serve(
 
 
 def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
-    """What follows JSON schemas in answers; None where xgrammar is not installed."""
-    if importlib.util.find_spec(GRAMMAR_PACKAGE) is None:
+    """What follows JSON schemas in answers; None where nothing can, and ``response_format`` is refused.
+
+    That takes xgrammar, a token that ends an answer, and a tokenizer that xgrammar knows.
+    """
+    given = model.generation_config.eos_token_id
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if not ends or importlib.util.find_spec(GRAMMAR_PACKAGE) is None:
         return None
-    ends = model.generation_config.eos_token_id
-    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    return Grammars(
-        tokenizer, vocabulary_size, ends if isinstance(ends, list) else [] if ends is None else [ends]
-    )
+    try:
+        return Grammars(tokenizer, model.config.get_text_config(decoder=True).vocab_size, ends)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        logging.getLogger(__name__).warning("answers cannot follow JSON schemas: xgrammar: %s", brief(error))
+        return None
 
 
 async def warm_up(served: Any) -> None:

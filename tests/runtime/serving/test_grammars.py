@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +116,18 @@ def test_what_a_request_says() -> None:
     for wrong in ({"type": "json_schema"}, {"type": "yaml"}, {"type": "text", "json_schema": given}):
         with pytest.raises(ValueError, match="response_format"):
             schema(wrong)
+
+
+@pytest.mark.parametrize("reason", ["no end", "no such tokenizer"])
+def test_where_nothing_follows_schemas_the_server_starts(tokenizer: Any, reason: str) -> None:
+    from shardconv_runtime.serving.server import grammars_of
+
+    ends = None if reason == "no end" else [END, 3]
+    text = SimpleNamespace(vocab_size=VOCABULARY)
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=ends),
+        config=SimpleNamespace(get_text_config=lambda decoder: text),
+    )
+    assert grammars_of(model, tokenizer if reason == "no end" else object()) is None
+    model.generation_config.eos_token_id = END
+    assert isinstance(grammars_of(model, tokenizer), Grammars)
