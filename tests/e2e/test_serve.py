@@ -270,7 +270,10 @@ def leave(client: Any, max_tokens: int) -> None:
         ({"seed": 0.5}, "seed"),
         ({"best_of": 2}, "best_of is not supported"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "schema|xgrammar",
+        ),
         ({"logit_bias": {str(VOCAB): 1}}, "logit_bias names"),
         ({"temperature": -1}, "temperature: Input should be greater"),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
