@@ -171,7 +171,8 @@ def test_a_crowd(tmp_path: Path) -> None:
             thread.start()
         time.sleep(CROWD_S / 5)
         assert all(Path(f"/proc/{rank}").exists() for rank in ranks), "".join(printed[-40:])
-        assert 0 < float(metrics(port).split("\nshardconv_cache_use ")[1].split()[0]) < 1
+        share = float(metrics(port).split("\nshardconv_cache_use ")[1].split()[0])
+        assert 0 < share <= 1, "64 clients fill 32 pages"
         before = [resident(rank) for rank in ranks]
         for thread in threads:
             thread.join()
