@@ -105,12 +105,9 @@ class _StagedForward:
                 link.received = link.outgoing = None
             for _, work, _ in sent:
                 work.wait()
-            self._known[shapes], output = (
-                Messages(
-                    tuple((stage, tuple(x.shape), x.dtype) for stage, x in received),
-                    tuple((stage, tuple(x.shape), x.dtype) for stage, _, x in sent),
-                ),
-                output,
+            self._known[shapes] = Messages(
+                tuple((stage, tuple(x.shape), x.dtype) for stage, x in received),
+                tuple((stage, tuple(x.shape), x.dtype) for stage, _, x in sent),
             )
             return output
         if shapes in self._compiled:

@@ -34,7 +34,6 @@ from ..parallel.model_config import building_failed, read_config, read_generatio
 from . import rank_files
 from .data_sharding import DataSharding
 from .load_checks import remote_class
-from .rank_files import verify_checksums
 from .reading import Span, with_rows
 
 if TYPE_CHECKING:
@@ -281,7 +280,7 @@ class ModelBuilder:
             built = replace(of_stage(plan, stages), fused=built.fused)
         if wanted.verify:
             for part in (checked, *checked.more):
-                verify_checksums(part.directory, part.manifest, start.rank)
+                rank_files.verify_checksums(part.directory, part.manifest, start.rank)
         files = built if adapters is None else replace(checked.plan, fused=())
         stored = partial(_stored, checked, files, start)
         if checked.more:

@@ -172,8 +172,12 @@ class Served:
     @property
     def ends(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        given = self.eos_token_id
-        return frozenset(given if isinstance(given, list) else [] if given is None else [given])
+        return end_tokens(self.eos_token_id)
+
+
+def end_tokens(given: int | list[int] | None) -> frozenset[int]:
+    """The tokens that a generation config names as ``eos_token_id``."""
+    return frozenset(given if isinstance(given, list) else [] if given is None else [given])
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
     if wanted.sampling.num_logprobs is not None and served.processor is None:
         raise BadRequest("logprobs are not known to the first of several stages", "logprobs")
     if wanted.sampling.json_schema is not None:
-        if served.grammars is None or not served.ends:
+        if served.grammars is None:
             raise BadRequest(
                 "response_format needs xgrammar that knows the tokenizer, and a token that ends an answer",
                 "response_format",
@@ -278,9 +282,13 @@ async def answer(served: Served, prompt: list[int], wanted: AnswerOptions) -> As
         finally:
             if not is_finished:
                 served.manager.cancel_request(name)
-            served.manager.output_router.result_handlers.pop(name, None)
-            if served.processor is not None:
-                served.processor.forget(name)
+            _forget(served, name)
+
+
+def _forget(served: Served, name: str) -> None:
+    served.manager.output_router.result_handlers.pop(name, None)
+    if served.processor is not None:
+        served.processor.forget(name)
 
 
 def _special_stops(served: Served, wanted: AnswerOptions) -> tuple[list[str], frozenset[int]]:
@@ -331,6 +339,8 @@ def _add(
     if served.manager.failure is not None:
         raise AnswerFailed(str(served.manager.failure))
     served.manager.register_result_handler(name, tell)
+    if served.processor is not None:
+        served.processor.watch(name)
     try:
         served.manager.add_request(
             prompt,
@@ -341,5 +351,5 @@ def _add(
             sampling=wanted.sampling,
         )
     except ShardconvError as error:
-        served.manager.output_router.result_handlers.pop(name, None)
+        _forget(served, name)
         raise BadRequest(str(error)) from error

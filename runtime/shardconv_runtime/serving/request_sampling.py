@@ -126,8 +126,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
     """Chooses the next token of each row as its request asks, and leaves no other.
 
     Attributes:
-        logprobs: name of a request -> those of its tokens, if it asked for them.
-        failed: names of requests whose logits were not numbers.
+        logprobs: name of a request that is watched -> those of its tokens, if it asked for them.
+        failed: names of watched requests whose logits were not numbers.
         grammars: what follows JSON schemas; None where nothing does.
         is_with_rank_0: rank 0 sees what is noted here; of stages, only the last one has logits.
     """
@@ -142,8 +142,12 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         self.is_with_rank_0 = True
         self.grammars: Any = None
 
+    def watch(self, name: str) -> None:
+        """Note what becomes of a request; nothing is noted on ranks where nobody asks."""
+        self.logprobs[name] = []
+
     def forget(self, name: str) -> None:
-        """A request is over."""
+        """A request is over; the loop may compute another token of it."""
         self.logprobs.pop(name, None)
         self.failed.discard(name)
 
@@ -170,7 +174,8 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         for row in (~rows.amax(-1).isfinite()).nonzero().flatten().tolist():
             if not self.is_with_rank_0:
                 raise ShardconvError(f"{requests[row].request_id}: the model's logits are not numbers")
-            self.failed.add(requests[row].request_id)
+            if requests[row].request_id in self.logprobs:
+                self.failed.add(requests[row].request_id)
             rows[row] = 0.0
         adjusted = rows.clone()
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
@@ -194,12 +199,11 @@ class RequestProcessor(cb_logits_processors.ContinuousBatchingLogitsProcessor): 
         for row, (state, sampling) in enumerate(zip(requests, asked, strict=True)):
             if sampling.json_schema is not None:
                 self._matcher(state, sampling).accept_token(int(chosen[row]))
-            if sampling.num_logprobs is not None:
-                found = _logprob(rows[row], int(chosen[row]), sampling.num_logprobs)
-                self.logprobs.setdefault(state.request_id, []).append(found)
-        left = torch.zeros_like(
-            scores
-        )  # a step of parts of prompts has rows that are no request's next token
+            noted = self.logprobs.get(state.request_id)
+            if sampling.num_logprobs is not None and noted is not None:
+                noted.append(_logprob(rows[row], int(chosen[row]), sampling.num_logprobs))
+        # A step of parts of prompts has rows that are no request's next token: they are left as they are.
+        left = torch.zeros_like(scores)
         left[: len(requests)] = -torch.inf
         left[torch.arange(len(requests), device=scores.device), chosen] = 0.0
         return left

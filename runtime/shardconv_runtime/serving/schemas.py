@@ -73,11 +73,9 @@ class Sampling:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether tokens of the request get other scores than the model's."""
+        """Whether a bias or a penalty gives tokens other scores than the model's."""
         penalties = (self.presence_penalty, self.frequency_penalty)
-        if self.json_schema is not None or self.logit_bias:
-            return True
-        return self.repetition_penalty != 1 or any(penalties)
+        return bool(self.logit_bias) or self.repetition_penalty != 1 or any(penalties)
 
     @property
     def warping(self) -> tuple[float, int, float, float]:

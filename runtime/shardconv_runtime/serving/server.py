@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig
 from ..errors import ShardconvError, brief
 from ..loaded import loaded
 from ..loading.load import load
-from .answers import AnswerOptions, Served, answer
+from .answers import AnswerOptions, Served, answer, end_tokens
 from .endpoints import application
 from .grammars import PACKAGE as GRAMMAR_PACKAGE
 from .grammars import Grammars
@@ -119,8 +119,7 @@ def grammars_of(model: Any, tokenizer: Any) -> Grammars | None:
 
     That takes xgrammar, a token that ends an answer, and a tokenizer that xgrammar knows.
     """
-    given = model.generation_config.eos_token_id
-    ends = given if isinstance(given, list) else [] if given is None else [given]
+    ends = end_tokens(model.generation_config.eos_token_id)
     if not ends or importlib.util.find_spec(GRAMMAR_PACKAGE) is None:
         return None
     try:

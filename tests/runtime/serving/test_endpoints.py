@@ -174,6 +174,9 @@ def test_several_prompts_and_answers() -> None:
 class Processor(SimpleNamespace):
     """Has noted what it is given, for every request."""
 
+    def watch(self, name: str) -> None:
+        self.watched = name
+
     def forget(self, name: str) -> None:
         self.forgotten = name
 

@@ -45,6 +45,9 @@ def answer(
     """The tokens of all requests in one batch, and the processor."""
     processor = RequestProcessor(None)
     states = [state(str(index), *request) for index, request in enumerate(requests)]
+    for index, (_, sampling) in enumerate(requests):
+        if sampling.num_logprobs is not None:
+            processor.watch(str(index))
     for _ in range(NEW):
         with torch.no_grad():
             logits = [
@@ -153,6 +156,8 @@ def test_logprobs_are_those_of_the_model(model: Any) -> None:
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
     processor.forget("0")
     assert not processor.logprobs
+    step(processor, [state("0", [3, 4], sampling)], logits[:1])  # one that is over, or of another rank
+    assert not processor.logprobs
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "no token"])
@@ -164,6 +169,8 @@ def test_logits_that_are_not_numbers_are_one_requests_failure(wrong: Any) -> Non
         logits[1, 4] = wrong
     processor = RequestProcessor(None)
     states = [state(name, [1], Sampling(0)) for name in "abc"]
+    for each in states:
+        processor.watch(each.request_id)
     first, _, last = step(processor, states, logits)
     assert processor.failed == {"b"}
     assert [first, last] == [int(logits[0].argmax()), int(logits[2].argmax())]
